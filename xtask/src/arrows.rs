@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
-/// One room: its package, and the rooms below that it may name. `memory` is under all of them and open to all.
+/// One room: its package, and the rooms below that it may name. `memory` is below all rooms and open to all.
 struct Room {
     name: &'static str,
     below: &'static [&'static str],
@@ -30,7 +30,7 @@ const UNDER_DAEMON: &[&str] = &[
     "block",
 ];
 
-/// Top to bottom, as a request travels. The program, which is not listed below, may name them all.
+/// The rooms from top to bottom, as a request travels. The program, which is not listed, may name them all.
 const ROOMS: &[Room] = &[
     Room { name: "save", below: &["control", "block"] },
     Room {
@@ -70,7 +70,7 @@ const ROOMS: &[Room] = &[
 struct Arrow {
     from: String,
     to: String,
-    /// For tests only.
+    /// Whether it is for tests only.
     dev: bool,
 }
 
@@ -102,7 +102,7 @@ pub(crate) fn check() -> Result<Vec<String>> {
 /// The fuzzers stand above the rooms, as tests do. No room names them.
 const FUZZERS: &str = "fuzz";
 
-/// The program's package is named after the program.
+/// The program's package has the program's name.
 fn room_name(package: &str) -> &str {
     if package == "ringdisk" { "cli" } else { package.strip_prefix("ringdisk-").unwrap_or(package) }
 }
@@ -126,7 +126,7 @@ fn complaint(arrow: &Arrow) -> Option<String> {
         return Some(format!("{from} depends on the fuzzers"));
     }
     if *dev {
-        // Tests may bring any rooms together, except the program itself.
+        // Tests may use any rooms together, except the program itself.
         return (to == "cli").then(|| format!("{from} depends on the program in its tests"));
     }
     let allowed = from == "cli"
@@ -169,7 +169,7 @@ mod tests {
         assert!(arrow("virtio", "memory", false).is_none());
     }
 
-    /// The table itself only points down, so that no two rooms can come to depend on each other.
+    /// The table itself only points down, so that no two rooms can depend on each other.
     #[test]
     fn the_table_points_down() {
         for (place, room) in ROOMS.iter().enumerate() {

@@ -6,7 +6,7 @@ use crate::{arrows, documents, folder_arrows, packages, packaging, tidy};
 use anyhow::{Result, bail};
 use std::time::{Duration, Instant};
 
-/// What `cargo xtask ci` takes.
+/// The arguments of `cargo xtask ci`.
 #[derive(clap::Args)]
 pub(crate) struct CiArguments {
     /// Run only this step (may be given several times).
@@ -110,7 +110,7 @@ fn summary(outcomes: &[Outcome]) -> Counts {
     total
 }
 
-/// A check that gives a list of complaints counts as one.
+/// Prints the complaints of a check, and counts the check as one.
 fn list(complaints: Vec<String>) -> Result<Counts> {
     for complaint in &complaints {
         println!("{complaint}");
@@ -118,7 +118,7 @@ fn list(complaints: Vec<String>) -> Result<Counts> {
     Ok(Counts::one(complaints.is_empty()))
 }
 
-/// A cargo command that passes or fails as a whole.
+/// Runs a cargo command that passes or fails as a whole.
 fn cargo(arguments: &[&str]) -> Result<Counts> {
     Ok(Counts::one(Program::cargo().args(arguments).watch()?.success()))
 }
@@ -148,9 +148,9 @@ fn tests() -> Result<Counts> {
     count(program.limit(TESTS_LIMIT))
 }
 
-/// The tests of chains over simulated storage again, with other seeds.
+/// Runs the tests of chains over simulated storage again, with other seeds.
 fn simulator() -> Result<Counts> {
-    // The whole workspace is named, so that nothing is built again with other features.
+    // The whole workspace is named, so that nothing is rebuilt with other features.
     let program = if has_nextest() {
         let arguments = ["nextest", "run", "--workspace", "--no-fail-fast", "-E", "package(ringdisk-image)"];
         Program::cargo().args(arguments)
@@ -160,8 +160,8 @@ fn simulator() -> Result<Counts> {
     count(program.env("RINGDISK_SEED", "1000"))
 }
 
-/// The parts of an image that queues share, compiled with shuttle's locks and atomics: the allocator, the slice cache,
-/// the epochs, and the merged map of a chain.
+/// Tests the parts of an image that queues share, compiled with shuttle's locks and atomics: the allocator, the slice
+/// cache, the epochs, and the merged map of a chain.
 fn schedules() -> Result<Counts> {
     let format = ["test", "--package", "ringdisk-format-qcow2", "--features", "explore", "--test", "explore"];
     let chain = ["test", "--package", "ringdisk-image", "--features", "explore", "--lib", "explored"];
@@ -175,8 +175,8 @@ fn fuzz() -> Result<Counts> {
     Ok(Counts::one(program.watch()?.success()))
 }
 
-/// The tests that are ignored by default. Left out are the guests, which have a step of their own, and the parts of
-/// other tests, which change limits of their whole process.
+/// Runs the tests that are ignored by default. It leaves out the guests, which have a step of their own, and parts of
+/// other tests that change limits of their whole process.
 fn slow() -> Result<Counts> {
     if !has_nextest() {
         let arguments = ["test", "--workspace", "--tests", "--no-fail-fast", "--", "--ignored"];
@@ -190,29 +190,29 @@ fn slow() -> Result<Counts> {
     count(Program::cargo().args(arguments).limit(TESTS_LIMIT))
 }
 
-/// Whether each test can run in a process of its own, with a limit of time.
+/// Whether cargo-nextest is installed, which runs each test in a process of its own, with a time limit.
 fn has_nextest() -> bool {
     Program::cargo().args(["nextest", "--version"]).succeeds()
 }
 
-/// Runs tests and counts them by what they print.
+/// Runs tests and counts them from their output.
 fn count(program: Program) -> Result<Counts> {
-    // The step before installed the packages, so a test that misses a tool must not skip.
+    // The step before installed the packages, so a test whose tool is missing must not skip.
     let mut program = program.env("CI", "true");
     if std::env::var_os("CI").is_some() {
-        // In continuous integration, root, loop devices, FUSE and a swap file must be there too.
+        // In continuous integration, root, loop devices, FUSE and a swap file must be available, too.
         program = program.env("RINGDISK_REQUIRE_ALL", "1");
     }
     let watched = program.watch()?;
     let mut counts = Counts::parse(watched.lines.iter().map(String::as_str));
     if !watched.success() && counts.failed == 0 {
-        // It failed before its first test, or died in one.
+        // The run failed before its first test, or died in one.
         counts.failed = 1;
     }
     Ok(counts)
 }
 
-/// Uses the tests' own build: its checks of arithmetic and its assertions matter more here than speed.
+/// Runs the fuzzers in the tests' own build: its arithmetic checks and assertions matter more here than speed.
 fn guests() -> Result<Counts> {
     let kernel = packages::guest_kernel()?;
     count(

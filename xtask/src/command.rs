@@ -1,4 +1,4 @@
-//! Runs other programs: never with our standard input, never without a limit of time, and never leaving them behind.
+//! Runs other programs, without our standard input and with a time limit, and never leaves them behind.
 
 use crate::workspace;
 use anyhow::{Context, Result, bail};
@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long a program may take if nobody says otherwise.
+/// The default time limit of a program.
 const DEFAULT_LIMIT: Duration = Duration::from_secs(20 * 60);
 
 /// A program that is about to run, at the root of the tree.
@@ -18,14 +18,14 @@ pub(crate) struct Program {
     limit: Duration,
 }
 
-/// How a program that was watched ended, and what it said on both of its outputs.
+/// How a watched program ended, and the lines of both its outputs.
 pub(crate) struct Watched {
     pub(crate) status: ExitStatus,
     pub(crate) lines: Vec<String>,
     pub(crate) timed_out: bool,
 }
 
-/// One of the workspace's programs as the tests build it: after their step there is nothing left to build.
+/// Returns the path of a workspace program as the tests build it: after the tests' step nothing is left to build.
 pub(crate) fn built_with_tests(name: &str) -> Result<PathBuf> {
     let build = Program::cargo().args(["test", "--quiet", "--workspace", "--no-run"]).output_text();
     build.context("cannot build the workspace")?;
@@ -39,10 +39,10 @@ impl Program {
         Self { command, limit: DEFAULT_LIMIT }
     }
 
-    /// The cargo that runs us.
+    /// The cargo that runs this program.
     pub(crate) fn cargo() -> Self {
         let mut program = Self::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        // Cargo's variables about this program would only cause rebuilds in the other one.
+        // Cargo's variables for this program would only cause rebuilds.
         for name in ["CARGO_MANIFEST_DIR", "CARGO_MANIFEST_PATH", "CARGO_PKG_NAME", "CARGO_PKG_VERSION"] {
             program.command.env_remove(name);
         }
@@ -70,7 +70,7 @@ impl Program {
         self
     }
 
-    /// What it prints on its standard output; fails if it fails.
+    /// Returns the standard output; fails if the program fails.
     pub(crate) fn output_text(mut self) -> Result<String> {
         let name = self.name();
         let output = self.command.output().with_context(|| format!("cannot run {name}"))?;
@@ -80,12 +80,12 @@ impl Program {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    /// Whether it can be run at all and succeeds; what it says is dropped.
+    /// Whether it can be run and succeeds; its output is dropped.
     pub(crate) fn succeeds(mut self) -> bool {
         self.command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
     }
 
-    /// Runs it to its end. Shows and keeps what it prints. Kills it with all its children when its time is up.
+    /// Runs it to its end. Shows and keeps its output. Kills it with all its children when its time is up.
     pub(crate) fn watch(mut self) -> Result<Watched> {
         let name = self.name();
         println!("$ {name}");
@@ -124,7 +124,7 @@ fn tee(stream: impl Read + Send + 'static, errors: bool) -> std::thread::JoinHan
         for line in BufReader::new(stream).split(b'\n') {
             let Ok(line) = line else { break };
             let line = String::from_utf8_lossy(&line).into_owned();
-            // Our reader may be gone. The program that we watch must end all the same.
+            // Our own reader may be gone. The watched program must still run to its end.
             let _ = if errors { writeln!(std::io::stderr(), "{line}") } else { writeln!(std::io::stdout(), "{line}") };
             lines.push(line);
         }

@@ -1,6 +1,6 @@
-//! How many tests ran: read from what `cargo test` and `cargo nextest` print.
+//! Counts of tests, read from the output of `cargo test` and `cargo nextest`.
 
-/// Tests (or checks) by their end.
+/// Numbers of tests (or checks) by their result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Counts {
     pub(crate) passed: u64,
@@ -9,7 +9,7 @@ pub(crate) struct Counts {
 }
 
 impl Counts {
-    /// One check.
+    /// Counts one check.
     pub(crate) fn one(passed: bool) -> Self {
         Self { passed: passed.into(), failed: (!passed).into(), skipped: 0 }
     }
@@ -24,7 +24,7 @@ impl Counts {
     pub(crate) fn parse<'a>(lines: impl IntoIterator<Item = &'a str>) -> Self {
         let mut counts = Self::default();
         for line in lines {
-            // nextest quotes what a failed test printed, indented. That may hold such a line of the test's own binary.
+            // nextest quotes the output of a failed test, indented. That may hold such a line of the test's own binary.
             if let Some((_, rest)) = line.strip_prefix("test result: ").and_then(|line| line.split_once(". ")) {
                 counts.add(Self::parse_list(rest.split(';')));
             } else if line.trim_start().starts_with("Summary [")
@@ -36,7 +36,7 @@ impl Counts {
         counts
     }
 
-    /// `3 passed`, `1 failed`, `2 ignored` and the like; nextest adds remarks in brackets and rarer ends.
+    /// Reads `3 passed`, `1 failed`, `2 ignored` and the like; nextest adds remarks in brackets and rarer results.
     fn parse_list<'a>(items: impl Iterator<Item = &'a str>) -> Self {
         let mut counts = Self::default();
         for item in items {

@@ -1,5 +1,5 @@
-//! What the documents say is so: their links lead somewhere, the files and commands that they show exist, and no room and
-//! no decision is left out.
+//! Checks the documents: their links lead somewhere, the files and commands that they show exist, and no room and no
+//! decision is left out.
 
 use crate::command::{Program, built_with_tests};
 use crate::workspace;
@@ -31,7 +31,7 @@ pub(crate) fn check() -> Result<Vec<String>> {
     Ok(complaints)
 }
 
-/// Rooms that the architecture's table does not name, and decisions that the index does not list.
+/// Complains about rooms that the architecture's table does not name, and decisions that the index does not list.
 fn left_out(texts: &[(PathBuf, String)]) -> Vec<String> {
     let text_of = |name: &str| texts.iter().find(|(path, _)| path == Path::new(name)).map_or("", |(_, text)| text);
     let (rooms_page, index) = (text_of(ROOMS_PAGE), text_of(DECISIONS_INDEX));
@@ -64,7 +64,7 @@ fn broken_links(path: &Path, text: &str) -> Vec<String> {
         .collect()
 }
 
-/// Folders of the tree: a name in code letters that begins with one of them is a file or a folder.
+/// Folders of the tree. A name in backticks that begins with one of them is a file or a folder.
 const FOLDERS: &[&str] = &["crates/", "dist/", "docs/", "fuzz/", "tests/", "xtask/"];
 
 fn missing_files(path: &Path, text: &str) -> Vec<String> {
@@ -77,7 +77,7 @@ fn missing_files(path: &Path, text: &str) -> Vec<String> {
         .collect()
 }
 
-/// Whether it is there, and in the tree.
+/// Whether a path exists, and lies in the tree.
 fn exists(path: &Path) -> bool {
     let mut inside = PathBuf::new();
     for component in path.components() {
@@ -99,7 +99,7 @@ struct Shown {
     options: Vec<String>,
 }
 
-/// The commands in the fenced blocks of a document.
+/// Returns the commands in the fenced blocks of a document.
 fn commands(text: &str) -> Vec<Shown> {
     let blocks = text.split("```").skip(1).step_by(2);
     let lines = blocks.flat_map(|block| {
@@ -109,7 +109,7 @@ fn commands(text: &str) -> Vec<Shown> {
     lines.filter_map(|line| shown(&line)).collect()
 }
 
-/// Commands of `ringdisk` that have commands of their own, each with options of its own.
+/// Commands of `ringdisk` with subcommands, each with its own options.
 const WITH_COMMANDS: &[&str] = &["ctl", "state"];
 
 fn shown(line: &str) -> Option<Shown> {
@@ -140,7 +140,7 @@ fn shown(line: &str) -> Option<Shown> {
     Some(Shown { program, command, options })
 }
 
-/// What `--help` says, asked for once a command.
+/// The `--help` of each command, asked for only once.
 struct Helps {
     ringdisk: PathBuf,
     texts: BTreeMap<(&'static str, String), Option<String>>,
@@ -169,7 +169,7 @@ impl Helps {
     }
 }
 
-/// The help of one command; `None` where there is no such command.
+/// Returns the help of one command; `None` if there is no such command.
 fn help(program: &Path, command: &str) -> Option<String> {
     Program::new(program).args(command.split_whitespace().chain(["--help"])).output_text().ok()
 }

@@ -6,7 +6,7 @@
 use anyhow::{Context, Result};
 use std::path::Path;
 
-/// One folder (or one file) at the top of a crate's `src`, and those below that it may name.
+/// One folder (or file) at the top of a crate's `src`, and the folders below that it may name.
 struct Folder {
     name: &'static str,
     below: &'static [&'static str],
@@ -117,7 +117,7 @@ pub(crate) fn check() -> Result<Vec<String>> {
     Ok(complaints)
 }
 
-/// All Rust files below a folder, in order.
+/// Returns all Rust files below a folder, in order.
 fn rust_files(folder: &Path) -> Result<Vec<std::path::PathBuf>> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(folder).with_context(|| format!("cannot list {}", folder.display()))? {
@@ -132,7 +132,8 @@ fn rust_files(folder: &Path) -> Result<Vec<std::path::PathBuf>> {
     Ok(files)
 }
 
-/// The module that a file below `src` is: `live/load.rs` is `live::load`, `live/mod.rs` is `live`, `lib.rs` and `main.rs` are the root.
+/// Returns the module of a file below `src`: `live/load.rs` is `live::load`, `live/mod.rs` is `live`, `lib.rs` and
+/// `main.rs` are the root.
 fn module_of(file: &Path) -> Vec<String> {
     let names = file.with_extension("");
     let mut module: Vec<String> = names.iter().map(|name| name.to_string_lossy().into_owned()).collect();
@@ -142,7 +143,7 @@ fn module_of(file: &Path) -> Vec<String> {
     module
 }
 
-/// What is wrong with the arrows of one file: line, and why.
+/// Returns the complaints about the arrows of one file, each with its line.
 fn complaints_of(house: &House, module: &[String], text: &str) -> impl Iterator<Item = String> {
     let from = module.first().cloned();
     let row = from.as_ref().and_then(|from| house.folders.iter().find(|folder| folder.name == from));
@@ -173,7 +174,7 @@ fn complaints_of(house: &House, module: &[String], text: &str) -> impl Iterator<
     complaints.into_iter()
 }
 
-/// The first part of a path, seen from the crate's root, and the second one.
+/// The first two parts of a path, from the crate's root, and its line.
 #[derive(Debug, PartialEq, Eq)]
 struct Named {
     line: usize,
@@ -181,7 +182,7 @@ struct Named {
     inside: Option<String>,
 }
 
-/// What the code in a module names by paths that begin with `crate::` or `super::`.
+/// Returns what the code in a module names by paths that begin with `crate::` or `super::`.
 fn names_in(text: &str, module: &[String]) -> Vec<Named> {
     let tokens = tokens(text);
     let mut reader = Reader { tokens: &tokens, at: 0, module: module.to_vec(), found: Vec::new() };
@@ -195,7 +196,7 @@ struct Token {
     text: String,
 }
 
-/// Names, `::` and single characters; without comments, and with literals left out.
+/// Splits a text into names, `::` and single characters, without comments and literals.
 fn tokens(text: &str) -> Vec<Token> {
     let mut tokens = Vec::new();
     let (mut rest, mut line) = (text, 1);
@@ -229,7 +230,7 @@ fn tokens(text: &str) -> Vec<Token> {
     tokens
 }
 
-/// The length of the block comment that a text begins with; they nest.
+/// Returns the length of the block comment at the beginning of a text; they nest.
 fn block_comment_bytes(text: &str) -> usize {
     let (mut depth, mut at) = (0, 0);
     while at < text.len() {
@@ -247,7 +248,7 @@ fn block_comment_bytes(text: &str) -> usize {
     at
 }
 
-/// The length of the raw string that a text begins with, or 0.
+/// Returns the length of the raw string at the beginning of a text, or 0.
 fn raw_string_bytes(text: &str) -> usize {
     let after = text.strip_prefix("br").or_else(|| text.strip_prefix('r'));
     let Some(after) = after else { return 0 };
@@ -260,7 +261,7 @@ fn raw_string_bytes(text: &str) -> usize {
     text[start..].find(&end).map_or(text.len(), |found| start + found + end.len())
 }
 
-/// The length of the string that a text begins with.
+/// Returns the length of the string at the beginning of a text.
 fn quoted_bytes(text: &str) -> usize {
     let mut escaped = true;
     for (at, c) in text.char_indices() {
@@ -274,7 +275,7 @@ fn quoted_bytes(text: &str) -> usize {
     text.len()
 }
 
-/// The length of the character that a text begins with; of a lifetime, its tick.
+/// Returns the length of the character literal at the beginning of a text; for a lifetime, only its tick counts.
 fn char_bytes(text: &str) -> usize {
     let mut chars = text.char_indices().skip(1);
     match (chars.next(), chars.next()) {
@@ -302,7 +303,7 @@ impl Reader<'_> {
         self.tokens.get(self.at).map_or(0, |token| token.line)
     }
 
-    /// Reads to the end of a block, or of the file; `inside` is the module that the block is.
+    /// Reads to the end of a block, or of the file; `inside` is the block's module.
     fn items(&mut self, inside: Option<String>) {
         let opened = inside.is_some();
         self.module.extend(inside);
@@ -330,13 +331,13 @@ impl Reader<'_> {
         }
     }
 
-    /// Whether the attribute here leaves what follows to tests.
+    /// Whether the attribute here marks an item for tests only.
     fn is_for_tests(&self) -> bool {
         let texts = || self.tokens[self.at..].iter().map(|token| token.text.as_str()).take_while(|text| *text != "]");
         texts().nth(2) == Some("cfg") && texts().any(|text| text == "test") && !texts().any(|text| text == "not")
     }
 
-    /// Passes an attribute and what it belongs to: up to a semicolon, or to the end of a block.
+    /// Skips an attribute and its item: up to a semicolon, or to the end of a block.
     fn skip_item(&mut self) {
         let mut depth = 0;
         while self.at < self.tokens.len() {
@@ -352,7 +353,7 @@ impl Reader<'_> {
         }
     }
 
-    /// A path that begins here.
+    /// Reads the path that begins here.
     fn path(&mut self) {
         let mut base = Vec::new();
         if self.text(0) == "crate" {
@@ -367,7 +368,7 @@ impl Reader<'_> {
         self.tree(&base);
     }
 
-    /// The rest of a path, which may end in a group of paths.
+    /// Reads the rest of a path, which may end in a group of paths.
     fn tree(&mut self, base: &[String]) {
         let line = self.line();
         if self.text(0) == "{" {
@@ -497,7 +498,7 @@ mod tests {
         assert_eq!(complaints("stray.rs", ""), ["1: stray is in no row of the table of folders"]);
     }
 
-    /// The table itself only points down, so that no two folders can come to depend on each other.
+    /// The table itself only points down, so that no two folders can depend on each other.
     #[test]
     fn the_table_points_down() {
         for house in HOUSES {

@@ -1,5 +1,5 @@
-//! The project's own commands, run as `cargo xtask`: `ci` is the only definition of the tests, `bench` compares Ringdisk
-//! with its peers, `deb` builds and tries the Debian package.
+//! The project's own commands, run as `cargo xtask`: `ci` is the only definition of the tests, `bench` compares
+//! Ringdisk with its peers, `deb` builds and tries the Debian package.
 
 #![forbid(unsafe_code)]
 
@@ -28,11 +28,11 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Subcommands {
-    /// Every check and test of the project, in order, with a summary.
+    /// Run every check and test of the project, in order, with a summary.
     Ci(ci::CiArguments),
-    /// Ringdisk beside qemu-storage-daemon and fio, in one run; writes docs/benchmarks-fast-path.md.
+    /// Measure Ringdisk beside qemu-storage-daemon and fio, in one run; writes docs/benchmarks-fast-path.md.
     Bench(bench::BenchArguments),
-    /// The Debian package: the program, its manual pages, the completion for shells, the units of systemd.
+    /// Build the Debian package: the program, its manual pages, the shell completion, the units of systemd.
     Deb(DebArguments),
 }
 
@@ -41,7 +41,7 @@ struct DebArguments {
     /// Then install it in a new Debian in a temporary directory, and try all of its parts. Needs root and debootstrap.
     #[arg(long = "try")]
     try_it: bool,
-    /// Try this package, and build none.
+    /// Try this package instead of building one.
     #[arg(long, value_name = "FILE", requires = "try_it")]
     package: Option<PathBuf>,
 }

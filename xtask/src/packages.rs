@@ -5,7 +5,7 @@ use crate::workspace;
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 
-/// A program the tests run, and the package that has it.
+/// The programs that the tests run, each with its package.
 const PROGRAMS: &[(&str, &str)] = &[
     ("qemu-img", "qemu-utils"),
     ("qemu-io", "qemu-utils"),
@@ -20,7 +20,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("nbdcopy", "libnbd-bin"),
     ("nbdsh", "python3-libnbd"),
     ("qemu-nbd", "qemu-utils"),
-    // No program, but found beside them.
+    // No program, but found in the same directories.
     ("../lib/x86_64-linux-gnu/qemu/block-rbd.so", "qemu-block-extra"),
     ("nbdkit", "nbdkit"),
     ("ceph-mon", "ceph-mon"),
@@ -36,13 +36,13 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("prlimit", "util-linux"),
 ];
 
-/// What Debian's archive is signed with.
+/// The keys that sign Debian's archive.
 const DEBIAN_KEYS: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
-/// The kernel that QEMU boots. Never installed: only its files are taken.
+/// The kernel that QEMU boots. It is never installed: only its files are used.
 const KERNEL_PACKAGE: &str = "linux-image-cloud-amd64";
 
-/// Installs what is missing if we may, and otherwise names it.
+/// Installs missing packages if this process may, and otherwise names them.
 pub(crate) fn install() -> Result<Vec<String>> {
     let mut missing: Vec<&str> =
         PROGRAMS.iter().filter(|(program, _)| find_program(program).is_none()).map(|(_, package)| *package).collect();
@@ -65,8 +65,8 @@ pub(crate) fn install() -> Result<Vec<String>> {
         .collect())
 }
 
-/// QEMU's packages must all have one version. If some come from Debian's backports, the others must come from there
-/// too.
+/// Installs packages of QEMU. They must all have one version: if some come from Debian's backports, the others must
+/// come from there, too.
 fn install_qemu(packages: &[&str]) -> Result<()> {
     let installed = Program::new("dpkg-query").args(["--show", "--showformat=${Version}\n", "qemu-*"]).output_text();
     if !installed.unwrap_or_default().contains("~bpo") {
@@ -90,19 +90,19 @@ fn install_qemu(packages: &[&str]) -> Result<()> {
     apt_install(&["-o", &sources, "-t", &backports], packages)
 }
 
-/// The name of the Debian that this is.
+/// Returns the codename of this Debian.
 pub(crate) fn codename() -> Result<String> {
     let release = std::fs::read_to_string("/etc/os-release")?;
     let codename = release.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME="));
     Ok(codename.unwrap_or("stable").to_owned())
 }
 
-/// Where apt takes this Debian from.
+/// Returns the address of this Debian's archive.
 pub(crate) fn archive() -> Result<String> {
     Ok(main_archive(&apt_sources()?, &codename()?)?.to_owned())
 }
 
-/// Address, suite and component of each of apt's sources.
+/// Returns the address, suite and component of each of apt's sources.
 fn apt_sources() -> Result<String> {
     let format = "$(REPO_URI) $(RELEASE) $(COMPONENT)";
     Program::new("apt-get").args(["indextargets", "--format", format, "Created-By: Packages"]).output_text()
@@ -113,12 +113,13 @@ fn archive_of<'a>(sources: &'a str, suite: &str) -> Option<&'a str> {
 }
 
 fn main_archive<'a>(sources: &'a str, codename: &str) -> Result<&'a str> {
-    // Other archives may have a suite of the same name, but not one for its updates.
+    // Other archives may have a suite of this name, but only the main one also has a suite for its updates.
     let archive = archive_of(sources, &format!("{codename}-updates")).or_else(|| archive_of(sources, codename));
     archive.with_context(|| format!("apt has no source with {codename} main"))
 }
 
-/// A directory with the kernel and the modules for QEMU's guest, unpacked below the build directory on first use.
+/// Returns a directory with the kernel and the modules for QEMU's guest, unpacked below the build directory on first
+/// use.
 pub(crate) fn guest_kernel() -> Result<PathBuf> {
     let directory = workspace::target().join("guest-kernel");
     if has_kernel(&directory) {
@@ -139,7 +140,7 @@ pub(crate) fn guest_kernel() -> Result<PathBuf> {
     Ok(directory)
 }
 
-/// The kernel's package, as the only file in `directory`.
+/// Downloads the kernel's package, as the only file in `directory`.
 fn download_kernel(directory: &Path) -> Result<PathBuf> {
     let _ = std::fs::remove_dir_all(directory);
     std::fs::create_dir_all(directory)?;
@@ -162,7 +163,7 @@ fn has_kernel(directory: &Path) -> bool {
         .is_ok_and(|entries| entries.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with("vmlinuz-")))
 }
 
-/// What the name that always means the newest kernel means now.
+/// Returns the package of the newest kernel, on which the metapackage depends.
 fn kernel_package() -> Result<String> {
     let text = Program::new("apt-cache").args(["depends", KERNEL_PACKAGE]).output_text()?;
     text.lines()
@@ -188,7 +189,7 @@ fn apt_get<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Result<()> {
     Ok(())
 }
 
-/// Looks where login shells look, and where Debian keeps programs for root.
+/// Finds a program where login shells look, and where Debian keeps programs for root.
 pub(crate) fn find_program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)

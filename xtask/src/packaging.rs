@@ -5,11 +5,11 @@ use crate::workspace;
 use anyhow::{Context, Result, bail};
 use std::path::PathBuf;
 
-/// The units, and what a package for any system takes them from.
+/// The directory of the units.
 const UNITS: &str = "dist/systemd";
 /// The exposure that `systemd-analyze security` may find in a service, in tenths: 1.5 of 10.
 const EXPOSURE_MAX_TENTHS: u32 = 15;
-/// What systemd says of a line that it does not understand, and then goes without.
+/// A word in systemd's message about a line that it does not understand and ignores.
 const IGNORED: &str = "ignoring";
 
 /// Builds the package below the build directory, and returns where it is.
@@ -22,7 +22,7 @@ pub(crate) fn deb() -> Result<PathBuf> {
         bail!("the program does not build");
     }
     let generated = workspace::target().join("package");
-    // What an earlier version had and this one has not is not to be packed.
+    // Files of an earlier version must not be packed.
     let _ = std::fs::remove_dir_all(&generated);
     let program = workspace::target().join("release/ringdisk");
     Program::new(program).args(["generate".as_ref(), generated.as_os_str()]).output_text()?;
@@ -30,7 +30,7 @@ pub(crate) fn deb() -> Result<PathBuf> {
     if !packed.success() {
         bail!("cargo deb failed ({})", packed.status);
     }
-    // Its last word is the file's name.
+    // The last line that names a package is the file's path.
     let is_package = |line: &&String| line.trim_end().ends_with(".deb");
     let package = packed.lines.iter().rev().find(is_package).context("cargo deb did not say what it wrote")?;
     Ok(PathBuf::from(package.trim()))

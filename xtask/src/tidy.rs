@@ -1,4 +1,4 @@
-//! Rules of the house that no compiler checks.
+//! Rules of the project that no compiler checks.
 
 use crate::workspace;
 use anyhow::Result;
@@ -13,10 +13,10 @@ const LONG_FILES: &[(&str, &str)] = &[];
 /// Crates with `unsafe`; every other one forbids it.
 const UNSAFE_CRATES: &[&str] = &["crates/memory", "crates/engine", "crates/virtio"];
 
-/// Crates that call foreign libraries: each denies `unsafe`, and allows it to this one module.
+/// Crates that call foreign libraries: each denies `unsafe`, and allows it for this one module.
 const FOREIGN_CALLS: &[(&str, &str)] = &[("crates/file-rbd/", "crates/file-rbd/src/ffi.rs")];
 
-/// Crates that parse bytes of guests, images or the wire, and the lints that keep those bytes from panicking us.
+/// Crates that parse bytes of guests, images or the wire, and the lints that keep those bytes from causing panics.
 const PARSING_CRATES: &[&str] = &[
     "crates/virtio",
     "crates/export-",
@@ -28,18 +28,19 @@ const PARSING_CRATES: &[&str] = &[
 ];
 const PARSING_LINTS: &[&str] = &["unwrap_used", "expect_used", "indexing_slicing", "arithmetic_side_effects"];
 
-/// A thread's own idle contexts: taking one and putting it back reaches nothing else, and touches no atomic.
+/// Files of a thread's own idle contexts: taking one and putting it back touches no shared memory and no atomic.
 const THREAD_LOCAL_FILES: &[&str] = &["crates/memory/src/pool/list.rs", "crates/memory/src/pool/magazine.rs"];
 const SHARED_WORDS: &[&str] = &["atomic::", "Atomic", "fence(", "Mutex", "RwLock", "Arc<"];
 
-/// Pages that a reader takes in at one sitting, and their lines at most.
+/// Pages that a reader takes in at one sitting, and their highest number of lines.
 const PAGES: &[(&str, usize)] = &[("ARCHITECTURE.md", 250), ("README.md", 150), ("docs/decisions/", 80)];
 
-/// Documents and comments speak of the product, for readers of any year: words that date a text, or tell who worked when.
+/// Words that date a text, or tell who worked when. Documents and comments speak of the product, for readers of any
+/// year.
 const DATED_WORDS: &[&str] = &["today", "yesterday", "this day"];
-/// A number behind one of these counts somebody's work.
+/// Words that, before a number, count somebody's work.
 const COUNTED_WORDS: &[&str] = &["issue", "session"];
-/// So does one of these before "session". A vhost-user session is a term of the field, and may be a first or a second.
+/// Words that do so before "session". A vhost-user session is a term of the field, and may be a first or a second.
 const ORDINALS: &[&str] = &[
     "fourth",
     "fifth",
@@ -63,7 +64,7 @@ const ORDINALS: &[&str] = &[
 /// Where every third-party crate comes from.
 const CRATES_IO: &str = "registry+https://github.com/rust-lang/crates.io-index";
 
-/// Complaints about the tree as it is.
+/// Returns complaints about the tree.
 pub(crate) fn check() -> Result<Vec<String>> {
     let texts = workspace::tracked_texts()?;
     let mut complaints = Vec::new();
@@ -122,10 +123,10 @@ fn check_crate_root(name: &str, text: &str) -> Vec<String> {
     complaints
 }
 
-/// Clippy checks that each block argues for itself; here, that nobody switches clippy off for it.
+/// Complains about `unsafe` in the wrong place, and about files that switch off clippy's check for SAFETY comments.
 fn check_unsafe(name: &str, text: &str) -> Option<String> {
     if let Some((_, module)) = FOREIGN_CALLS.iter().find(|(calls, _)| name.starts_with(calls)) {
-        // In the root it is what the one module needs; `deny` keeps the compiler looking at the rest.
+        // The root allows it for the one module; `deny` makes the compiler check the rest.
         let allowance = concat!("allow(", "unsafe_code)");
         let for_module = format!("#[{allowance}]\nmod ffi;");
         let rest = if name.ends_with("src/lib.rs") { text.replacen(&for_module, "", 1) } else { text.to_owned() };
@@ -151,7 +152,7 @@ fn check_sources(lock: &str) -> Vec<String> {
 }
 
 fn check_page(name: &str, text: &str) -> Option<String> {
-    // A list of pages is not read at one sitting.
+    // A list of pages may be longer.
     let (_, most) = PAGES.iter().find(|(page, _)| name.starts_with(page) && !name.ends_with("/README.md"))?;
     let lines = text.lines().count();
     (lines > *most).then(|| format!("{name}: {lines} lines; a page has at most {most}"))
@@ -165,7 +166,7 @@ fn check_words(name: &str, text: &str) -> Vec<String> {
         .collect()
 }
 
-/// What of a line is for people: all of a document's, a comment elsewhere.
+/// Returns the part of a line that is for people: all of it in a document, a comment elsewhere.
 fn prose<'a>(name: &str, line: &'a str) -> Option<&'a str> {
     let comment = |mark| line.split_once(mark).map(|(_, comment)| comment);
     match name.rsplit_once('.')?.1 {
@@ -176,7 +177,7 @@ fn prose<'a>(name: &str, line: &'a str) -> Option<&'a str> {
     }
 }
 
-/// The words that date a text, if there are any.
+/// Returns the words that date a text, if there are any.
 fn dated(prose: &str) -> Option<String> {
     let words: Vec<String> = prose
         .split(|letter: char| !letter.is_alphanumeric())
@@ -193,7 +194,7 @@ fn dated(prose: &str) -> Option<String> {
     pairs.map(|pair| pair.join(" ")).or_else(|| alone.map(|word| (*word).to_owned()))
 }
 
-/// Paths and hosts of whoever's machine it was written on.
+/// Complains about paths and hosts of the author's machine.
 fn check_machine_paths(name: &str, text: &str) -> Vec<String> {
     let foreign = [concat!("/wo", "rk/"), concat!("/ho", "me/"), concat!("/ro", "ot/"), concat!("art", "ifactory")];
     text.lines()

@@ -1,17 +1,16 @@
-//! The Debian package, installed in a new Debian and tried there.
+//! Installs the Debian package in a new Debian and tries it there.
 
 use crate::command::Program;
 use crate::packages;
 use anyhow::{Context, Result, bail};
 use std::path::Path;
 
-/// What is tried, step by step; it ends at the first that fails.
+/// The steps of the trial; it ends at the first that fails.
 const SCRIPT: &str = include_str!("try_package.sh");
-/// What a user of the package has, beside what each Debian has.
+/// Packages that a user has beside those of every Debian.
 const WITH: &str = "--include=man-db,bash-completion,systemd,zsh,ca-certificates";
 
-/// Installs `package` in a Debian that is made in a temporary directory, and tries all of its parts there. Nothing of it
-/// stays.
+/// Installs `package` in a new Debian in a temporary directory, and tries all of its parts there. Nothing of it stays.
 pub(crate) fn run(package: &Path) -> Result<()> {
     if !rustix::process::geteuid().is_root() {
         bail!("only root can make a Debian of its own: run this as root");
@@ -29,7 +28,7 @@ pub(crate) fn run(package: &Path) -> Result<()> {
     }
     std::fs::copy(&package, root.join("opt/ringdisk.deb")).context("cannot copy the package")?;
     std::fs::write(root.join("opt/try.sh"), SCRIPT)?;
-    // What is mounted, and what is started, ends with the namespaces.
+    // Mounts and started processes end with the namespaces.
     let tried = Program::new("unshare")
         .args(["--mount", "--pid", "--fork", "--kill-child", "sh", "-ec"])
         .args(["mount -t proc proc \"$1/proc\"; exec chroot \"$1\" sh -eu /opt/try.sh", "sh"])

@@ -1,21 +1,21 @@
-//! Where the tree is and what belongs to it.
+//! The place of the tree, and its files.
 
 use crate::command::Program;
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 
-/// The root of the working tree.
+/// Returns the root of the working tree.
 pub(crate) fn root() -> PathBuf {
     let xtask = std::env::var_os("CARGO_MANIFEST_DIR").map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
     xtask.parent().map_or_else(|| PathBuf::from("."), Path::to_path_buf)
 }
 
-/// Cargo's build directory.
+/// Returns cargo's build directory.
 pub(crate) fn target() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), |path| root().join(path))
 }
 
-/// The files that git tracks (and new ones it would), relative to the root; all files where there is no git.
+/// Returns the files that git tracks or would track, relative to the root; without git, all files.
 pub(crate) fn tracked_files() -> Result<Vec<PathBuf>> {
     let root = root();
     // The owner of the clone may be another user.
@@ -44,7 +44,7 @@ fn files_below(directory: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Those of them that are text, with their contents.
+/// Returns the tracked text files, with their contents.
 pub(crate) fn tracked_texts() -> Result<Vec<(PathBuf, String)>> {
     let root = root();
     let texts = tracked_files()?.into_iter().filter_map(|path| {

@@ -1,33 +1,33 @@
-//! A channel: two drives at one set of ports.
+//! A channel: up to two drives at one set of ports.
 
 use crate::drive::Drive;
 use crate::registers::{TaskFile, command, status};
 use crate::transfer::DATA;
 use pio::{Device, Direction, Link, Region, Width, Window};
 
-/// Where a channel's ports are.
+/// The ports of a channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChannelPorts {
-    /// The first of eight: the Command Block.
+    /// The first of eight ports: the Command Block.
     pub command: u16,
-    /// The one of the Control Block: Alternate Status and Device Control.
+    /// The port of the Control Block: Alternate Status and Device Control.
     pub control: u16,
 }
 
 impl ChannelPorts {
-    /// Where PCs have the first channel; its interrupt is 14.
+    /// The first channel of a PC; its interrupt is 14.
     pub const PRIMARY: Self = Self { command: 0x1f0, control: 0x3f6 };
-    /// Where PCs have the second; its interrupt is 15.
+    /// The second channel of a PC; its interrupt is 15.
     pub const SECONDARY: Self = Self { command: 0x170, control: 0x376 };
 
-    /// The regions to attach a channel with.
+    /// Returns the regions to attach a channel with.
     #[must_use]
     pub fn regions(self) -> [Region; 2] {
         [Region { base: self.command, ports: 8, wide: Some(DATA) }, Region { base: self.control, ports: 1, wide: None }]
     }
 }
 
-// The other registers, as offsets.
+// Offsets of the other registers.
 const ERROR_FEATURES: u16 = 1;
 const COUNT: u16 = 2;
 const LOW: u16 = 3;
@@ -42,23 +42,23 @@ const NIEN: u8 = 0x02;
 const SRST: u8 = 0x04;
 const HOB: u8 = 0x80;
 
-/// Nobody drives the lines, and a resistor keeps BSY low.
+/// The value that is read without a drive: nobody drives the lines, and a resistor keeps BSY low.
 const NOBODY: u8 = 0x7f;
 
 /// Two drives, or one, or none, at one set of ports.
 ///
-/// Both drives hear all writes of registers; the one that the Device register chooses carries commands out, moves data
+/// Both drives see all writes of registers. The drive that the Device register selects executes commands, moves data
 /// and drives the interrupt line. A first drive that is alone answers for the second with a status of zero.
 pub struct Channel {
     drives: [Option<Drive>; 2],
     chosen: usize,
     control: u8,
-    /// Whose window the bus has.
+    /// The drive whose window the bus has.
     lent_by: Option<usize>,
 }
 
 impl Channel {
-    /// A channel with these drives.
+    /// Makes a channel with these drives.
     #[must_use]
     pub fn new(first: Option<Drive>, second: Option<Drive>) -> Self {
         Self { drives: [first, second], chosen: 0, control: 0, lent_by: None }
@@ -76,7 +76,7 @@ impl Channel {
         self.control & SRST != 0
     }
 
-    /// Brings the bus's window and interrupt line in order with the drives, after anything that may change them.
+    /// Updates the bus's window and interrupt line after anything that may change the drives.
     fn settle(&mut self, link: &mut Link) {
         if let Some(lender) = self.lent_by.filter(|lender| *lender != self.chosen) {
             let window = link.close_window();
@@ -98,7 +98,7 @@ impl Channel {
         }
     }
 
-    /// Takes the window back from the bus before something ends its command.
+    /// Takes the window back from the bus, before its command is ended.
     fn recall(&mut self, link: &mut Link) {
         if let Some(lender) = self.lent_by.take()
             && let Some(Some(drive)) = self.drives.get_mut(lender)
@@ -107,7 +107,7 @@ impl Channel {
         }
     }
 
-    /// A word of the Data register without a window of the bus. Where no data wait, zeros are read.
+    /// Reads a word of the Data register if the bus has no window. Zero if no data wait.
     fn read_word(&mut self, link: &mut Link) -> u32 {
         let Some(window) = self.own_window(Direction::In) else { return 0 };
         let word = window.take_unit();
@@ -140,7 +140,7 @@ impl Channel {
             return self.read_status(offset == STATUS_COMMAND, link);
         }
         let high_order = self.control & HOB != 0;
-        // The first drive answers for a second one that is not there.
+        // The first drive answers for a missing second one.
         let [first, second] = &self.drives;
         let answers = if self.chosen == 1 { second.as_ref().or(first.as_ref()) } else { first.as_ref() };
         let Some(drive) = answers else { return NOBODY };
@@ -175,7 +175,7 @@ impl Channel {
         if offset == CONTROL {
             return self.write_control(value, link);
         }
-        // A write to the Command Block shows the recent values again (6.20).
+        // A write to the Command Block clears HOB, so that reads show the recent values again (6.20).
         self.control &= !HOB;
         if self.in_reset() {
             return;
@@ -201,12 +201,12 @@ impl Channel {
     }
 
     fn write_command(&mut self, number: u8, link: &mut Link) {
-        // While data wait, a command has no defined result (7.4): it is ignored.
+        // While data wait, a new command has no defined result (7.4): it is ignored.
         if self.drive().is_some_and(|drive| drive.is_moving()) {
             return;
         }
         if number == command::DIAGNOSTIC {
-            // Both drives carry it out, and the first answers.
+            // Both drives execute it, and the first answers.
             self.recall(link);
             self.all().for_each(Drive::diagnose);
             self.chosen = 0;
@@ -238,14 +238,14 @@ impl Device for Channel {
         }
         match width {
             Width::Byte | Width::Word => self.read_word(link),
-            // The bridge makes two accesses of it.
+            // The bridge splits it into two accesses.
             Width::Dword => Width::Word.as_part(self.read_word(link), 0) | Width::Word.as_part(self.read_word(link), 1),
         }
     }
 
     fn write(&mut self, offset: u16, width: Width, value: u32, link: &mut Link) {
         if offset != DATA {
-            // Registers other than Data take bytes: the bus has split what was wider.
+            // Registers other than Data take bytes: the bus has split wider accesses.
             return self.write_register(offset, value.to_le_bytes()[0], link);
         }
         self.write_word(Width::Word.of_part(value, 0), link);

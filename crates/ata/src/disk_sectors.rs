@@ -1,4 +1,4 @@
-//! Any disk of the block interface, for a caller who waits.
+//! Shows any disk of the block interface to callers that wait.
 
 use crate::Sectors;
 use block::{
@@ -20,12 +20,12 @@ thread_local! {
 
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
-/// A queue of a disk on a reactor's thread. Never call it on that thread: it waits for the reactor.
+/// A queue of a disk on a reactor's thread. Its calls wait for the reactor, so never make them on that thread.
 pub struct DiskSectors {
     disk: Arc<dyn Disk>,
     reactor: Arc<dyn ReactorHandle>,
     queue: u64,
-    /// Travels to the reactor and back, so that a request allocates nothing once it is large enough.
+    /// The buffer of requests. It goes to the reactor and back, so once it is large enough, requests allocate nothing.
     buffer: Option<AlignedBuf>,
 }
 
@@ -42,7 +42,7 @@ impl DiskSectors {
         Ok(Self { disk, reactor, queue, buffer: None })
     }
 
-    /// Runs a request on the reactor and waits. A reactor that ended is an error of the storage.
+    /// Runs a request on the reactor and waits for it. If the reactor has ended, that is an error of the storage.
     fn wait<T: Send + 'static, F: Future<Output = T> + 'static>(
         &self,
         request: impl FnOnce(Rc<DiskIo>) -> F + Send + 'static,
@@ -50,10 +50,10 @@ impl DiskSectors {
         let (sender, receiver) = sync_channel(1);
         let queue = self.queue;
         let job = Box::new(move |ctx: &Rc<dyn block::ReactorCtx>| {
-            // Without the queue the sender is dropped, and the caller sees it.
+            // Without the queue the sender is dropped, which the caller notices.
             let Some(io) = HERE.with_borrow(|here| here.get(&queue).cloned()) else { return };
             ctx.spawn(Task::new(async move {
-                // The receiver is gone only if its thread is.
+                // This fails only if the calling thread is gone.
                 let _ = sender.send(request(io).await);
             }));
         });

@@ -1,4 +1,4 @@
-//! One drive: its registers, and what commands do.
+//! A drive: its registers, and the execution of commands.
 
 use crate::identify::{self, IDENTIFY_BYTES, Identity, LBA28_SECTORS, MOST_MULTIPLE};
 use crate::registers::{TaskFile, command, error, status};
@@ -9,7 +9,7 @@ use pio::{Direction, Window};
 
 const READY: u8 = status::DRDY | status::DSC;
 
-/// What moves through the window.
+/// The data of the present window.
 #[derive(Debug, Clone, Copy)]
 enum Moving {
     /// The answer of IDENTIFY DEVICE.
@@ -18,21 +18,21 @@ enum Moving {
     Sectors(Transfer),
 }
 
-/// How much one command moves.
+/// The block size of a command.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Blocks {
-    /// A sector at a time.
+    /// One sector.
     Single,
-    /// As many as SET MULTIPLE MODE has said.
+    /// The number of sectors set by SET MULTIPLE MODE.
     Multiple,
 }
 
-/// A drive over a disk.
+/// A drive that stores its sectors on a disk.
 pub struct Drive {
     disk: Box<dyn Sectors>,
     sectors: u64,
     read_only: bool,
-    /// At the start. A cache that was not there then cannot be switched on.
+    /// Whether there was a cache at the start. If not, it cannot be switched on.
     can_cache: bool,
     caches: bool,
     serial: String,
@@ -40,16 +40,16 @@ pub struct Drive {
     pub(crate) registers: TaskFile,
     pub(crate) error: u8,
     pub(crate) status: u8,
-    /// The drive wants the interrupt (INTRQ).
+    /// Whether the drive asserts its interrupt (INTRQ).
     pub(crate) interrupt: bool,
     moving: Option<Moving>,
     buffer: Buffer,
-    /// The window that waits to be given to the bus.
+    /// The window to give to the bus.
     pub(crate) window: Option<Window>,
 }
 
 impl Drive {
-    /// A drive over `disk`. Its sectors have 512 bytes, so the disk's blocks must not be larger.
+    /// Makes a drive over `disk`. Its sectors have 512 bytes, so the disk's blocks must not be larger.
     pub fn new(disk: impl Sectors + 'static) -> Result<Self> {
         let info = disk.info();
         if u64::from(info.logical_block_bytes) > SECTOR_BYTES {
@@ -79,12 +79,12 @@ impl Drive {
         Ok(drive)
     }
 
-    /// Whether a command is in the middle of its data.
+    /// Whether a command is moving data.
     pub(crate) fn is_moving(&self) -> bool {
         self.moving.is_some()
     }
 
-    /// The window comes back, and what it had is dropped.
+    /// Takes the window back and drops its data.
     pub(crate) fn abandon(&mut self, window: Option<Window>) {
         if let Some(window) = window.or_else(|| self.window.take()) {
             self.buffer.put_back(window);
@@ -93,8 +93,8 @@ impl Drive {
         self.buffer.forget();
     }
 
-    /// Software and hardware reset (9.2, 9.3): nothing is on its way any more, settings are as at the start. A block of
-    /// which only a part had come is not written. The disk may have grown.
+    /// Software and hardware reset (9.2, 9.3): ends transfers and resets all settings. A block that has come only
+    /// partly is not written. Reads the size of the disk again, because it may have grown.
     pub(crate) fn reset(&mut self) {
         self.abandon(None);
         self.sectors = (self.disk.info().size_bytes / SECTOR_BYTES).min(1 << 48);
@@ -104,14 +104,14 @@ impl Drive {
         self.diagnose();
     }
 
-    /// Registers after a reset or a diagnostic.
+    /// Sets the registers as after a reset or a diagnostic.
     pub(crate) fn diagnose(&mut self) {
         self.abandon(None);
         self.registers = TaskFile::signature();
         (self.error, self.status) = (error::PASSED, READY);
     }
 
-    /// The Command register is written, and no command is on its way.
+    /// Executes a command from the Command register. No other command is under way.
     pub(crate) fn execute(&mut self, number: u8) {
         use Blocks::{Multiple, Single};
         use Direction::{In, Out};
@@ -140,7 +140,7 @@ impl Drive {
                 self.end();
             }
             command::STANDBY_IMMEDIATE | command::STANDBY => {
-                // A drive that stops turning has written its cache.
+                // A drive in standby has written its cache.
                 let flushed = self.disk.flush();
                 self.end_or_abort(flushed.is_ok());
             }
@@ -149,7 +149,7 @@ impl Drive {
         }
     }
 
-    /// All of the window has moved.
+    /// Goes on after the whole window has moved.
     pub(crate) fn window_ended(&mut self, window: Window) {
         self.buffer.put_back(window);
         self.status = READY;
@@ -166,7 +166,7 @@ impl Drive {
         }
     }
 
-    /// The command is done.
+    /// Ends the command successfully.
     fn end(&mut self) {
         self.status = READY;
         self.interrupt = true;
@@ -187,15 +187,15 @@ impl Drive {
         self.fail(why);
     }
 
-    /// The sectors of a command, if the drive has them all.
+    /// Returns the sectors of a command; `None` after an error if the drive lacks some.
     fn range(&mut self, extended: bool) -> Option<(u64, u64)> {
         let (lba, count) = self.registers.range(extended);
         if !self.registers.is_lba() {
-            // Cylinders and heads are obsolete.
+            // Cylinder and head addresses are obsolete.
             self.fail(error::ABRT);
             return None;
         }
-        // With 28 bits, a range may begin below the limit and end behind it: there is no such sector.
+        // With 28 bits, a range may begin below the limit and end behind it. There are no such sectors.
         let limit = if extended { self.sectors } else { self.sectors.min(LBA28_SECTORS.saturating_add(1)) };
         if lba.saturating_add(count) > limit {
             self.fail_at(error::IDNF, lba.max(limit), extended);
@@ -214,7 +214,7 @@ impl Drive {
         self.buffer.forget();
         self.show_block(transfer);
         if direction == Direction::Out {
-            // The first block is asked for without an interrupt (9.6).
+            // The drive asks for the first block without an interrupt (9.6).
             self.interrupt = false;
         }
     }
@@ -296,7 +296,7 @@ impl Drive {
                 self.end();
             }
             0x82 => {
-                // What is in the cache is written before it is off.
+                // The cache's contents are written before the command ends.
                 self.set_cache(false);
                 let flushed = self.disk.flush();
                 self.end_or_abort(flushed.is_ok());

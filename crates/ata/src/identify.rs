@@ -1,13 +1,13 @@
-//! What IDENTIFY DEVICE answers (ATA/ATAPI-6, 8.15).
+//! The answer of IDENTIFY DEVICE (ATA/ATAPI-6, 8.15).
 
-/// Bytes of the answer.
+/// Length of the answer in bytes.
 pub(crate) const IDENTIFY_BYTES: usize = 512;
-/// Sectors of a block of READ and WRITE MULTIPLE at most.
+/// The most sectors in a block of READ and WRITE MULTIPLE.
 pub(crate) const MOST_MULTIPLE: u8 = 16;
-/// Sectors that 28-bit commands reach.
+/// The most sectors that words 60 and 61 report, for 28-bit commands.
 pub(crate) const LBA28_SECTORS: u64 = 0x0fff_ffff;
 
-/// What the answer tells besides what is the same for all drives.
+/// The parts of the answer that differ between drives.
 pub(crate) struct Identity<'a> {
     pub(crate) serial: &'a str,
     pub(crate) sectors: u64,
@@ -16,17 +16,17 @@ pub(crate) struct Identity<'a> {
     pub(crate) caches: bool,
 }
 
-/// Word 0: an ATA drive that is built in.
+/// Word 0: a fixed ATA drive.
 const FIXED_DRIVE: u16 = 0x0040;
-/// Word 49: addresses are those of sectors; IORDY may be used, and switched off.
+/// Word 49: LBA is supported; IORDY is supported and can be disabled.
 const CAPABILITIES: u16 = 1 << 9 | 1 << 11 | 1 << 10;
 /// Words 50, 83, 84 and 87: the word is valid.
 const VALID: u16 = 1 << 14;
 /// Word 53: words 64 to 70 are valid.
 const TIMES_VALID: u16 = 1 << 1;
-/// Word 64: the modes 3 and 4.
+/// Word 64: PIO modes 3 and 4.
 const PIO_MODES: u16 = 0b11;
-/// Words 67 and 68, in nanoseconds: mode 4.
+/// Words 67 and 68: the cycle time of mode 4, in nanoseconds.
 const CYCLE_NS: u16 = 120;
 /// Word 80: ATA/ATAPI-4 to 6.
 const VERSIONS: u16 = 1 << 4 | 1 << 5 | 1 << 6;
@@ -69,7 +69,7 @@ pub(crate) fn fill(identity: &Identity<'_>, into: &mut [u8]) {
     seal(into);
 }
 
-/// Characters, two a word, the first in the upper byte, filled up with spaces.
+/// Writes characters, two a word, the first in the upper byte, padded with spaces.
 fn text(first: usize, length: usize, text: &str, set: &mut impl FnMut(usize, u16)) {
     let printable = text.bytes().map(|byte| if (0x20..0x7f).contains(&byte) { byte } else { b'?' });
     let mut bytes = printable.chain(std::iter::repeat(b' ')).take(length);
@@ -80,7 +80,7 @@ fn text(first: usize, length: usize, text: &str, set: &mut impl FnMut(usize, u16
     }
 }
 
-/// A number over several words, the lowest first.
+/// Writes a number over several words, the lowest first.
 fn number(first: usize, words: usize, value: u64, set: &mut impl FnMut(usize, u16)) {
     let bytes = value.to_le_bytes();
     for (word, pair) in (first..).zip(bytes.chunks_exact(2)).take(words) {
@@ -89,7 +89,7 @@ fn number(first: usize, words: usize, value: u64, set: &mut impl FnMut(usize, u1
     }
 }
 
-/// Word 255: a mark, and the byte that makes the sum of all bytes zero.
+/// Writes word 255: a mark, and the byte that makes the sum of all bytes zero.
 fn seal(into: &mut [u8]) {
     let Some((last, rest)) = into.split_last_mut() else { return };
     if let Some(mark) = rest.last_mut() {

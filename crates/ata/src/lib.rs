@@ -1,12 +1,12 @@
-//! An ATA disk at I/O ports, for people who write monitors: programmed I/O as ATA/ATAPI-6 (INCITS 361-2002) has it.
+//! An ATA disk at I/O ports, for people who write monitors: programmed I/O according to ATA/ATAPI-6 (INCITS 361-2002).
 //!
-//! * [`Channel`]: a [`pio::Device`] with up to two drives. It has IDENTIFY DEVICE, READ and WRITE SECTORS and MULTIPLE with
-//!   28-bit and 48-bit addresses, READ VERIFY, FLUSH CACHE, SET FEATURES, and the commands for power that every drive has.
-//!   Sectors move through the bus's data windows.
-//! * [`Sectors`]: what a drive stores its bytes in. [`DiskSectors`] is any [`block::Disk`], reached through a reactor.
+//! * [`Channel`]: a [`pio::Device`] with up to two drives. It executes IDENTIFY DEVICE, READ and WRITE SECTORS and
+//!   MULTIPLE with 28-bit and 48-bit addresses, READ VERIFY, FLUSH CACHE, SET FEATURES, and the power commands that
+//!   every drive has. Sectors move through the bus's data windows.
+//! * [`Sectors`]: the storage of a drive. [`DiskSectors`] stores on any [`block::Disk`], through a reactor.
 //!
-//! A command runs to its end within the guest's access: whoever calls the bus waits for the disk, as the processor of the
-//! guest. A sector at a time is slow on any storage, so reads fetch up to 64 KiB ahead within their command.
+//! A command ends within the guest's access: the caller of the bus waits for the disk, as the guest's processor does.
+//! Single sectors are slow on any storage, so a read fetches up to 64 KiB ahead within its command.
 
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]

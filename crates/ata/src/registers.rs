@@ -1,4 +1,4 @@
-//! Registers, commands and bits, by ATA/ATAPI-6, clauses 7 and 8.
+//! Registers, commands and bits of ATA/ATAPI-6, clauses 7 and 8.
 
 /// Bits of the Status register (7.15).
 pub mod status {
@@ -6,13 +6,13 @@ pub mod status {
     pub const BSY: u8 = 0x80;
     /// The drive is ready.
     pub const DRDY: u8 = 0x40;
-    /// The write failed for good.
+    /// Device fault: the write failed for good.
     pub const DF: u8 = 0x20;
-    /// Command dependent; set by drives since ever, and looked for by old guests.
+    /// Depends on the command. Drives have always set it, and old guests check it.
     pub const DSC: u8 = 0x10;
-    /// Data wait to be moved.
+    /// Data are ready to be moved.
     pub const DRQ: u8 = 0x08;
-    /// The Error register has something to say.
+    /// The Error register is valid.
     pub const ERR: u8 = 0x01;
 }
 
@@ -20,11 +20,11 @@ pub mod status {
 pub(crate) mod error {
     /// Data cannot be read.
     pub(crate) const UNC: u8 = 0x40;
-    /// There is no such sector.
+    /// The sector does not exist.
     pub(crate) const IDNF: u8 = 0x10;
-    /// The command is not served, or could not be carried out.
+    /// The command is not supported, or failed.
     pub(crate) const ABRT: u8 = 0x04;
-    /// After a diagnostic: all is well.
+    /// After a diagnostic: no error.
     pub(crate) const PASSED: u8 = 0x01;
 }
 
@@ -74,7 +74,7 @@ pub mod command {
     pub const SET_FEATURES: u8 = 0xef;
 }
 
-/// A register with the value that was in it before: 48-bit commands take both (6.20).
+/// A register with its previous value: 48-bit commands use both (6.20).
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Deep {
     pub(crate) recent: u8,
@@ -87,13 +87,13 @@ impl Deep {
         self.recent = value;
     }
 
-    /// What a read finds, by the HOB bit of the Device Control register.
+    /// Returns the value that a read gets, according to the HOB bit of the Device Control register.
     pub(crate) fn shown(self, high_order: bool) -> u8 {
         if high_order { self.previous } else { self.recent }
     }
 }
 
-/// The registers of a drive that commands are made of.
+/// The registers that make up a command.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct TaskFile {
     pub(crate) features: Deep,
@@ -104,29 +104,29 @@ pub(crate) struct TaskFile {
     pub(crate) device: u8,
 }
 
-/// The Device register: the address is that of a sector, not of a cylinder.
+/// In the Device register: the address is an LBA, not a cylinder.
 const LBA: u8 = 0x40;
-/// The Device register: the second drive.
+/// In the Device register: selects the second drive.
 const DEV: u8 = 0x10;
 
 impl TaskFile {
-    /// After a reset or a diagnostic (9.12): the signature of a drive without packets.
+    /// Returns the registers after a reset or a diagnostic (9.12): the signature of a drive without packet commands.
     pub(crate) fn signature() -> Self {
         let one = Deep { recent: 1, previous: 0 };
         Self { count: one, low: one, ..Self::default() }
     }
 
-    /// Which drive the Device register chooses.
+    /// Returns the drive that the Device register selects.
     pub(crate) fn chosen(device: u8) -> usize {
         usize::from(device & DEV != 0)
     }
 
-    /// Whether the address is that of a sector.
+    /// Whether the address is an LBA.
     pub(crate) fn is_lba(&self) -> bool {
         self.device & LBA != 0
     }
 
-    /// First sector and number of sectors of a command.
+    /// Returns the first sector and the number of sectors of a command.
     pub(crate) fn range(&self, extended: bool) -> (u64, u64) {
         let Self { count, low, mid, high, .. } = *self;
         if extended {
@@ -139,7 +139,7 @@ impl TaskFile {
         (lba.into(), if count == 0 { 1 << 8 } else { count })
     }
 
-    /// Names the sector at which a command failed.
+    /// Sets the address of the sector at which a command failed.
     pub(crate) fn set_lba(&mut self, lba: u64, extended: bool) {
         let [low, mid, high, fourth, fifth, sixth, ..] = lba.to_le_bytes();
         (self.low.recent, self.mid.recent, self.high.recent) = (low, mid, high);

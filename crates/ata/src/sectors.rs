@@ -1,21 +1,21 @@
-//! What a drive stores its bytes in.
+//! The storage of a drive.
 
 use block::{DiskInfo, IoResult};
 
-/// Storage that is read and written by whoever calls, who waits. Offsets and lengths are bytes, multiples of 512.
+/// Storage whose calls block. Offsets and lengths are in bytes, multiples of 512.
 pub trait Sectors: Send {
-    /// Its properties.
+    /// Returns the storage's properties.
     fn info(&self) -> DiskInfo;
 
-    /// Fills `into`.
+    /// Fills `into` from `offset` on.
     fn read(&mut self, offset: u64, into: &mut [u8]) -> IoResult;
 
-    /// Stores `from`.
+    /// Stores `from` at `offset`.
     fn write(&mut self, offset: u64, from: &[u8]) -> IoResult;
 
-    /// Makes what was written durable.
+    /// Makes earlier writes durable.
     fn flush(&mut self) -> IoResult;
 
-    /// Whether what was written may stay volatile until the next flush.
+    /// Sets whether writes may stay volatile until the next flush.
     fn set_volatile_cache(&mut self, volatile: bool);
 }

@@ -1,36 +1,36 @@
-//! A command's data on their way: blocks of sectors, each in a window.
+//! The data of a command: blocks of sectors, each in a window.
 
 use crate::Sectors;
 use block::SECTOR_BYTES;
 use pio::{Direction, Width, Window};
 
-/// Bytes that a read fetches at a time, if its command goes on that far.
+/// The most bytes that a read fetches at once, if its command reaches that far.
 pub(crate) const CHUNK_BYTES: usize = 64 << 10;
 /// The port of the Data register.
 pub(crate) const DATA: u16 = 0;
 const SECTOR: usize = SECTOR_BYTES as usize;
 
-/// What the rest of a command is.
+/// The rest of a command.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Transfer {
     pub(crate) direction: Direction,
     /// The first sector that has not moved.
     pub(crate) lba: u64,
-    /// Sectors that have not moved.
+    /// The number of sectors that have not moved.
     pub(crate) left: u64,
-    /// Sectors of a block: what moves without a look at the status between.
+    /// The sectors of a block, which move without a check of the status in between.
     pub(crate) block: u64,
-    /// The address has 48 bits.
+    /// Whether the address has 48 bits.
     pub(crate) extended: bool,
 }
 
 impl Transfer {
-    /// Sectors of the block that moves next.
+    /// Returns the number of sectors in the next block.
     pub(crate) fn block_sectors(&self) -> u64 {
         self.block.min(self.left)
     }
 
-    /// The next block has moved.
+    /// Notes that the next block has moved.
     pub(crate) fn advance(&mut self) {
         let moved = self.block_sectors();
         self.lba = self.lba.saturating_add(moved);
@@ -38,11 +38,11 @@ impl Transfer {
     }
 }
 
-/// A block's data cannot be read.
+/// A block could not be read.
 #[derive(Debug)]
 pub(crate) struct Unreadable;
 
-/// The drive's buffer, and which sectors of the disk are in it.
+/// The drive's buffer, and the sectors of the disk that it holds.
 #[derive(Debug, Default)]
 pub(crate) struct Buffer {
     data: Vec<u8>,
@@ -51,30 +51,31 @@ pub(crate) struct Buffer {
 }
 
 impl Buffer {
-    /// Takes the bytes back from a window.
+    /// Takes the buffer's bytes back from a window.
     pub(crate) fn put_back(&mut self, window: Window) {
         self.data = window.into_data();
     }
 
-    /// The bytes, for a command's own answer or for sectors to be written.
+    /// Returns the bytes, to be filled with a command's answer or with sectors to be written.
     pub(crate) fn bytes(&mut self) -> &mut [u8] {
         self.sectors = 0;
         self.data.resize(CHUNK_BYTES, 0);
         &mut self.data
     }
 
-    /// What is in the buffer may be old.
+    /// Forgets which sectors the buffer holds: they may be outdated.
     pub(crate) fn forget(&mut self) {
         self.sectors = 0;
     }
 
-    /// A window onto the first `length_bytes`.
+    /// Makes a window over the first `length_bytes`.
     pub(crate) fn window(&mut self, direction: Direction, length_bytes: usize) -> Option<Window> {
         let data = std::mem::take(&mut self.data);
         Window::new(DATA, direction, Width::Word, data, 0..length_bytes)
     }
 
-    /// A window onto the block that is to be read next, with as much behind it as one request takes.
+    /// Makes a window over the next block to be read. If the block is not in the buffer, also fetches sectors behind
+    /// it.
     pub(crate) fn read_block(
         &mut self,
         transfer: &Transfer,
@@ -85,7 +86,7 @@ impl Buffer {
         let is_here = self.first <= transfer.lba && end <= self.first.saturating_add(self.sectors);
         if !is_here {
             let ahead = transfer.left.min(CHUNK_BYTES as u64 / SECTOR_BYTES).max(block);
-            // A bad sector further on is no fault of this block.
+            // A bad sector behind this block must not fail the block.
             if !self.fetch(transfer.lba, ahead, disk) && (ahead == block || !self.fetch(transfer.lba, block, disk)) {
                 return Err(Unreadable);
             }
@@ -105,7 +106,7 @@ impl Buffer {
     }
 }
 
-/// Bytes of so many sectors; never more than a buffer in use has.
+/// Returns the bytes of so many sectors; for transfers, never more than the buffer.
 pub(crate) fn bytes_of(sectors: u64) -> usize {
     usize::try_from(sectors).unwrap_or(usize::MAX).saturating_mul(SECTOR)
 }

@@ -1,4 +1,4 @@
-//! Work beside the reactor, and the future of its end.
+//! Work on another thread, and a future that ends with it.
 
 use crate::{IoError, IoResult};
 use std::future::Future;
@@ -6,7 +6,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-/// Something to compute on another thread. It is dropped, not run, where no thread is left that could.
+/// Something to compute on another thread. It is dropped without being run if no thread is left to run it.
 pub type Work = Box<dyn FnOnce() + Send>;
 
 #[derive(Debug)]
@@ -40,7 +40,7 @@ impl<T> Drop for Ending<T> {
     }
 }
 
-/// `compute` as work, and the future of what it gives: an error if it is dropped or panics.
+/// Makes `compute` into work and a future of its result. The future fails if the work is dropped or panics.
 pub(crate) fn aside<T: Send + 'static>(
     compute: impl FnOnce() -> T + Send + 'static,
 ) -> (Work, impl Future<Output = IoResult<T>>) {

@@ -1,38 +1,38 @@
-//! What was written to a disk since some moment: bits that somebody keeps of it.
+//! Dirty bitmaps: what was written to a disk since some moment.
 
 use crate::Result;
 use std::ops::Range;
 
-/// Keeps bitmaps of what is written to a disk, and can be asked for them by name.
+/// Keeps bitmaps of what is written to a disk, each under a name.
 pub trait DirtyBitmaps: Send + Sync {
-    /// What a bitmap says at this moment. One that is not there, or whose bits mean nothing, is an error. This blocks while
-    /// tables are read.
+    /// Returns a copy of a bitmap. Fails if there is none of that name, or its bits mean nothing. Blocks while tables
+    /// are read.
     fn dirty_bitmap(&self, name: &str) -> Result<DirtyMap>;
 }
 
-/// A bit for each granule of a disk, the first in the lowest bit of the first byte: set where it was written.
+/// A bit for each granule of a disk, set if the granule was written. The first is the lowest bit of the first byte.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DirtyMap {
-    /// Bytes that a bit stands for, as a power of two.
+    /// Bytes for each bit, as a power of two.
     pub granularity_bits: u8,
-    /// Bytes of the disk that there are bits for. What lies behind has been added since, and counts as written.
+    /// Bytes of the disk that the bits cover. What lies behind was added later, and counts as written.
     pub size_bytes: u64,
     /// The bits.
     pub bits: Vec<u8>,
-    /// Writes are noted in it at this moment, so it may say more the next time.
+    /// The bitmap still records writes, so a later copy may have more bits set.
     pub is_recording: bool,
 }
 
 impl DirtyMap {
-    /// Takes bits.
+    /// Makes a map of these bits.
     #[must_use]
     pub fn new(granularity_bits: u8, size_bytes: u64, bits: Vec<u8>, is_recording: bool) -> Self {
         Self { granularity_bits: granularity_bits.min(63), size_bytes, bits, is_recording }
     }
 
-    /// The runs of a range, in order and without gaps: their lengths, and whether they were written. Two neighbours differ.
-    /// At most `most` runs are told, and nothing of what follows them.
+    /// Returns the first `most` runs of a range, in order and without gaps: their lengths, and whether they were
+    /// written. Two neighbours differ.
     #[must_use]
     pub fn runs(&self, within: Range<u64>, most: usize) -> Vec<(u64, bool)> {
         let mut runs: Vec<(u64, bool)> = Vec::new();
@@ -52,7 +52,7 @@ impl DirtyMap {
         runs
     }
 
-    /// Whether a byte was written, and where that may change.
+    /// Returns whether a byte was written, and where that may change.
     fn look_at(&self, at: u64) -> (bool, u64) {
         if at >= self.size_bytes {
             return (true, u64::MAX);
@@ -61,7 +61,7 @@ impl DirtyMap {
         let granule = at.wrapping_shr(shift);
         let index = usize::try_from(granule / 8).unwrap_or(usize::MAX);
         let byte = self.bits.get(index).copied().unwrap_or(0);
-        // Granules of a byte that are alike are one step.
+        // Granules in one byte that are all alike are one step.
         let (dirty, granules) = match byte {
             0 => (false, 8_u64.saturating_sub(granule % 8)),
             u8::MAX => (true, 8_u64.saturating_sub(granule % 8)),

@@ -8,7 +8,7 @@ use memory::{AlignedBuf, IoBuf, PoolRc};
 use std::cell::RefCell;
 use std::rc::{Rc, Weak};
 
-/// A queue of a disk on one reactor, shared by the reactor's tasks. It is closed when the last of them drops it.
+/// A queue of a disk on one reactor, shared by the reactor's tasks. The queue is closed when the last of them drops it.
 pub struct DiskIo {
     queue: RefCell<Box<dyn DiskQueue>>,
     /// The tasks that wait, by tag.
@@ -83,8 +83,7 @@ impl DiskIo {
     }
 }
 
-/// Takes the bytes back from a buffer whose operation has ended. They are copied if somebody else still holds the
-/// buffer.
+/// Takes the bytes back from a buffer whose operation has ended. They are copied if the buffer has another handle.
 pub fn reclaim(buf: IoBuf) -> AlignedBuf {
     buf.into_aligned().unwrap_or_else(|shared| AlignedBuf::copy_of(&shared.whole().to_vec()))
 }

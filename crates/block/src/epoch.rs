@@ -1,16 +1,16 @@
 //! When a freed host cluster may be used again: only after every operation that was resolved before the free has
 //! completed, on every queue. Otherwise a write in flight lands in a stranger's data.
 //!
-//! Each queue is a [`Participant`] and publishes the epoch of its oldest operation in flight. Retiring a cluster moves
-//! the image's epoch on and notes the old one; the cluster is safe once no queue publishes that epoch or an older one.
-//! An operation begun while others are in flight costs two loads; only the step from idle to busy costs a fence.
+//! Each queue is a [`Participant`] and publishes the epoch of its oldest operation in flight. Retiring a cluster
+//! advances the image's epoch and notes the old one. The cluster is safe once no queue publishes that epoch or an older
+//! one. An operation begun while others are in flight costs two loads; only the step from idle to busy costs a fence.
 
 use crate::sync::{AtomicU64, Mutex, Ordering, PoisonError, fence};
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 
 const IDLE: u64 = u64::MAX;
-/// Room from the beginning, for epochs that have operations in flight on one queue.
+/// Epochs with operations in flight that a queue has room for from the beginning.
 const ROOM: usize = 16;
 
 #[derive(Debug)]
@@ -24,13 +24,13 @@ struct Published {
 pub struct Epochs {
     now: AtomicU64,
     participants: Mutex<Vec<Weak<Published>>>,
-    /// How often somebody did not wait, or [`CLOSED`].
+    /// How often [`Epochs::overrule`] was called, or [`CLOSED`].
     overruled: Arc<AtomicU64>,
 }
 
 const CLOSED: u64 = u64::MAX;
 
-/// That space is not used again while an operation is in flight. See [`Epochs::promise`].
+/// The promise that space is not used again while an operation is in flight. See [`Epochs::promise`].
 #[derive(Debug)]
 pub struct Promise {
     given: u64,
@@ -38,7 +38,7 @@ pub struct Promise {
 }
 
 impl Promise {
-    /// Whether what the operation has seen so far was true: its space was not used again.
+    /// Whether what the operation has read so far is right: its space was not used again.
     pub fn is_kept(&self) -> bool {
         fence(Ordering::SeqCst);
         self.overruled.load(Ordering::SeqCst) == self.given
@@ -55,8 +55,8 @@ impl Epochs {
         Participant { published, newest: 0, in_newest: 0, older: VecDeque::with_capacity(ROOM) }
     }
 
-    /// Call this after unpublishing a mapping. Its space may be used again once [`Epochs::is_over`] says so for the
-    /// returned epoch.
+    /// Ends the current epoch and returns it. Call this after unpublishing a mapping. Its space may be used again once
+    /// [`Epochs::is_over`] is true for the returned epoch.
     pub fn retire(&self) -> u64 {
         let epoch = self.now.fetch_add(1, Ordering::SeqCst);
         // Orders the unpublishing before the look at the queues. The other half is the fence in `Participant::begin`.
@@ -64,22 +64,22 @@ impl Epochs {
         epoch
     }
 
-    /// What an operation relies on that is not waited for where the image is closed. Call it before the operation begins;
-    /// `None` if the image is closed.
+    /// Makes a promise for an operation that the closing of the image does not wait for. Call it before the operation
+    /// begins. `None` if the image is closed.
     pub fn promise(&self) -> Option<Promise> {
         let given = self.overruled.load(Ordering::SeqCst);
         (given != CLOSED).then(|| Promise { given, overruled: Arc::clone(&self.overruled) })
     }
 
-    /// From here on, space may be used again that operations in flight rely on. Those fail.
+    /// Allows space to be used again although operations in flight rely on it. Those fail.
     pub fn overrule(&self) {
         let more = |overruled: u64| Some(if overruled == CLOSED { CLOSED } else { overruled.saturating_add(1) });
-        // It never says no.
+        // The closure always returns a value.
         let _ = self.overruled.fetch_update(Ordering::SeqCst, Ordering::SeqCst, more);
         fence(Ordering::SeqCst);
     }
 
-    /// Others are going to change the image. Nothing may be begun from here on, and what is in flight fails.
+    /// Closes the image, because others are going to change it. No new promise is made, and what is in flight fails.
     pub fn close(&self) {
         self.overruled.store(CLOSED, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -109,7 +109,7 @@ pub struct Participant {
 }
 
 impl Participant {
-    /// An operation begins: call before looking anything up for it.
+    /// Notes that an operation begins. Call it before looking anything up for the operation.
     #[inline]
     pub fn begin(&mut self, epochs: &Epochs) -> Ticket {
         let now = epochs.now.load(Ordering::Acquire);
@@ -134,7 +134,7 @@ impl Participant {
         self.newest = now;
     }
 
-    /// The operation ended: no part of it is in flight any more.
+    /// Notes that an operation has ended: no part of it is in flight.
     #[inline]
     pub fn end(&mut self, ticket: Ticket) {
         if ticket.0 == self.newest {

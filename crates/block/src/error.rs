@@ -9,19 +9,19 @@ use std::io;
 pub enum ErrorKind {
     /// An option or argument is unknown or impossible.
     BadOption,
-    /// The image is damaged, or says things that cannot be true.
+    /// The image is damaged, or contradicts itself.
     BadImage,
     /// Valid, but not served (a feature, an encryption method, a call the kernel lacks).
     Unsupported,
     /// A policy forbids it (a backing file outside the allowed places).
     Denied,
-    /// Somebody else uses the file.
+    /// The file is in use elsewhere.
     Locked,
     /// The host's storage or kernel failed.
     Io,
     /// A peer broke the protocol.
     Protocol,
-    /// Somebody stopped it before its end.
+    /// It was cancelled before its end.
     Cancelled,
 }
 
@@ -38,12 +38,12 @@ pub struct Error {
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
-    /// An error of `kind`; the message names the file, key or offset.
+    /// Makes an error of `kind`; the message names the file, key or offset.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into(), source: None, only_for_writing: false }
     }
 
-    /// As [`Error::new`], keeping what caused it.
+    /// As [`Error::new`], and keeps the cause.
     pub fn with_source(
         kind: ErrorKind,
         message: impl Into<String>,
@@ -52,31 +52,31 @@ impl Error {
         Self { source: Some(source.into()), ..Self::new(kind, message) }
     }
 
-    /// A failed system call: `what` names the action and the file ("cannot open '/x/y.raw'").
+    /// Makes an error for a failed system call: `what` names the action and the file ("cannot open '/x/y.raw'").
     pub fn io(what: impl Into<String>, source: io::Error) -> Self {
         Self::with_source(ErrorKind::Io, what, source)
     }
 
-    /// The kind.
+    /// Returns the kind.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
 
-    /// The same error, of an opening that may succeed for reading only.
+    /// Marks an error of an opening for writing: opening for reading only may succeed.
     #[must_use]
     pub fn only_for_writing(mut self) -> Self {
         self.only_for_writing = true;
         self
     }
 
-    /// Whether the same may be opened for reading only. Whoever has a key or a flag for that names it.
+    /// Whether opening for reading only may succeed. A caller with a key or a flag for that names it in its message.
     #[must_use]
     pub fn is_only_for_writing(&self) -> bool {
         self.only_for_writing
     }
 
-    /// The same error with `context` before its message ("drive 2: ...").
+    /// Puts `context` before the message ("drive 2: ...").
     #[must_use]
     pub fn in_context(mut self, context: impl fmt::Display) -> Self {
         self.message = format!("{context}: {}", self.message);
@@ -107,7 +107,7 @@ pub enum IoErrorKind {
     NoSpace,
     /// This disk, file or engine cannot do the operation.
     Unsupported,
-    /// Outside the disk, or not a multiple of its block.
+    /// The range lies outside the disk, or is not a multiple of its block.
     OutOfRange,
     /// A write to something read-only.
     ReadOnly,
@@ -135,10 +135,10 @@ const EIO: i32 = 5;
 const ENOMEM: i32 = 12;
 
 impl IoError {
-    /// An I/O error without more to say.
+    /// An I/O error without further detail.
     pub const EIO: Self = Self { kind: IoErrorKind::Io, errno: EIO };
 
-    /// An error of `kind`, without a system call behind it.
+    /// Makes an error of `kind` that no system call caused.
     #[must_use]
     pub const fn new(kind: IoErrorKind) -> Self {
         let errno = match kind {
@@ -150,7 +150,7 @@ impl IoError {
         Self { kind, errno }
     }
 
-    /// From a positive Linux error number.
+    /// Makes an error from a positive Linux error number.
     #[must_use]
     pub const fn from_errno(errno: i32) -> Self {
         let kind = match errno {
@@ -162,13 +162,13 @@ impl IoError {
         Self { kind, errno }
     }
 
-    /// The kind.
+    /// Returns the kind.
     #[must_use]
     pub const fn kind(self) -> IoErrorKind {
         self.kind
     }
 
-    /// The Linux error number that describes it best.
+    /// Returns the Linux error number that describes it best.
     #[must_use]
     pub const fn errno(self) -> i32 {
         self.errno

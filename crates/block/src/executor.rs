@@ -3,8 +3,8 @@
 //! Tasks stay on their thread; wakers may be used from any thread. Dropping the executor drops its tasks. The engine
 //! keeps the memory that the kernel may still write.
 //!
-//! A task's memory comes from the pool ([`Task`]). The executor keeps a few words for each task of its peak: a place,
-//! and a waker.
+//! A task's memory comes from the pool ([`Task`]). The executor itself keeps a slot and a waker for each of the most
+//! tasks that it has had at once.
 
 use crate::turn;
 use std::cell::{Cell, RefCell};
@@ -23,7 +23,7 @@ pub type Task = memory::PooledFuture;
 /// Polls between two looks at the clock.
 const POLLS_PER_LOOK: usize = 4;
 
-/// Room for this many tasks at once, from the beginning.
+/// Tasks that there is room for from the beginning.
 const ROOM: usize = 64;
 
 struct Shared {
@@ -93,7 +93,7 @@ pub struct Executor {
 }
 
 impl Executor {
-    /// An executor for the calling thread. `notify` is called from other threads when they made a task ready.
+    /// Makes an executor for the calling thread. Other threads call `notify` when they have made a task ready.
     #[must_use]
     pub fn new(notify: Box<dyn Fn() + Send + Sync>) -> Self {
         let ready = Mutex::new(VecDeque::with_capacity(ROOM));
@@ -139,7 +139,7 @@ impl Executor {
         free.reserve(missing);
     }
 
-    /// Tasks that have not ended.
+    /// Returns how many tasks have not ended.
     #[must_use]
     pub fn live(&self) -> usize {
         self.live.get()
@@ -151,9 +151,9 @@ impl Executor {
         !self.shared.ready().is_empty()
     }
 
-    /// Polls tasks until none is ready; returns how many polls that took. Tasks made ready meanwhile run too, at most
-    /// `limit` polls in all, so that a task that wakes itself cannot starve the rings. It ends earlier if tasks have moved
-    /// enough bytes by themselves (see [`turn`]).
+    /// Polls tasks until none is ready, and returns the number of polls. Tasks made ready meanwhile run too. `limit`
+    /// bounds the polls, so a task that wakes itself cannot starve the rings. Ends earlier if tasks have moved enough
+    /// bytes themselves (see [`turn`]).
     pub fn run_ready(&self, limit: usize) -> usize {
         turn::begin();
         let mut polls = 0;
@@ -165,8 +165,8 @@ impl Executor {
         polls
     }
 
-    /// As [`Executor::run_ready`], and for about as long as `time`. The clock is asked after each few polls, so not at all
-    /// where few tasks are ready.
+    /// As [`Executor::run_ready`], for about `time` at most. The clock is read only once every few polls, so not at all
+    /// if few tasks are ready.
     pub fn run_for(&self, limit: usize, time: Duration) -> usize {
         turn::begin();
         let (mut polls, mut begun) = (0, None);
@@ -211,8 +211,8 @@ impl Wake for ThreadWaker {
     }
 }
 
-/// Runs one future to its end on the calling thread, parking it between polls: for opening images and for tools, with
-/// queues from [`crate::File::open_blocking`].
+/// Runs one future to its end on the calling thread, which is parked between polls. For opening images and for tools,
+/// with queues from [`crate::File::open_blocking`].
 pub fn block_on<T>(future: impl Future<Output = T>) -> T {
     let mut future = pin!(future);
     let waker = Waker::from(Arc::new(ThreadWaker(std::thread::current())));

@@ -3,19 +3,19 @@
 /// Where a run of guest bytes lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Extent {
-    /// As they are, from `offset` on in the layer's file number `file` (0: the image file itself or, for qcow2 with an
-    /// external data file, 1).
+    /// Stored as they are, from `offset` on in one of the layer's files: 0 is the image file, 1 the external data file
+    /// of qcow2.
     Data {
         /// Which of the layer's files.
         file: u8,
         /// First byte in that file.
         offset: u64,
     },
-    /// They read as zeros; no layer below is asked.
+    /// The bytes read as zeros; no layer below is asked.
     Zero,
     /// Inside a compressed cluster: slow path.
     Compressed(CompressedExtent),
-    /// Not in this layer: the layer below decides, or zero where there is none (or it ends before).
+    /// Not in this layer: the layer below decides. Zeros if there is none, or it ends before.
     Backing,
 }
 
@@ -54,7 +54,7 @@ pub enum Prepared<A> {
 }
 
 impl<A> Prepared<A> {
-    /// The same place, with new space seen as another kind.
+    /// Converts the allocation to another kind.
     pub fn map<B>(self, change: impl FnOnce(A) -> B) -> Prepared<B> {
         match self {
             Self::InPlace { offset, length_bytes } => Prepared::InPlace { offset, length_bytes },
@@ -66,7 +66,7 @@ impl<A> Prepared<A> {
 /// How the bytes of an allocation's first or last unit that the request does not cover must be filled before commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fill {
-    /// Not at all: there are none, or they are zero in the file already.
+    /// Nothing: there are no such bytes, or they are zero in the file already.
     None,
     /// With zeros.
     Zero,

@@ -1,8 +1,8 @@
 //! Files as images see them, and how completions find their way back.
 //!
-//! An engine (or the simulator) implements [`File`] and [`FileQueue`]. A push never waits; its end is told once, on the
-//! same thread, through its [`Done`]: either into a [`Sink`] that its owner drains (the fast path), or to a [`Waiter`]
-//! that a task awaits (the slow path).
+//! An engine (or the simulator) implements [`File`] and [`FileQueue`]. A push never waits. Its end is reported once, on
+//! the same thread, through its [`Done`]. On the fast path that is a [`Sink`] which its owner drains; on the slow path,
+//! a [`Waiter`] that a task awaits.
 
 use crate::aside::{Work, aside};
 use crate::disk::{Lifetime, Topology};
@@ -23,7 +23,7 @@ use std::task::{Context, Poll, Waker};
 pub enum Locks {
     /// It is locked.
     Held,
-    /// It is not locked, because nobody asked for it.
+    /// It is not locked, because no lock was asked for.
     NotWanted,
     /// It should be locked, but its file system has no locks.
     Lacking,
@@ -32,9 +32,9 @@ pub enum Locks {
 /// What a file is and can do.
 #[derive(Debug, Clone)]
 pub struct FileInfo {
-    /// Its name for messages: the path, or what stands for it.
+    /// The name in messages: the path, or what stands for it.
     pub name: String,
-    /// Length in bytes when it was opened (a block device's size).
+    /// Length in bytes when the file was opened (a block device's size).
     pub length_bytes: u64,
     /// Writes are refused.
     pub read_only: bool,
@@ -49,98 +49,99 @@ pub struct FileInfo {
     pub discard_zeroes: bool,
     /// Whether [`FileOp::WriteZeroes`] costs less than writing zeros.
     pub fast_zeroes: bool,
-    /// A block device: its length does not change by writing.
+    /// A block device: writing does not change its length.
     pub block_device: bool,
     /// Whether writing past the end makes the file longer, with zeros between.
     pub can_grow: bool,
-    /// Whether others are kept from using it.
+    /// Whether it is locked against other programs.
     pub locks: Locks,
-    /// It lies in memory, and reactors copy its bytes themselves. Several requests in flight at once then gain nothing.
+    /// The file lies in memory, and reactors copy its bytes themselves. More than one request in flight then gains
+    /// nothing.
     pub in_memory: bool,
-    /// One line: the engine, the cache mode, and why they were chosen.
+    /// The engine, the cache mode, and why they were chosen, in one line.
     pub engine: String,
 }
 
 /// An open file, shared by all reactors.
 pub trait File: Send + Sync + Debug {
-    /// What it is and can do.
+    /// Returns what the file is and can do.
     fn info(&self) -> &FileInfo;
 
-    /// Its length now, in bytes.
+    /// Returns the file's length at this moment, in bytes.
     fn length_bytes(&self) -> Result<u64>;
 
-    /// Sizes to align to, as the device behind it says: zeros where nothing is known.
+    /// Returns the sizes to align to, as the device behind the file says; zeros if nothing is known.
     fn topology(&self) -> Topology {
         Topology::default()
     }
 
-    /// How worn the device behind it is, where it says so.
+    /// Returns how worn the device behind the file is, if it says so.
     fn lifetime(&self) -> Option<Lifetime> {
         None
     }
 
-    /// How much space its contents take on the storage, in bytes. `None` if it cannot tell.
+    /// Returns how much space the contents take on the storage, in bytes. `None` if the file cannot tell.
     fn allocated_bytes(&self) -> Result<Option<u64>> {
         Ok(None)
     }
 
-    /// Whether the bytes from `offset` on are a hole (and so read as zeros), and how many of at most `length` bytes
-    /// have the same answer. A file that cannot tell says that everything is data.
+    /// Returns whether the bytes from `offset` on are a hole (and so read as zeros), and for how many of at most
+    /// `length` bytes this holds. A file that cannot tell says that everything is data.
     fn hole_at(&self, offset: u64, length: u64) -> Result<(bool, u64)> {
         let _ = offset;
         Ok((false, length))
     }
 
-    /// As [`Self::hole_at`], for counting granules of the file that hold any data. A hole behind data may count as data
-    /// up to the granule's end. This is cheaper where the host looks for the end of data page by page.
+    /// As [`Self::hole_at`], for callers that count granules with any data. A hole behind data may count as data up to
+    /// the granule's end. This is cheaper if the host looks for the end of data page by page.
     fn hole_or_granule_at(&self, offset: u64, length: u64, granule_bytes: u64) -> Result<(bool, u64)> {
         let _ = granule_bytes;
         self.hole_at(offset, length)
     }
 
-    /// Shows a range where it lies in the host's memory: appends its pieces and says `true`. `false` if it does not lie there;
-    /// then `pieces` holds anything. What is behind the end counts as `past_end` says. Does not wait.
+    /// Maps a range where it lies in the host's memory: appends its pieces and returns `true`. Returns `false` if it
+    /// does not lie there; `pieces` may then hold anything. `past_end` says what is behind the end. Does not wait.
     fn map(&self, offset: u64, length_bytes: usize, past_end: PastEnd, pieces: &mut Vec<MapPiece>) -> bool {
         let _ = (offset, length_bytes, past_end, pieces);
         false
     }
 
-    /// The same for writing, of a range whose space is reserved: what is written there needs no more of it. Flushes of the
-    /// file cover it.
+    /// Maps a range for writing. Its space is reserved, so writing there needs no more. Flushes of the file cover these
+    /// writes.
     fn map_reserved(&self, offset: u64, length_bytes: usize) -> Option<MappedRange> {
         let _ = (offset, length_bytes);
         None
     }
 
-    /// A queue for one reactor's thread. Cheap after the first on a reactor.
+    /// Opens a queue for one reactor's thread. Cheap after the first on a reactor.
     fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>>;
 
-    /// A queue that carries out each push before it returns, on any thread: for opening images and for tools.
+    /// Opens a queue that carries out each push before it returns, on any thread. For opening images and for tools.
     fn open_blocking(&self) -> Result<Rc<dyn FileQueue>>;
 
-    /// Whose part of the memory for buffers its requests use, and those of the disk that lies in it.
+    /// Returns the buffer account that requests of the file use, and those of the disk in it.
     fn buffers(&self) -> &BufferAccount {
         &BufferAccount::UNLIMITED
     }
 
-    /// Gives up what is in flight, as far as the file can: it ends with errors soon, and so does what comes later. For a
-    /// disk that is removed although its storage hangs. Returns whether it can.
+    /// Gives up requests in flight, if the file can: they fail soon, and so do later ones. For a disk that is removed
+    /// although its storage hangs. Returns whether the file can.
     fn cancel(&self) -> bool {
         false
     }
 
-    /// Which file of the host it is (device and inode); `None` for what is elsewhere.
+    /// Returns the host's device and inode numbers; `None` if the file is not on this host.
     fn identity(&self) -> Option<(u64, u64)> {
         None
     }
 
-    /// The descriptor from which the host can copy by itself; `None` if it cannot or should not.
+    /// Returns the descriptor from which the host can copy by itself; `None` if it cannot or should not.
     fn copy_source(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 }
 
-/// Where operations on one file are pushed, on one thread.
+/// A queue for operations on one file, on one thread.
 pub trait FileQueue {
     /// Takes one operation. Does not wait (except on a queue from [`File::open_blocking`]). `io.done` is completed
     /// exactly once, perhaps before this returns. The operation's window is held until the kernel is done with it,
@@ -158,8 +159,8 @@ pub trait FileQueue {
         done.complete(Err(IoError::new(IoErrorKind::Unsupported)));
     }
 
-    /// Runs `work` for a request of this file where it does not hold the thread's reactor up, files in turn. A queue
-    /// without such a place runs it at once.
+    /// Runs `work` for a request of this file on a thread that does not hold up the reactor. Files take turns. A queue
+    /// without such a thread runs the work at once.
     fn run_aside(&self, work: Work) {
         work();
     }
@@ -199,7 +200,7 @@ pub enum FileOp {
         /// What is behind the end.
         past_end: PastEnd,
     },
-    /// Stores `data`; grows the file where it can grow.
+    /// Stores `data`. Grows the file if it can grow.
     Write {
         /// First byte.
         offset: u64,
@@ -208,16 +209,16 @@ pub enum FileOp {
         /// Durable before it completes.
         fua: bool,
     },
-    /// All writes that completed before are durable when this completes, and the length needed to read them.
+    /// When it completes, all writes that completed before are durable, and so is the length needed to read them.
     Flush,
-    /// Gives space back. Fails with Unsupported where it cannot; the length of the file does not change.
+    /// Gives space back. Fails with Unsupported if the file cannot. The length of the file does not change.
     Discard {
         /// First byte.
         offset: u64,
         /// Bytes.
         length: u64,
     },
-    /// Reads as zeros afterwards; grows the file where the range ends behind its end. Always works where writing does.
+    /// Makes the range read as zeros. Grows the file if the range ends behind its end. Always works if writing does.
     WriteZeroes {
         /// First byte.
         offset: u64,
@@ -233,15 +234,15 @@ pub enum FileOp {
     },
 }
 
-/// An operation, and the receiver of its end.
+/// An operation, and who is told of its end.
 #[derive(Debug)]
 pub struct FileIo {
     /// What to do.
     pub op: FileOp,
-    /// How urgent it is; of reads and writes only. An engine that has no way to say so leaves it out: one whose calls
-    /// are made by threads, which have a priority of their own.
+    /// How urgent a read or a write is. An engine whose calls are made by threads ignores it: threads have a priority
+    /// of their own.
     pub priority: Priority,
-    /// Told once, when it is done.
+    /// Told once, when the operation is done.
     pub done: Done,
 }
 
@@ -255,12 +256,12 @@ pub enum Done {
         /// The owner's name for the operation.
         token: u64,
     },
-    /// A task.
+    /// The task that awaits it.
     Waiter(PoolRc<Waiter>),
 }
 
 impl Done {
-    /// Tells it. Called once an operation.
+    /// Reports the end. Called once for each operation.
     pub fn complete(self, result: IoResult) {
         match self {
             Self::Sink { sink, token } => sink.put(token, result),
@@ -269,7 +270,7 @@ impl Done {
     }
 }
 
-/// Collects the ends of a queue's operations until it looks. Allocates only to grow to the peak.
+/// Collects the ends of a queue's operations until the queue takes them. Allocates only to grow to the peak.
 #[derive(Debug, Default)]
 pub struct Sink {
     done: RefCell<Vec<(u64, IoResult)>>,
@@ -277,7 +278,7 @@ pub struct Sink {
 }
 
 impl Sink {
-    /// An empty sink.
+    /// Makes an empty sink.
     #[must_use]
     pub fn new() -> Rc<Self> {
         Rc::default()
@@ -302,12 +303,12 @@ impl Sink {
     }
 
     /// Keeps `value` until the sink is dropped. Operations in flight hold their sink. So a queue that is dropped before
-    /// them leaves here what must outlive them: its part in the image's epochs.
+    /// them leaves its part in the image's epochs here, which must outlive them.
     pub fn keep(&self, value: Box<dyn Any>) {
         *self.keep.borrow_mut() = Some(value);
     }
 
-    /// Exchanges what has come in with `empty` (a cleared vector that the caller keeps, so that nothing is allocated).
+    /// Swaps what has come in with `empty`, a cleared vector that the caller keeps so that nothing is allocated.
     pub fn take(&self, empty: &mut Vec<(u64, IoResult)>) {
         debug_assert!(empty.is_empty());
         std::mem::swap(&mut *self.done.borrow_mut(), empty);
@@ -327,19 +328,19 @@ pub struct Waiter {
 }
 
 impl Waiter {
-    /// One that waits.
+    /// Makes a waiter.
     #[must_use]
     pub fn new() -> PoolRc<Self> {
         PoolRc::default()
     }
 
-    /// One that keeps `value` until the operation has ended, whatever becomes of the task.
+    /// Makes a waiter that keeps `value` until the operation has ended, whatever becomes of the task.
     #[must_use]
     pub fn keeping(value: Rc<dyn Any>) -> PoolRc<Self> {
         PoolRc::new(Self { _keep: Some(value), ..Self::default() })
     }
 
-    /// The future of its end.
+    /// Returns a future of the operation's end.
     pub fn wait(this: &PoolRc<Self>) -> impl Future<Output = IoResult> + use<> {
         WaitForIo(this.clone())
     }
@@ -370,7 +371,7 @@ impl Future for WaitForIo {
 }
 
 impl FileIo {
-    /// An operation without a priority.
+    /// Makes an operation without a priority.
     #[inline]
     #[must_use]
     pub fn new(op: FileOp, done: Done) -> Self {
@@ -384,18 +385,18 @@ impl dyn FileQueue {
         self.start_with(op, Priority::NONE, Waiter::new())
     }
 
-    /// As `start`, of a transfer that is as urgent as `priority` says.
+    /// As `start`, with a priority.
     pub fn start_at(&self, op: FileOp, priority: Priority) -> impl Future<Output = IoResult> + use<> {
         self.start_with(op, priority, Waiter::new())
     }
 
-    /// As `start`, keeping `value` until the operation has ended, also if the future is dropped before: a write to
-    /// space that must not be used again meanwhile keeps its queue's part in the image's [`crate::Epochs`].
+    /// As `start`, and keeps `value` until the operation has ended, even if the future is dropped before. A write to
+    /// space that must not be used again meanwhile keeps its queue's part in the image's [`crate::Epochs`] so.
     pub fn start_keeping(&self, op: FileOp, value: Rc<dyn Any>) -> impl Future<Output = IoResult> + use<> {
         self.start_keeping_at(op, Priority::NONE, value)
     }
 
-    /// As `start_keeping`, of a transfer that is as urgent as `priority` says.
+    /// As `start_keeping`, with a priority.
     pub fn start_keeping_at(
         &self,
         op: FileOp,
@@ -405,14 +406,14 @@ impl dyn FileQueue {
         self.start_with(op, priority, Waiter::keeping(value))
     }
 
-    /// As `start_keeping`, of a copy that the host makes.
+    /// As `start_keeping`, for a copy that the host makes.
     pub fn start_copy(&self, copy: CopyRange, value: Rc<dyn Any>) -> impl Future<Output = IoResult> + use<> {
         let waiter = Waiter::keeping(value);
         self.copy_from(copy, Done::Waiter(waiter.clone()));
         WaitForIo(waiter)
     }
 
-    /// Computes something for a request beside the reactor; an error if that was given up.
+    /// Computes something for a request on another thread. Fails if the work was given up.
     pub fn compute<T, F>(&self, compute: F) -> impl Future<Output = IoResult<T>> + use<T, F>
     where
         T: Send + 'static,
@@ -435,7 +436,7 @@ impl dyn FileQueue {
 }
 
 impl FileOp {
-    /// The error for an operation that a read-only file refuses, if it is one.
+    /// Returns the error with which a read-only file refuses the operation; `None` if it serves it.
     #[must_use]
     pub fn refused_when_read_only(&self) -> Option<IoError> {
         let writes = !matches!(self, Self::Read { .. } | Self::Flush);

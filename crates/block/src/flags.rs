@@ -1,9 +1,9 @@
-//! What a request says besides what and where: how durable it is to be, and how urgent.
+//! The flags and the priority of a request: how durable and how urgent it is.
 
 use std::fmt;
 use std::ops::{BitOr, BitOrAssign};
 
-/// How a write is ordered with durability. On a disk without a volatile cache both flags ask for what is so anyway.
+/// How a write is ordered with durability. A disk without a volatile cache does what both flags ask for anyway.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub struct OpFlags(u8);
 
@@ -16,7 +16,7 @@ impl OpFlags {
     /// fails, and its data are not sent.
     pub const PREFLUSH: Self = Self(2);
 
-    /// [`Self::FUA`] if `fua`, else nothing.
+    /// Returns [`Self::FUA`] if `fua` is set, else no flags.
     #[must_use]
     pub const fn from_fua(fua: bool) -> Self {
         if fua { Self::FUA } else { Self::NONE }
@@ -43,13 +43,13 @@ impl OpFlags {
         self.contains(Self::PREFLUSH)
     }
 
-    /// These flags and those of `other`.
+    /// Returns these flags and those of `other`.
     #[must_use]
     pub const fn with(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
 
-    /// These flags but those of `other`.
+    /// Returns these flags without those of `other`.
     #[must_use]
     pub const fn without(self, other: Self) -> Self {
         Self(self.0 & !other.0)
@@ -79,7 +79,7 @@ impl fmt::Debug for OpFlags {
 
 /// How urgent a transfer is: an I/O priority as Linux knows it (`ioprio_set(2)`), of a kind that any process may ask for.
 ///
-/// The host's scheduler follows it where it has one that does (BFQ, mq-deadline). It is a hint: no order comes of it.
+/// It is a hint that only some of the host's schedulers follow (BFQ, mq-deadline). It orders nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub struct Priority(u16);
 
@@ -90,20 +90,20 @@ const CLASS_IDLE: u16 = 3;
 const LEVEL_MASK: u16 = 7;
 
 impl Priority {
-    /// That of the thread that carries the transfer out.
+    /// The priority of the thread that carries the transfer out.
     pub const NONE: Self = Self(0);
     /// Only when the storage has nothing else to do.
     pub const IDLE: Self = Self(CLASS_IDLE << CLASS_SHIFT);
 
-    /// Best effort; level 0 is the most urgent, 7 the least. Higher levels are 7.
+    /// Makes a best-effort priority. Level 0 is the most urgent, 7 the least. Higher levels count as 7.
     #[must_use]
     pub const fn best_effort(level: u16) -> Self {
         Self(CLASS_BEST_EFFORT << CLASS_SHIFT | if level > LEVEL_MASK { LEVEL_MASK } else { level })
     }
 
-    /// Takes what a guest or a peer named. The real-time class becomes the most urgent best effort: it would put a guest
-    /// before the host's own processes, and the kernel refuses it to most. Unknown classes are [`Self::NONE`], hints are
-    /// left out. So the kernel takes whatever this gives.
+    /// Takes what a guest or a peer named. The real-time class becomes the most urgent best effort: it would put a
+    /// guest before the host's own processes, and the kernel refuses it to most. Unknown classes become [`Self::NONE`],
+    /// and hints are left out. So the kernel accepts every result.
     #[inline]
     #[must_use]
     pub const fn from_ioprio(ioprio: u16) -> Self {
@@ -115,7 +115,7 @@ impl Priority {
         }
     }
 
-    /// As the kernel takes it: the class above bit 13, the level below; zero says nothing.
+    /// Returns the kernel's form: the class in bits 13 and up, the level below; zero means no priority.
     #[inline]
     #[must_use]
     pub const fn ioprio(self) -> u16 {

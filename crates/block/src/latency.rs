@@ -1,10 +1,10 @@
-//! What the parts of a request take.
+//! How long the parts of a request take.
 //!
-//! Most requests go straight to an engine, and whoever submitted them knows how long that took. Where a request has to
-//! wait for something else on its way, whoever lets it wait says so: [`crate::DiskQueue::take_timings`] hands that out.
+//! Most requests go straight to an engine, and the submitter measures how long that took. Code that lets a request wait
+//! for something else notes the time. [`crate::DiskQueue::take_timings`] returns these notes.
 //!
-//! A request that is carried out by a task has a stopwatch on the task's thread ([`timed`]). The code of the task says at
-//! its boundaries what it has been doing ([`lap`], [`counts_as`]), without knowing for whom.
+//! A request that a task carries out has a stopwatch on the task's thread ([`timed`]). The task's code names each part
+//! as it ends ([`lap`], [`counts_as`]), without knowing the request.
 
 use std::cell::RefCell;
 use std::future::{Future, poll_fn};
@@ -14,19 +14,19 @@ use std::time::{Duration, Instant};
 /// What a request spends its time on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Part {
-    /// It waits for its turn, for a buffer, or for an exchange of layers.
+    /// The request waits for its turn, for a buffer, or for an exchange of layers.
     Queue,
-    /// It waits for the disk's limits.
+    /// The request waits for the disk's limits.
     Throttle,
     /// Tables are read, allocated and written.
     Metadata,
-    /// What surrounds a write to new space is read.
+    /// The surroundings of a write to new space are read.
     CopyOnWrite,
     /// Its data are read or written.
     Engine,
-    /// What it wrote, or others before, becomes durable.
+    /// What this request or others wrote becomes durable.
     Flush,
-    /// The guest is told of its end.
+    /// The guest is notified of its end.
     Notify,
 }
 
@@ -34,7 +34,7 @@ impl Part {
     /// How many there are.
     pub const COUNT: usize = 7;
 
-    /// All of them and their names, in the order of a request's way.
+    /// All parts and their names, in the order of a request's way.
     pub const NAMES: [(Self, &'static str); Self::COUNT] = [
         (Self::Queue, "queue"),
         (Self::Throttle, "throttle"),
@@ -46,15 +46,15 @@ impl Part {
     ];
 }
 
-/// What the time is that no part accounts for. The later ones win where two ways meet.
+/// What the time is that no part accounts for. When two pieces of a request are merged, the later variant wins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub enum Rest {
-    /// It was the engine's: nothing else was to be done.
+    /// The engine's: there was nothing else to do.
     #[default]
     Engine,
-    /// A task knows what it did, so the request waited before that.
+    /// Waiting: the task has timed all that it did, so the request waited before it.
     Queue,
-    /// A task that nobody has timed: it did what the last one did that was. Nothing else is said with it.
+    /// The task was not timed. The shares of the last timed task stand for it, and nothing else is known.
     AsBefore,
 }
 
@@ -62,17 +62,17 @@ pub enum Rest {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Parts {
     ns: [u64; Part::COUNT],
-    /// What remains of the whole.
+    /// What the rest of the whole time is.
     pub rest: Rest,
 }
 
 impl Parts {
     /// Nothing is known.
     pub const ZERO: Self = Self { ns: [0; Part::COUNT], rest: Rest::Engine };
-    /// Of a task that was not timed.
+    /// The parts of a task that was not timed.
     pub const AS_BEFORE: Self = Self { ns: [0; Part::COUNT], rest: Rest::AsBefore };
 
-    /// One part alone.
+    /// Makes parts of one part alone.
     #[must_use]
     pub fn of(part: Part, time: Duration) -> Self {
         let mut parts = Self::ZERO;
@@ -80,20 +80,20 @@ impl Parts {
         parts
     }
 
-    /// What was spent on `part`.
+    /// Returns what was spent on `part`, in nanoseconds.
     #[must_use]
     pub fn get(&self, part: Part) -> u64 {
         self.ns.get(part as usize).copied().unwrap_or(0)
     }
 
-    /// More for `part`.
+    /// Adds `ns` nanoseconds to `part`.
     pub fn add(&mut self, part: Part, ns: u64) {
         if let Some(sum) = self.ns.get_mut(part as usize) {
             *sum = sum.saturating_add(ns);
         }
     }
 
-    /// What another piece of the same request says.
+    /// Adds the parts of another piece of the same request.
     pub fn merge(&mut self, other: &Self) {
         for (sum, more) in self.ns.iter_mut().zip(other.ns) {
             *sum = sum.saturating_add(more);
@@ -101,13 +101,13 @@ impl Parts {
         self.rest = self.rest.max(other.rest);
     }
 
-    /// All parts together.
+    /// Returns the sum of all parts.
     #[must_use]
     pub fn sum_ns(&self) -> u64 {
         self.ns.iter().copied().fold(0, u64::saturating_add)
     }
 
-    /// The same shares of another whole. The sum is exact: what rounding leaves goes to the largest part.
+    /// Scales the parts to another whole. The sum is exact: what rounding leaves goes to the largest part.
     #[must_use]
     pub fn scaled_to(&self, whole_ns: u64) -> Self {
         let sum = self.sum_ns();
@@ -134,10 +134,10 @@ fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// A running stopwatch of the task that is polled just now.
+/// The running stopwatch of the task that is being polled.
 struct Stopwatch {
     last: Instant,
-    /// All counts as this part meanwhile.
+    /// The part that all time counts as, if one is set.
     within: Option<Part>,
     parts: Parts,
 }
@@ -154,9 +154,9 @@ thread_local! {
     static CURRENT: RefCell<Option<Stopwatch>> = const { RefCell::new(None) };
 }
 
-/// Runs `work` with a stopwatch, from its first poll on. What nobody says otherwise of counts as metadata.
+/// Runs `work` with a stopwatch, from its first poll on. Time that nothing else is said of counts as metadata.
 ///
-/// It takes a pinned future, as [`counts_as`] does: one by value would be kept twice, and copied for each request.
+/// The future is pinned, as in [`counts_as`]: one by value would be kept twice, and copied for each request.
 pub async fn timed<F: Future>(mut work: Pin<&mut F>) -> (F::Output, Parts) {
     let mut watch = None;
     let output = poll_fn(|context| {
@@ -177,7 +177,7 @@ pub async fn timed<F: Future>(mut work: Pin<&mut F>) -> (F::Output, Parts) {
     (output, parts)
 }
 
-/// What the task did since it said so last was `part`. Costs nothing much where no stopwatch runs.
+/// Counts the time since the last lap as `part`. Costs next to nothing if no stopwatch runs.
 pub fn lap(part: Part) {
     CURRENT.with_borrow_mut(|current| {
         if let Some(watch) = current.as_mut().filter(|watch| watch.within.is_none()) {
@@ -186,7 +186,7 @@ pub fn lap(part: Part) {
     });
 }
 
-/// All that `work` does counts as `part`, whatever it says itself.
+/// Runs `work`, and counts all its time as `part`, whatever its own laps say.
 pub async fn counts_as<F: Future>(part: Part, work: Pin<&mut F>) -> F::Output {
     lap(Part::Metadata);
     let is_outermost = CURRENT.with_borrow_mut(|current| {

@@ -1,23 +1,24 @@
 //! **The** interface between the rooms. Everything above and below meets here:
 //!
 //! * [`Disk`] and [`DiskQueue`]: what front ends (vhost-user, NBD, the driver's tests) see of a disk.
-//! * [`DiskListener`]: who hears of a disk's changes.
-//! * [`Run`]: what lies where in a disk. [`DirtyMap`]: what was written to it.
-//! * [`ReadMap`] and [`WriteMap`]: what a disk holds where it lies, without an operation.
+//! * [`DiskListener`]: learns of a disk's changes.
+//! * [`Run`]: a range of a disk with its status. [`DirtyMap`]: what was written to the disk.
+//! * [`ReadMap`] and [`WriteMap`]: a disk's bytes where they lie in memory, without an operation.
 //! * [`Op`] and [`Completion`]: one request and its end. Operations own their buffers. [`OpFlags`] and [`Priority`] say
-//!   how durable and how urgent.
+//!   how durable and how urgent it is.
 //! * [`File`] and [`FileQueue`]: what images see of an open file; engines and the simulator implement them. Pushing an
 //!   operation never waits: the reactor submits once a turn and routes the completion through its [`Done`].
-//! * [`MetaIo`]: how formats read and write their tables: the same queue, awaited.
+//! * [`MetaIo`]: how formats read and write their tables, by awaiting the same queue.
 //! * [`DiskIo`]: a disk's queue for tasks, which await each operation.
 //! * [`Mapped`] and [`Extent`]: a format's answer to *where*.
 //! * [`ReactorCtx`], [`ReactorHandle`], [`Poller`]: a reactor, from its own thread and from others.
 //! * [`Timers`], [`Watch`]: waiting for a time, and for a descriptor.
-//! * [`Executor`], [`WaitList`], [`RangeLocks`]: the slow path's tasks and what they wait on. [`turn`]: how much they move.
+//! * [`Executor`], [`WaitList`], [`RangeLocks`]: the slow path's tasks and what they wait on. [`turn`]: how many bytes
+//!   they may move in one turn.
 //! * [`Epochs`]: when a freed host cluster may be used again.
 //! * [`SliceCache`]: tables of 64-bit entries in memory, read without a lock.
-//! * [`LogLimit`]: a log that nobody else can fill.
-//! * [`meter`]: what front ends count.
+//! * [`LogLimit`]: keeps guests and peers from filling the log.
+//! * [`meter`]: the counters of front ends.
 //! * [`Error`] (for a person) and [`IoError`] (for a guest).
 
 #![forbid(unsafe_code)]

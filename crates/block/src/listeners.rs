@@ -1,4 +1,4 @@
-//! Who is told when a disk changes.
+//! Listeners that are told when a disk changes.
 //!
 //! For the control path: the lock here is taken to subscribe and to notify, never by a request.
 
@@ -6,19 +6,19 @@ use crate::DiskInfo;
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 
-/// Hears of a disk's changes; see [`crate::Disk::subscribe`].
+/// Is told of a disk's changes; see [`crate::Disk::subscribe`].
 pub trait DiskListener: Send + Sync {
-    /// The disk's size or its cache type may have changed, and `info` is what the disk is now. Called on any thread, that
-    /// of a reactor included, so it must not block, and must not change the disk. Calls of one disk come one at a time,
-    /// and the last one has the newest information. A call may bring nothing new.
+    /// Tells that the disk's size or its cache type may have changed; `info` has the new properties. Called on any
+    /// thread, that of a reactor included, so it must not block, and must not change the disk. Calls of one disk come
+    /// one at a time, and the last one has the newest information. A call may bring nothing new.
     fn info_changed(&self, info: &DiskInfo);
 }
 
-/// The listeners of one disk, for those who implement [`crate::Disk`].
+/// The listeners of one disk, for implementations of [`crate::Disk`].
 #[derive(Default)]
 pub struct Listeners {
     list: Mutex<Vec<Weak<dyn DiskListener>>>,
-    /// Held while listeners are called, so that no one hears old news after new.
+    /// Held while listeners are called, so that none hears old news after new.
     calling: Mutex<()>,
 }
 
@@ -33,7 +33,7 @@ impl Listeners {
     /// Tells all listeners. Call it after the change is visible; `info` is asked once, when it is this call's turn.
     pub fn notify(&self, info: impl FnOnce() -> DiskInfo) {
         let _turn = self.calling.lock().unwrap_or_else(PoisonError::into_inner);
-        // Not locked while they are called: a listener may subscribe another.
+        // The list is not locked while they are called: a listener may subscribe another.
         let listeners: Vec<_> = self.lock().iter().filter_map(Weak::upgrade).collect();
         if listeners.is_empty() {
             return;

@@ -1,23 +1,28 @@
-//! For what somebody else can make happen again and again: it is logged at first, and each time that its number has doubled.
+//! Keeps logs short if a peer or a guest can cause an event again and again: the first is logged, then each by which
+//! their number has doubled.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Counts one kind of event.
+/// Counts one kind of event, on any thread.
 #[derive(Debug, Default)]
 pub struct LogLimit(AtomicU64);
 
 impl LogLimit {
-    /// None yet.
+    /// Makes a limit that has counted nothing.
     #[must_use]
     pub const fn new() -> Self {
         Self(AtomicU64::new(0))
     }
 
-    /// Counts one more. Gives the number if it is to be logged.
+    /// Counts one more event. Returns their number if this one is to be logged.
     pub fn admit(&self) -> Option<u64> {
-        let count = self.0.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
-        Some(count).filter(|count| count.is_power_of_two())
+        if_logged(self.0.fetch_add(1, Ordering::Relaxed).wrapping_add(1))
     }
+}
+
+/// Gives the number of events back if the latest of them is to be logged.
+pub(crate) fn if_logged(count: u64) -> Option<u64> {
+    Some(count).filter(|count| count.is_power_of_two())
 }
 
 #[cfg(test)]

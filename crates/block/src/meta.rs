@@ -1,6 +1,6 @@
 //! How formats read and write their tables: a file queue, awaited.
 //!
-//! Awaiting makes the order: await a write, then await a [`MetaIo::flush`], and the write is durable before everything
+//! Awaiting gives the order: await a write, then await a [`MetaIo::flush`], and the write is durable before everything
 //! that is started later. Nothing else orders operations.
 
 use crate::{File, FileOp, FileQueue, IoResult, PastEnd, Result};
@@ -17,36 +17,36 @@ pub struct MetaIo {
 }
 
 impl MetaIo {
-    /// Metadata I/O through `queue`.
+    /// Makes metadata I/O through `queue`.
     #[must_use]
     pub fn new(queue: Rc<dyn FileQueue>) -> Self {
         Self { queue, data: None, content_bytes: None }
     }
 
-    /// Blocking metadata I/O on a file, which is asked how much it holds.
+    /// Makes blocking metadata I/O on a file, and asks the file how much it holds.
     pub fn of_file(file: &dyn File) -> Result<Self> {
         Ok(Self { content_bytes: file.allocated_bytes()?, ..Self::new(file.open_blocking()?) })
     }
 
-    /// How many bytes of the file are no holes, as far as that is known: a hint of how much there can be to read.
+    /// Returns how many bytes of the file are not holes, if known: a hint of how much there is to read.
     #[must_use]
     pub fn content_bytes(&self) -> Option<u64> {
         self.content_bytes
     }
 
-    /// The same, for an image whose guest data lie in a file of their own, which must be flushed too.
+    /// Adds the file of an image whose guest data lie in a file of their own. It must be flushed too.
     #[must_use]
     pub fn with_data(self, data: Rc<dyn FileQueue>) -> Self {
         Self { data: Some(data), ..self }
     }
 
-    /// The file of the guest's data, if that is another one.
+    /// Returns the queue of the guest data's file, if that is a file of its own.
     #[must_use]
     pub fn data(&self) -> Option<&Rc<dyn FileQueue>> {
         self.data.as_ref()
     }
 
-    /// The queue, for data.
+    /// Returns the queue, for data.
     #[must_use]
     pub fn queue(&self) -> &Rc<dyn FileQueue> {
         &self.queue
@@ -65,12 +65,12 @@ impl MetaIo {
         self.queue.start(FileOp::Write { offset, data, fua: false }).await
     }
 
-    /// Makes all writes to the file (not that of the guest's data) that completed before durable.
+    /// Makes all writes to the metadata's file that completed before durable. Does not flush the guest data's file.
     pub async fn flush(&self) -> IoResult {
         self.queue.start(FileOp::Flush).await
     }
 
-    /// Zeroes a range, by whatever means is cheapest.
+    /// Zeroes a range in the cheapest way.
     pub async fn write_zeroes(&self, offset: u64, length: u64, may_unmap: bool) -> IoResult {
         self.queue.start(FileOp::WriteZeroes { offset, length, may_unmap }).await
     }

@@ -30,12 +30,12 @@ pub enum Op {
         offset: u64,
         /// Where from.
         data: Window,
-        /// A flush before it, and whether it is to be durable.
+        /// Whether a flush comes first, and whether the write is to be durable.
         flags: OpFlags,
         /// How urgent it is.
         priority: Priority,
     },
-    /// Makes every write that completed before this was submitted, on any queue of the disk, durable.
+    /// Makes every write durable that completed, on any queue of the disk, before this was submitted.
     Flush,
     /// The contents are no longer needed. From then on they may read as any old contents, or as zeros.
     Discard {
@@ -44,15 +44,15 @@ pub enum Op {
         /// Bytes.
         length: u64,
     },
-    /// The contents are overwritten where they lie, or gone for good in another way. Only disks that can promise that serve
-    /// it; others answer [`crate::IoErrorKind::Unsupported`].
+    /// Overwrites the contents where they lie, or destroys them for good in another way. Disks that cannot promise that
+    /// answer [`crate::IoErrorKind::Unsupported`].
     SecureErase {
         /// First byte.
         offset: u64,
         /// Bytes.
         length: u64,
     },
-    /// The range reads as zeros from then on.
+    /// Makes the range read as zeros from then on.
     WriteZeroes {
         /// First byte.
         offset: u64,
@@ -60,27 +60,27 @@ pub enum Op {
         length: u64,
         /// Space may be given back to the host.
         may_unmap: bool,
-        /// A flush before it, and whether it is to be durable.
+        /// Whether a flush comes first, and whether the write is to be durable.
         flags: OpFlags,
     },
 }
 
 impl Op {
-    /// A read without a priority.
+    /// Makes a read without a priority.
     #[inline]
     #[must_use]
     pub fn read(offset: u64, data: Window) -> Self {
         Self::Read { offset, data, priority: Priority::NONE }
     }
 
-    /// A write without a priority.
+    /// Makes a write without a priority.
     #[inline]
     #[must_use]
     pub fn write(offset: u64, data: Window, flags: OpFlags) -> Self {
         Self::Write { offset, data, flags, priority: Priority::NONE }
     }
 
-    /// The flags; none for what has none.
+    /// Returns the flags; none if the operation has none.
     #[must_use]
     pub fn flags(&self) -> OpFlags {
         match self {
@@ -89,7 +89,7 @@ impl Op {
         }
     }
 
-    /// The same request with other flags, where it has any.
+    /// Replaces the flags, if the request has any.
     #[must_use]
     pub fn with_flags(mut self, new: OpFlags) -> Self {
         if let Self::Write { flags, .. } | Self::WriteZeroes { flags, .. } = &mut self {
@@ -98,7 +98,7 @@ impl Op {
         self
     }
 
-    /// The range it touches; `None` for a flush.
+    /// Returns the offset and length of the range that it touches; `None` for a flush.
     #[must_use]
     pub fn range(&self) -> Option<(u64, u64)> {
         match self {
@@ -119,7 +119,7 @@ impl Op {
     }
 }
 
-/// The end of a request. All handles to its memory that the path below held are dropped when this is visible.
+/// The end of a request. When this is visible, the path below has dropped all its handles to the request's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Completion {
     /// The submitter's tag.

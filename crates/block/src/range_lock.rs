@@ -1,8 +1,8 @@
 //! Exclusive use of a range of offsets by one task at a time, across threads.
 //!
 //! Used where two slow operations on the same place must not mix, such as read-modify-writes of a block finer than the
-//! file's alignment. Who waits is served first come, first served, and woken once: a guest may have thousands of writes to
-//! one block in flight. Ranges that do not overlap never wait for each other.
+//! file's alignment. Waiters are served in the order in which they came. Each is woken once, because a guest may have
+//! thousands of writes to one block in flight. Ranges that do not overlap never wait for each other.
 
 use crate::sync::{Mutex, MutexGuard, PoisonError};
 use std::collections::VecDeque;
@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
-/// Room for this many ranges, from the beginning.
+/// Ranges that there is room for from the first lock on.
 const ROOM: usize = 64;
 
 /// Ranges that are held, or waited for.
@@ -25,7 +25,7 @@ struct State {
     /// In the order of their tickets.
     claims: VecDeque<Claim>,
     next_ticket: u64,
-    /// An empty list, used again and again.
+    /// An empty list that is used again and again.
     spare: Vec<Waker>,
 }
 
@@ -35,7 +35,7 @@ struct Claim {
     range: Range<u64>,
     /// Earlier claims that overlap with it. It is held when there are none.
     before: usize,
-    /// Who waits for it.
+    /// The task that waits for it.
     waker: Option<Waker>,
 }
 
@@ -86,7 +86,7 @@ impl RangeLocks {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A claim is given up, held or not. Wakes those that hold their ranges now.
+    /// Gives up a claim, held or not. Wakes those that then hold their ranges.
     fn give_up(&self, ticket: u64) {
         let mut state = self.state();
         let Some(place) = state.place_of(ticket) else { return };
@@ -114,7 +114,7 @@ impl RangeLocks {
 pub struct Lock<'a> {
     locks: &'a RangeLocks,
     range: Range<u64>,
-    /// Once it has claimed the range, until the guard has the claim.
+    /// The claim, until the guard takes it over.
     ticket: Option<u64>,
 }
 

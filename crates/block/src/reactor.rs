@@ -19,36 +19,36 @@ use std::sync::Arc;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PollerId(pub u64);
 
-/// Something that a reactor looks at each turn: a device ring, the driver's used ring, a load generator.
+/// Something that a reactor polls in each turn: a device ring, the driver's used ring, a load generator.
 pub trait Poller {
-    /// One turn: takes new work, harvests what has completed. Returns whether it did anything. Never waits.
+    /// Takes new work and harvests completions, once a turn. Returns whether it did anything. Never waits.
     fn poll(&mut self) -> bool;
 
-    /// The reactor wants to sleep: ask the other side for notifications, then look once more. Returns true if there is
-    /// work; the reactor then goes on.
+    /// Prepares for the reactor's sleep: asks the other side for notifications, then looks once more. Returns whether
+    /// there is work; if so, the reactor goes on.
     fn arm(&mut self) -> bool {
         false
     }
 
-    /// The reactor is awake again and looks by itself, so notifications are not needed.
+    /// Tells the other side that notifications are not needed: the reactor is awake and looks by itself.
     fn disarm(&mut self) {}
 
-    /// Becomes readable when the armed poller has work. Watched for edges, so nobody needs to read it. Must stay the
-    /// same descriptor as long as the poller is registered.
+    /// Returns a descriptor that becomes readable when the armed poller has work. It is watched for edges, so nobody
+    /// needs to read it. It must stay the same while the poller is registered.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 }
 
-/// Tells pollers to end their batch. An engine raises it when more requests wait to be submitted than the storage has
-/// in hand, so that the storage begins. A poller looks at it after each request that it pushes, ends its batch there,
-/// and goes on in the next turn. So batches are small while the storage is idle and grow with its load. Each takes one
+/// Tells pollers to end their batch. An engine raises it when more requests wait to be submitted than the storage is
+/// working on. A poller looks at it after each request that it pushes. If it is raised, the poller ends its batch and
+/// goes on in the next turn. So batches are small while the storage is idle and grow with its load. Each takes one
 /// system call.
 #[derive(Debug, Clone, Default)]
 pub struct BatchEnd(Rc<Cell<bool>>);
 
 impl BatchEnd {
-    /// The engine's part.
+    /// Asks pollers to end their batch; for engines.
     pub fn raise(&self) {
         self.0.set(true);
     }
@@ -73,35 +73,35 @@ pub trait ReactorCtx {
     /// also its own. Unknown names are ignored.
     fn remove_poller(&self, id: PollerId);
 
-    /// The reactor's timers; see `sleep_until` and `timer` for short ways to use them.
+    /// Returns the reactor's timers; `sleep_until` and `timer` are short ways to use them.
     fn timers(&self) -> &Rc<Timers>;
 
     /// Watches a descriptor and raises `readiness` when it becomes ready; for [`crate::Watch`]. The reactor looks
-    /// before it sleeps, while it sleeps, and now and then while it is busy. Fails where the reactor cannot watch any.
+    /// before it sleeps, while it sleeps, and now and then while it is busy. Fails if the reactor cannot watch any.
     fn watch_fd(&self, fd: BorrowedFd<'_>, readiness: &Rc<Readiness>) -> Result<WatchId> {
         let _ = (fd, readiness);
         Err(crate::Error::new(crate::ErrorKind::Unsupported, "this reactor watches no descriptors"))
     }
 
-    /// Ends a watch. The descriptor is still open.
+    /// Ends a watch. The descriptor must still be open.
     fn unwatch_fd(&self, id: WatchId, fd: BorrowedFd<'_>) {
         let _ = (id, fd);
     }
 
-    /// Tells those who push requests in batches when to end one; the same for all on this reactor.
+    /// Returns the flag that tells pollers when to end a batch; one for the whole reactor.
     fn batch_end(&self) -> BatchEnd {
         BatchEnd::default()
     }
 
-    /// Registers memory with the engines, for requests that will come from it, as long as the result lives. Drop the
-    /// result on this thread, when no request from that memory is in flight. The memory's pages are pinned, so its
-    /// owner must not exchange them. Fails if no engine here can use it.
+    /// Registers memory with the engines, for as long as the result lives. Requests may use that memory faster then.
+    /// Drop the result on this thread, when no request from that memory is in flight. The memory's pages are pinned, so
+    /// its owner must not exchange them. Fails if no engine here can use it.
     fn register_memory(&self, memory: &Arc<GuestMemory>) -> Result<Box<dyn Any>> {
         let _ = memory;
         Err(crate::Error::new(crate::ErrorKind::Unsupported, "this reactor has no engine that registers memory"))
     }
 
-    /// The concrete reactor. An engine's files look for their own kind, and refuse another.
+    /// Returns the concrete reactor. An engine's files need a reactor of their own kind, and refuse another.
     fn as_any(&self) -> &dyn Any;
 }
 
@@ -112,11 +112,11 @@ pub type Job = Box<dyn FnOnce(&Rc<dyn ReactorCtx>) + Send>;
 pub trait ReactorHandle: Send + Sync {
     /// Runs `job` on the reactor's thread, soon, and wakes the reactor up for it. The jobs of one thread run in the
     /// order in which it gave them, between the polls of a turn. Fails if the reactor has ended. A reactor that is
-    /// being stopped may drop a job that it took without running it: whoever waits has to notice that (see
+    /// being stopped may drop an accepted job without running it. A caller that waits must notice that (see
     /// [`run_and_wait`]).
     fn run(&self, job: Job) -> Result<()>;
 
-    /// For logs and metrics.
+    /// Returns the reactor's name, for logs and metrics.
     fn name(&self) -> &str;
 }
 

@@ -1,16 +1,16 @@
 //! A cache of tables of 64-bit entries, in slices, read without a lock.
 //!
-//! A slice is a part of a table that is cached together (4 KiB of a qcow2 image's L2 table), named by its place in the
-//! guest's address space. A lookup goes directory -> slot -> entry and takes nothing: each slot has a tag with the
-//! slice it holds and a generation. The writer (under its owner's mutex) changes the tag before it changes what the
-//! slot holds; the reader looks at the tag before and after (a seqlock). Entries of a slice that stays are replaced one
+//! A slice is a part of a table that is cached together (4 KiB of a qcow2 image's L2 table). Its name is its place in
+//! the guest's address space. A lookup goes directory -> slot -> entry without a lock. Each slot has a tag with the
+//! number of its slice and a generation. The writer, under its owner's mutex, changes the tag before the slot's
+//! contents. The reader looks at the tag before and after (a seqlock). Entries of a slice that stays are replaced one
 //! at a time, each whole.
 
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
-/// The fewest slots of a cache. With them two operations can go on, one after the other's flush.
+/// The fewest slots of a cache: enough for two operations to go on, one after the other's flush.
 const SLOTS_MIN: u64 = 2;
 
 /// Directory entries that are allocated together.
@@ -18,19 +18,19 @@ const CHUNK_BITS: u32 = 10;
 const CHUNK_ENTRIES: usize = 1 << CHUNK_BITS;
 const CHUNK_MASK: u64 = (1 << CHUNK_BITS) - 1;
 
-/// A tag: the generation above, the slice's number plus one below (zero: nothing).
+/// A tag has the generation in its high bits, and the slice's number plus one below. Zero below means no slice.
 const TAG_SLICE_BITS: u32 = 40;
 const TAG_SLICE_MASK: u64 = (1 << TAG_SLICE_BITS) - 1;
 
 #[derive(Debug, Default)]
 struct Slot {
     tag: AtomicU64,
-    /// Used since the clock's hand passed.
+    /// The slot was used since the clock's hand passed.
     used: AtomicBool,
     entries: OnceLock<Box<[AtomicU64]>>,
 }
 
-/// What readers share.
+/// The part of the cache that readers share.
 #[derive(Debug)]
 pub struct SliceCache {
     slots: Box<[Slot]>,
@@ -40,12 +40,12 @@ pub struct SliceCache {
     evicted: AtomicU64,
 }
 
-/// What a cache holds, and what it has done.
+/// Figures of a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CacheStats {
-    /// Bytes of table in memory.
+    /// Bytes of tables in memory.
     pub used_bytes: u64,
-    /// The most that may be.
+    /// The most bytes that may be in memory.
     pub limit_bytes: u64,
     /// Slices put into memory.
     pub installed: u64,
@@ -53,7 +53,7 @@ pub struct CacheStats {
     pub evicted: u64,
 }
 
-/// A slice as a reader found it. What it reads is true only if [`SliceView::is_valid`] says so afterwards.
+/// A slice as a reader found it. What was read is right only if [`SliceView::is_valid`] says so afterwards.
 #[derive(Debug, Clone, Copy)]
 pub struct SliceView<'a> {
     slot: &'a Slot,
@@ -62,11 +62,11 @@ pub struct SliceView<'a> {
 }
 
 impl SliceView<'_> {
-    /// One entry.
+    /// Returns one entry.
     #[inline]
     #[must_use]
     pub fn get(&self, index: usize) -> Option<u64> {
-        // Acquire: whoever sees an entry of the slot's next slice also sees that the tag has changed.
+        // Acquire: a reader that sees an entry of the slot's next slice also sees that the tag has changed.
         Some(self.entries.get(index)?.load(Ordering::Acquire))
     }
 
@@ -79,7 +79,8 @@ impl SliceView<'_> {
 }
 
 impl SliceCache {
-    /// A cache for a disk of `slices`, of at most `cache_bytes` (or a few slots). Slots are filled as they are used.
+    /// Makes a cache of at most `cache_bytes` (or the fewest slots) for a disk of `slices`. Slots get memory as they
+    /// are used.
     #[must_use]
     pub fn new(slices: u64, entries_per_slice: usize, cache_bytes: u64) -> Self {
         let slice_bytes = (entries_per_slice as u64).saturating_mul(8);
@@ -94,7 +95,7 @@ impl SliceCache {
         }
     }
 
-    /// What it holds, and what it has done.
+    /// Returns the figures.
     #[must_use]
     pub fn stats(&self) -> CacheStats {
         let slice_bytes = (self.entries_per_slice as u64).saturating_mul(8);
@@ -113,7 +114,7 @@ impl SliceCache {
         chunk.get((slice & CHUNK_MASK) as usize)
     }
 
-    /// The slice, if it is in memory.
+    /// Returns the slice, if it is in memory.
     #[inline]
     #[must_use]
     pub fn view(&self, slice: u64) -> Option<SliceView<'_>> {
@@ -129,7 +130,7 @@ impl SliceCache {
         Some(SliceView { slot, entries: slot.entries.get()?, tag })
     }
 
-    /// Replaces one entry of a slice that is in memory. Only under the mutex.
+    /// Replaces one entry of a slice that is in memory. Call it only under the owner's mutex.
     pub fn set(&self, slice: u64, index: usize, raw: u64) {
         if let Some(entry) = self.view(slice).and_then(|view| view.entries.get(index)) {
             entry.store(raw, Ordering::Release);
@@ -144,35 +145,35 @@ pub struct SliceBook {
     hand: usize,
     /// Slices that differ from the file.
     dirty: BTreeMap<u64, ()>,
-    /// Slices whose contents are on their way to the file: a load would race with the write.
+    /// Slices that are being written to the file: a load would race with the write.
     writing: BTreeMap<u64, ()>,
 }
 
 impl SliceBook {
-    /// The slice differs from the file: it stays until it is written.
+    /// Notes that the slice differs from the file. It stays until it is written.
     pub fn mark_dirty(&mut self, slice: u64) {
         self.dirty.insert(slice, ());
     }
 
-    /// Whether the slice does.
+    /// Whether the slice differs from the file.
     #[must_use]
     pub fn is_dirty(&self, slice: u64) -> bool {
         self.dirty.contains_key(&slice)
     }
 
-    /// How many do.
+    /// Returns how many slices differ from the file.
     #[must_use]
     pub fn dirty_count(&self) -> usize {
         self.dirty.len()
     }
 
-    /// Whether any slice does.
+    /// Whether any slice differs from the file.
     #[must_use]
     pub fn has_dirty(&self) -> bool {
         !self.dirty.is_empty()
     }
 
-    /// All dirty slices, in order, now being written.
+    /// Takes all dirty slices, in order, and marks them as being written.
     pub fn begin_writing(&mut self) -> Vec<u64> {
         let slices: Vec<u64> = std::mem::take(&mut self.dirty).into_keys().collect();
         self.writing.extend(slices.iter().map(|slice| (*slice, ())));
@@ -187,7 +188,7 @@ impl SliceBook {
         }
     }
 
-    /// Puts a slice into memory. False while every slot is dirty: a flush makes room.
+    /// Puts a slice into memory. Returns false if every slot is dirty or being written: a flush makes room.
     pub fn install(&mut self, slices: &SliceCache, slice: u64, raw: impl Iterator<Item = u64>) -> bool {
         let Some(chunk) = usize::try_from(slice >> CHUNK_BITS).ok().and_then(|chunk| slices.directory.get(chunk))
         else {
@@ -210,7 +211,7 @@ impl SliceBook {
         true
     }
 
-    /// A slot that holds nothing: a new one, or the one of a clean slice that was not used lately.
+    /// Returns a slot that holds nothing: a new one, or that of a clean slice that was not used lately.
     fn take_slot(&mut self, slices: &SliceCache) -> Option<usize> {
         let count = slices.slots.len();
         if self.never_used < count {
@@ -218,11 +219,12 @@ impl SliceBook {
             self.never_used = index.saturating_add(1);
             return Some(index);
         }
-        // The usual reason why there is none, without a look at each. (A slice can be both.)
+        // The usual reason why there is none, found without looking at each slot. (A slice can be both dirty and being
+        // written.)
         if self.dirty.len() >= count || self.writing.len() >= count {
             return None;
         }
-        // Readers may mark slots faster than the hand clears the marks, so the third round goes by no marks.
+        // Readers may mark slots faster than the hand clears the marks, so the third round ignores them.
         for step in 0..count.saturating_mul(3) {
             let index = self.hand;
             self.hand = index.saturating_add(1);

@@ -1,8 +1,8 @@
-//! Locks and atomics of what queues on several threads share: the standard library's, or with the feature `explore`
-//! those of shuttle, which runs the production code through one seeded schedule after another.
+//! Locks and atomics for what queues on several threads share. They are the standard library's or, with the feature
+//! `explore`, shuttle's, which runs the production code through one seeded schedule after another.
 //!
-//! Shuttle's work only inside its executions, so a build with `explore` is for the exploring tests alone. Shuttle knows
-//! no weak memory: the orders are argued where they are used.
+//! Shuttle's types work only inside its executions, so a build with `explore` serves the exploring tests alone. Shuttle
+//! does not model weak memory: the code that uses an ordering argues for it.
 
 #[cfg(feature = "explore")]
 pub use shuttle::sync::{

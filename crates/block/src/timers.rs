@@ -1,8 +1,8 @@
 //! A reactor's timers: tasks await them, pollers look at them.
 //!
-//! No thread and no descriptor belongs to a timer. The reactor asks for the next one that is due before it sleeps, and
-//! fires those that are due at the beginning of each turn, the earliest first. Setting a timer allocates nothing once as
-//! many have been set at the same time before.
+//! No thread and no descriptor belongs to a timer. Before it sleeps, the reactor asks when the next one is due. At the
+//! beginning of each turn it fires those that are due, the earliest first. Setting a timer allocates only when more are
+//! set at once than ever before.
 
 use crate::ReactorCtx;
 use std::cell::{Cell, RefCell};
@@ -15,19 +15,20 @@ use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-/// Timers for which there is room from the first on.
+/// Timers that there is room for once the first is made.
 const ROOM: usize = 64;
 
 /// The timers of one reactor.
 pub struct Timers {
-    /// The time, where it is not the host's.
+    /// The time, if it is not the host's.
     virtual_now: Option<Cell<Instant>>,
     state: RefCell<State>,
 }
 
 #[derive(Default)]
 struct State {
-    /// When, which setting of the timer, and its slot. Settings that were changed or cleared since are stale.
+    /// The due time, the number of the setting, and the timer's slot. An entry is stale if its timer was set anew or
+    /// cleared since.
     heap: BinaryHeap<Reverse<(Instant, u64, usize)>>,
     slots: Vec<Slot>,
     free: Vec<usize>,
@@ -38,26 +39,26 @@ struct State {
 
 #[derive(Default)]
 struct Slot {
-    /// The setting that counts; zero where the timer is not set.
+    /// The number of the valid setting; zero if the timer is not set.
     setting: u64,
     is_due: bool,
     waker: Option<Waker>,
 }
 
 impl Timers {
-    /// Timers that follow the host's clock.
+    /// Makes timers that follow the host's clock.
     #[must_use]
     pub fn new() -> Rc<Self> {
         Rc::new(Self { virtual_now: None, state: RefCell::default() })
     }
 
-    /// Timers whose time passes only by [`Timers::set_now`], for simulations.
+    /// Makes timers whose time passes only by [`Timers::set_now`], for simulations.
     #[must_use]
     pub fn with_virtual_time(start: Instant) -> Rc<Self> {
         Rc::new(Self { virtual_now: Some(Cell::new(start)), state: RefCell::default() })
     }
 
-    /// The time that timers go by.
+    /// Returns the time that timers go by.
     #[must_use]
     pub fn now(&self) -> Instant {
         self.virtual_now.as_ref().map_or_else(Instant::now, Cell::get)
@@ -70,7 +71,7 @@ impl Timers {
         }
     }
 
-    /// When the next timer is due; `None` where none is set. For the reactor, before it sleeps.
+    /// Returns when the next timer is due; `None` if none is set. For the reactor, before it sleeps.
     #[must_use]
     pub fn next_due(&self) -> Option<Instant> {
         let state = &mut *self.state.borrow_mut();
@@ -83,14 +84,14 @@ impl Timers {
         None
     }
 
-    /// Whether some timer is due that was not fired yet.
+    /// Whether a timer is due and not fired yet.
     #[must_use]
     pub fn has_due(&self) -> bool {
         self.next_due().is_some_and(|due| due <= self.now())
     }
 
-    /// Fires what is due, the earliest first, and what is due at the same time in the order of setting. For the reactor,
-    /// once a turn. Returns how many that were.
+    /// Fires the timers that are due, the earliest first; those due at the same time in the order in which they were
+    /// set. Returns how many. For the reactor, once a turn.
     pub fn fire(&self) -> usize {
         if self.state.borrow().set == 0 {
             return 0;
@@ -139,7 +140,7 @@ impl State {
         slot.setting = self.settings;
         self.set += 1;
         if self.heap.len() > 2 * self.set + ROOM {
-            // More than half are stale: they would stay until their time, which may be far.
+            // More than half are stale, and would stay until they are due, which may be long.
             let slots = &self.slots;
             self.heap
                 .retain(|Reverse((_, setting, slot))| slots.get(*slot).is_some_and(|slot| slot.setting == *setting));
@@ -162,8 +163,8 @@ impl fmt::Debug for Timers {
     }
 }
 
-/// A timer on a reactor, for whoever looks at it: a poller is polled in the turn in which its timer is due. Tasks use
-/// [`Timer::wait`], or [`Sleep`].
+/// A timer on a reactor. A poller looks at it when it is polled, and it is polled in the turn in which the timer is
+/// due. Tasks use [`Timer::wait`], or [`Sleep`].
 #[derive(Debug)]
 pub struct Timer {
     timers: Rc<Timers>,
@@ -171,37 +172,37 @@ pub struct Timer {
 }
 
 impl Timer {
-    /// A timer that is not set.
+    /// Makes a timer that is not set.
     #[must_use]
     pub fn new(timers: &Rc<Timers>) -> Self {
         let slot = timers.state.borrow_mut().take_slot();
         Self { timers: Rc::clone(timers), slot }
     }
 
-    /// The time that it goes by.
+    /// Returns the time that the timer goes by.
     #[must_use]
     pub fn now(&self) -> Instant {
         self.timers.now()
     }
 
-    /// It is due at `due`, and no more when it was due before. The reactor is awake then. Not earlier; how much later
+    /// Sets the timer to `due`, in place of an earlier setting. The reactor wakes up then, never before. How much later
     /// depends on the host and on what else the reactor does.
     pub fn set(&mut self, due: Instant) {
         self.timers.state.borrow_mut().set(self.slot, due);
     }
 
-    /// It is not set, and not due.
+    /// Clears the timer: it is neither set nor due.
     pub fn clear(&mut self) {
         self.timers.state.borrow_mut().clear(self.slot);
     }
 
-    /// Whether its time has come, since it was set last.
+    /// Whether its time has come since it was last set.
     #[must_use]
     pub fn is_due(&self) -> bool {
         self.timers.state.borrow().slots.get(self.slot).is_some_and(|slot| slot.is_due)
     }
 
-    /// Waits until it is due; for ever where it is not set.
+    /// Waits until it is due; for ever if it is not set.
     pub fn wait(&mut self) -> impl Future<Output = ()> + '_ {
         std::future::poll_fn(|context| self.poll_due(context))
     }
@@ -242,26 +243,26 @@ impl Future for Sleep {
 }
 
 impl dyn ReactorCtx {
-    /// A timer on this reactor.
+    /// Makes a timer on this reactor.
     #[must_use]
     pub fn timer(&self) -> Timer {
         Timer::new(self.timers())
     }
 
-    /// The time that this reactor's timers go by.
+    /// Returns the time that this reactor's timers go by.
     #[must_use]
     pub fn now(&self) -> Instant {
         self.timers().now()
     }
 
-    /// Ends at `due`. For tasks of this reactor.
+    /// Waits until `due`. For tasks of this reactor.
     pub fn sleep_until(&self, due: Instant) -> Sleep {
         let mut timer = self.timer();
         timer.set(due);
         Sleep(timer)
     }
 
-    /// Ends after `duration`; never, where that is later than the clock can tell.
+    /// Waits for `duration`; for ever if that is later than the clock can express.
     pub fn sleep(&self, duration: Duration) -> Sleep {
         match self.now().checked_add(duration) {
             Some(due) => self.sleep_until(due),

@@ -1,14 +1,14 @@
 //! How much of a turn tasks may spend on moving bytes by themselves.
 //!
-//! A task that zeroes or copies memory holds its reactor up: a mebibyte takes a tenth of a millisecond or more. Thousands of
-//! such tasks may be ready at once, so [`crate::Executor::run_ready`] ends when they have moved enough, and what one task has
-//! to move it moves in steps.
+//! A task that zeroes or copies memory holds its reactor up: a mebibyte takes a tenth of a millisecond or more.
+//! Thousands of such tasks may be ready at once, so [`crate::Executor::run_ready`] ends when they have moved enough,
+//! and each task moves its bytes in steps.
 
 use std::cell::Cell;
 use std::future::poll_fn;
 use std::task::Poll;
 
-/// What tasks move in a turn; the last of them may go beyond that by its step.
+/// Bytes that tasks move in a turn; the last task may exceed this by one step.
 const BYTES_PER_TURN: usize = 1 << 20;
 
 /// The longest step that a task should make between two calls of [`moved`].
@@ -18,7 +18,7 @@ thread_local! {
     static MOVED_BYTES: Cell<usize> = const { Cell::new(0) };
 }
 
-/// A new turn begins.
+/// Begins a new turn.
 pub(crate) fn begin() {
     MOVED_BYTES.set(0);
 }
@@ -28,13 +28,13 @@ pub fn note_moved(bytes: usize) {
     MOVED_BYTES.set(MOVED_BYTES.get().saturating_add(bytes));
 }
 
-/// Whether enough was moved in this turn: what remains is for the next.
+/// Whether enough was moved in this turn. What remains is for the next.
 #[must_use]
 pub fn has_moved_enough() -> bool {
     MOVED_BYTES.get() >= BYTES_PER_TURN
 }
 
-/// Notes that the calling task has moved `bytes`, and lets everybody else come first if that was enough for this turn.
+/// Notes that the calling task has moved `bytes`. Lets all other work go first if that was enough for this turn.
 pub async fn moved(bytes: usize) {
     note_moved(bytes);
     let mut goes_on = !has_moved_enough();

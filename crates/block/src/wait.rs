@@ -1,12 +1,12 @@
-//! Waiting, in a task, for something that another task (perhaps on another thread) does; and letting others go first.
+//! Ways for a task to wait for another task, perhaps on another thread, and to let others go first.
 
 use crate::sync::{Mutex, MutexGuard, PoisonError};
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
-/// Tasks that wait for a condition which lives elsewhere. Call [`WaitList::wake_all`] after each change of the
-/// condition. For slow paths only, because it wakes all of them.
+/// A list of tasks that wait for a condition which lives elsewhere. Call [`WaitList::wake_all`] after each change of
+/// the condition. For slow paths only, because it wakes all of them.
 #[derive(Debug, Default)]
 pub struct WaitList {
     lists: Mutex<Lists>,
@@ -15,7 +15,7 @@ pub struct WaitList {
 #[derive(Debug, Default)]
 struct Lists {
     waiting: Vec<Waker>,
-    /// How often those who waited were woken.
+    /// How often the waiting tasks were woken.
     rounds: u64,
     /// The list that was woken last, empty: it is used again.
     spare: Vec<Waker>,
@@ -25,7 +25,7 @@ struct Lists {
 const ROOM: usize = 64;
 
 impl WaitList {
-    /// Wakes everybody that waits.
+    /// Wakes all tasks that wait.
     pub fn wake_all(&self) {
         let mut lists = self.lock();
         if lists.waiting.is_empty() {
@@ -48,8 +48,8 @@ impl WaitList {
         self.lists.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until `ready` gives a value. It is asked again after each [`WaitList::wake_all`], and never between
-    /// being asked and being on the list, so no wake-up is lost.
+    /// Waits until `ready` gives a value. It is called again after each [`WaitList::wake_all`], and once more when the
+    /// task is on the list, so no wake-up is lost.
     pub fn until<T, F: FnMut() -> Option<T> + Unpin>(&self, ready: F) -> Wait<'_, F> {
         Wait { list: self, ready, place: None }
     }
@@ -60,7 +60,7 @@ impl WaitList {
 pub struct Wait<'a, F> {
     list: &'a WaitList,
     ready: F,
-    /// Where this one stands on the list, and in which round.
+    /// The round, and the place on its list.
     place: Option<(u64, usize)>,
 }
 
@@ -79,7 +79,7 @@ impl<T, F: FnMut() -> Option<T> + Unpin> Future for Wait<'_, F> {
                     list.reserve_exact(ROOM);
                 }
             }
-            // Many may wait, so nobody looks through the list for itself.
+            // Many may wait, so a task remembers its place and does not search the list.
             let own = self.place.filter(|(round, _)| round == rounds).and_then(|(_, index)| waiting.get_mut(index));
             match own {
                 Some(waker) => waker.clone_from(context.waker()),
@@ -98,8 +98,8 @@ impl<T, F: FnMut() -> Option<T> + Unpin> Future for Wait<'_, F> {
     }
 }
 
-/// Lets other work of the thread come between two steps of a task that takes long without waiting for anything. Whoever
-/// walks tables for a guest does so after each bounded step.
+/// Lets other work of the thread run between two steps of a long task that waits for nothing. Code that walks tables
+/// for a guest calls it after each bounded step.
 pub async fn yield_now() {
     let mut has_yielded = false;
     std::future::poll_fn(|context| match std::mem::replace(&mut has_yielded, true) {

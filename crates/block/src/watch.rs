@@ -1,4 +1,4 @@
-//! Descriptors that a reactor watches for tasks and pollers: sockets above all.
+//! Descriptors, mostly sockets, that a reactor watches for tasks and pollers.
 
 use crate::{ReactorCtx, Result};
 use std::cell::{Cell, RefCell};
@@ -9,19 +9,19 @@ use std::os::fd::AsFd;
 use std::rc::Rc;
 use std::task::{Poll, Waker};
 
-/// What somebody waits for.
+/// What a task or poller waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Interest {
-    /// There is something to read, or nothing will come any more.
+    /// Until there is something to read, or nothing more will come.
     Read,
-    /// There is room to write, or nobody reads any more.
+    /// Until there is room to write, or the other end reads no more.
     Write,
 }
 
-/// What is known of a watched descriptor. The reactor raises it; whoever finds that it is not so any more lowers it.
+/// Whether a watched descriptor is ready. The reactor raises it; a user whose call would block lowers it.
 #[derive(Debug)]
 pub struct Readiness {
-    /// To read, to write. True until somebody finds that it is not so.
+    /// For reading, for writing. True until a call would block.
     ready: [Cell<bool>; 2],
     wakers: [RefCell<Option<Waker>>; 2],
 }
@@ -33,7 +33,7 @@ impl Default for Readiness {
 }
 
 impl Readiness {
-    /// The reactor's part: the descriptor became ready for `interest`.
+    /// Notes that the descriptor became ready for `interest`. For the reactor.
     pub fn raise(&self, interest: Interest) {
         self.ready[interest as usize].set(true);
         let waker = self.wakers[interest as usize].borrow_mut().take();
@@ -43,12 +43,12 @@ impl Readiness {
     }
 }
 
-/// A descriptor under a reactor's watch, with what it belongs to. It must not block (`O_NONBLOCK`).
+/// An object whose descriptor a reactor watches. The descriptor must not block (`O_NONBLOCK`).
 ///
-/// It is watched for changes: it counts as ready until a call says [`io::ErrorKind::WouldBlock`], and then until the
-/// reactor hears that it became ready. [`Watch::io`] does that for tasks. A poller tries whatever [`Watch::is_ready`]
-/// says is worth it, and tells with [`Watch::not_ready`]; the reactor wakes up for it. At most one task waits for reading
-/// and one for writing.
+/// It is watched for edges. It counts as ready until a call returns [`io::ErrorKind::WouldBlock`], and again when the
+/// reactor hears that it became ready. [`Watch::io`] does that for tasks. A poller makes its call if
+/// [`Watch::is_ready`] says so, and calls [`Watch::not_ready`] if that would block. The reactor wakes up when it is
+/// ready again. At most one task waits for reading and one for writing.
 pub struct Watch<T: AsFd> {
     io: T,
     readiness: Rc<Readiness>,
@@ -68,7 +68,7 @@ impl<T: AsFd> Watch<T> {
         Ok(Self { io, readiness, ctx: Rc::clone(ctx), id })
     }
 
-    /// What is watched.
+    /// Returns the watched object.
     pub fn get_ref(&self) -> &T {
         &self.io
     }
@@ -79,7 +79,7 @@ impl<T: AsFd> Watch<T> {
         self.readiness.ready[interest as usize].get()
     }
 
-    /// A call has just said that it would block.
+    /// Notes that a call would have blocked.
     pub fn not_ready(&self, interest: Interest) {
         self.readiness.ready[interest as usize].set(false);
     }
@@ -96,7 +96,7 @@ impl<T: AsFd> Watch<T> {
         .await;
     }
 
-    /// Calls `call` until it says something else than that it would block.
+    /// Repeats `call`, with waits between, until it does not return that it would block.
     pub async fn io<R>(&self, interest: Interest, mut call: impl FnMut(&T) -> io::Result<R>) -> io::Result<R> {
         loop {
             self.ready(interest).await;
@@ -110,7 +110,7 @@ impl<T: AsFd> Watch<T> {
 
 impl<T: AsFd> Drop for Watch<T> {
     fn drop(&mut self) {
-        // Before the descriptor is closed: others may hold duplicates of it.
+        // Ended before the descriptor is closed, because there may be duplicates of it.
         self.ctx.unwatch_fd(self.id, self.io.as_fd());
     }
 }

@@ -6,8 +6,8 @@ use drive::parse_integer;
 use std::ops::RangeInclusive;
 use std::os::unix::ffi::OsStrExt;
 
-/// Reads a file's name that is going to be written into an image, or options with such a name: as a text that holds the
-/// bytes which are none (see [`image::name_text`]).
+/// Reads a file name that will be written into an image, or options with such a name. The text can also hold bytes that
+/// are not UTF-8 (see [`image::name_text`]).
 pub(crate) fn name_text() -> impl TypedValueParser<Value = String> {
     OsStringValueParser::new().map(|word| image::name_text(word.as_bytes()))
 }

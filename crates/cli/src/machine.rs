@@ -1,13 +1,13 @@
-//! The machine that `save` and `restore` are about, as the user names it.
+//! The machine of `save` and `restore`, as the user names it.
 
 use crate::output::usage;
 use save::Machine;
 use std::path::PathBuf;
 
-/// Which machine is meant: a file that describes it, options, or both.
+/// Options that name a machine: a file that describes it, options, or both.
 #[derive(clap::Args)]
 pub(crate) struct MachineArgs {
-    /// A description of the machine: qmp, control, state, disks, qemu. The options here come before what it says.
+    /// A description of the machine: qmp, control, state, disks, qemu. The options here override it.
     #[arg(value_name = "MACHINE.toml")]
     machine: Option<PathBuf>,
     /// The socket of QEMU's monitor (-qmp unix:SOCKET,server=on,wait=off).
@@ -25,7 +25,7 @@ pub(crate) struct MachineArgs {
 }
 
 impl MachineArgs {
-    /// The machine. What `needs` names must be known.
+    /// Returns the machine. The settings in `needs` must be given.
     pub(crate) fn machine(&self, needs: &[&str]) -> anyhow::Result<Machine> {
         let mut said = Machine::nothing();
         said.qmp = self.qmp.clone().unwrap_or_default();

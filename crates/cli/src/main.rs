@@ -1,6 +1,7 @@
 //! `ringdisk`: gives virtual machines their disks. The commands are thin; the work is in the rooms below.
 //!
-//! Exit codes: 0 done, 1 failed, 2 wrong usage. A command that is interrupted ends by the signal. Called by the name `qemu-img` it is that program, with its exit codes.
+//! Exit codes: 0 done, 1 failed, 2 wrong usage. A command that is interrupted ends by the signal. Called by the name
+//! `qemu-img`, the program works as qemu-img, with its exit codes.
 
 #![forbid(unsafe_code)]
 
@@ -27,8 +28,8 @@ struct Cli {
     /// What to log to standard error: off, error, warn, info, debug, trace, or a filter as in RUST_LOG.
     #[arg(long, global = true, value_name = "LEVEL")]
     log_level: Option<String>,
-    /// How long to wait for an image that no living process is seen to have in use: one that was killed keeps its lock
-    /// until its last write has landed. In seconds [default: 30 for what is served, 5 for the other commands].
+    /// How long to wait for a locked image that no living process seems to use: a process that was killed keeps its
+    /// lock until its last write has landed. In seconds [default: 30 for served disks, 5 for other commands].
     #[arg(long, global = true, value_name = "SECONDS", env = images::LOCK_TIMEOUT_VARIABLE)]
     #[arg(value_parser = arguments::integer::<u32>(0..=u64::from(drive::LOCK_TIMEOUT_MAX_S)))]
     lock_timeout_s: Option<u32>,
@@ -70,7 +71,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The error in words that scripts look for, where qemu-img has others than we.
+/// Returns the error in qemu-img's words, which scripts look for, if they differ from ours.
 fn as_qemu_img(error: &anyhow::Error) -> Option<String> {
     let arguments: Vec<String> = std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
     let is_about_the_image = !signals::has_interrupted() && !output::is_locked(error);

@@ -1,4 +1,4 @@
-//! Where NBD clients come in and how they use TLS, as the commands that serve them take it.
+//! Where NBD clients connect and how they use TLS: options of the commands that serve them.
 
 use control::api::AddTls;
 use daemon::NbdAddress;
@@ -31,7 +31,7 @@ enum Verify {
 }
 
 impl TlsArgs {
-    /// What they ask for, if for anything.
+    /// Returns the TLS settings, if TLS is requested.
     pub(crate) fn asked(&self) -> Option<AddTls> {
         let credentials = daemon::absolute(self.tls_creds.as_deref()?);
         let (required, verify_peer) = (self.tls == TlsUse::Required, self.tls_verify_peer == Verify::On);
@@ -39,7 +39,7 @@ impl TlsArgs {
     }
 }
 
-/// A word that says where NBD clients come in: a Unix socket, or an address to listen at.
+/// Reads where NBD clients connect: a Unix socket, or an address to listen at.
 pub(crate) fn place(word: &str) -> (Option<PathBuf>, Option<String>) {
     match NbdAddress::parse(word) {
         NbdAddress::Unix(path) => (Some(path), None),

@@ -4,7 +4,7 @@ use anyhow::Context;
 use std::path::Path;
 use tempfile::TempDir;
 
-/// What fits into a socket's address (unix(7)).
+/// The longest path in a socket's address (unix(7)).
 const SOCKET_PATH_MAX_BYTES: usize = 107;
 
 /// A temporary directory.
@@ -18,7 +18,7 @@ pub(crate) fn is_too_long_for_sockets(directory: &Path) -> bool {
     directory.join("disk.sock").as_os_str().len() > SOCKET_PATH_MAX_BYTES
 }
 
-/// A temporary directory in which a socket can lie.
+/// Makes a temporary directory whose name is short enough for a socket in it.
 pub(crate) fn socket_directory() -> anyhow::Result<TempDir> {
     let directory = temporary_directory(&std::env::temp_dir())?;
     if is_too_long_for_sockets(directory.path()) { temporary_directory(Path::new("/tmp")) } else { Ok(directory) }

@@ -6,10 +6,11 @@ use std::sync::Arc;
 
 /// More threads than this do not make a copy faster.
 const REACTORS_MAX: usize = 4;
-/// No ring waits for these threads, so they may copy as much at once as a verb reads or writes of a file in memory.
+/// How much a thread may copy at once. No ring waits for these threads, so it is the largest transfer of an image
+/// command.
 const INLINE_BYTES: usize = 4 << 20;
 
-/// A reactor's thread for each processor.
+/// Reactor threads, one for each processor, up to `REACTORS_MAX`.
 pub(crate) struct Reactors(Vec<ReactorThread>);
 
 impl Reactors {
@@ -38,7 +39,7 @@ impl Reactors {
     }
 }
 
-/// Threads for load generators.
+/// Starts reactor threads for load generators.
 pub(crate) fn load_threads(name: &str, count: usize) -> anyhow::Result<Vec<ReactorThread>> {
     let config = |index| ReactorConfig::default().with(|config| config.name = format!("{name}-{index}"));
     (0..count).map(|index| Ok(Reactor::spawn(config(index))?)).collect()

@@ -8,7 +8,8 @@ mod common;
 use common::{Server, path_str, run_ok, tool_ok};
 use guestlab::{GuestKind, GuestOptions, GuestReport, GuestWork, ImageFormat, MeasureJob, Monitor, verify_image};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use testkit::{Dice, WebServer};
 
@@ -457,4 +458,107 @@ fn uml_on_a_disk_whose_every_field_is_set_sees_switches_and_grows_with_it() {
 fn qemu_on_a_disk_whose_every_field_is_set_sleeps_and_survives_resets_under_load() {
     let count = |name: &str, usual| std::env::var(name).map_or(usual, |text| text.parse().unwrap());
     inspect(GuestKind::Qemu, (4, 100), (count("RINGDISK_SUSPENDS", 1), count("RINGDISK_RESETS", 1)));
+}
+
+/// Has a guest killed when whoever drives it fails.
+struct KillOnFailure(Arc<AtomicBool>);
+
+impl Drop for KillOnFailure {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Changes disks as an operator's script does, by the client and by curl in turn.
+struct Operator {
+    control: PathBuf,
+    more: PathBuf,
+}
+
+impl Operator {
+    fn ctl(&self, call: &[&str]) -> String {
+        run_ok(&[&["ctl", "--control", path_str(&self.control)], call].concat())
+    }
+
+    fn curl(&self, path: &str, more: &[&str]) -> String {
+        let url = format!("http://localhost{path}");
+        let fixed = ["--silent", "--show-error", "--fail-with-body", "--max-time", "60", "--unix-socket"];
+        tool_ok("curl", &[&fixed[..], &[path_str(&self.control), &url], more].concat())
+    }
+
+    /// Another disk comes, gets a second socket, loses it, and goes. Then the guest's disk grows.
+    fn change(&self, round: u64, size_bytes: u64) {
+        let [first, second] = ["more.sock", "second.sock"].map(|name| self.more.join(name));
+        let (socket, other) = (path_str(&first), path_str(&second));
+        let id = |answer: String| {
+            let export: serde_json::Value = serde_json::from_str(&answer).expect("JSON");
+            export["id"].to_string()
+        };
+        if round.is_multiple_of(2) {
+            self.ctl(&["add", &format!("format=null,size=1G,name=more,socket={socket}")]);
+            let export = id(self.ctl(&["export", "more", "--socket", other, "--output=json"]));
+            assert!(first.exists() && second.exists(), "round {round}");
+            self.ctl(&["unexport", &export]);
+            self.ctl(&["remove", "more", "--force"]);
+            self.ctl(&["resize", "disk", &size_bytes.to_string()]);
+        } else {
+            let options = format!(r#"{{"format": "null", "size": "1G", "name": "more", "socket": "{socket}"}}"#);
+            self.curl("/v1/disks", &["--data", &format!(r#"{{"options": {options}}}"#)]);
+            let export = format!(r#"{{"disk": "more", "socket": "{other}"}}"#);
+            let export = id(self.curl("/v1/exports", &["--data", &export]));
+            assert!(first.exists() && second.exists(), "round {round}");
+            self.curl(&format!("/v1/exports/{export}"), &["--request", "DELETE"]);
+            self.curl("/v1/disks/more?force=true", &["--request", "DELETE"]);
+            self.curl("/v1/disks/disk/resize", &["--data", &format!(r#"{{"size_bytes": {size_bytes}}}"#)]);
+        }
+        assert!(!first.exists() && !second.exists(), "round {round}");
+    }
+}
+
+/// The guest writes and checks all the time, and sees each size.
+#[test]
+#[ignore = "boots a guest; run by cargo xtask ci"]
+fn uml_on_a_disk_that_grows_while_a_script_changes_others_a_hundred_times() {
+    const ROUNDS: u64 = 100;
+    let size_of = |round: u64| (64 + round) << 20;
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let short = tempfile::tempdir().unwrap();
+    let [image, socket, control] =
+        [directory.path().join("disk.qcow2"), short.path().join("d"), short.path().join("ctl")];
+    run_ok(&["create", "-q", "-f", "qcow2", path_str(&image), "64M"]);
+    let drive = format!("name=disk,file={},format=qcow2", image.display());
+    let server = Server::start(&["--control", path_str(&control), "--drive", &drive, "--socket", path_str(&socket)]);
+    let mut options = GuestOptions::new(GuestKind::Uml, vec![socket]);
+    options.work = GuestWork::Grow { until_bytes: size_of(ROUNDS) };
+    let operator = Operator { control, more: short.path().to_owned() };
+    let (step, steps) = std::sync::mpsc::channel();
+    let report = std::thread::scope(|scope| {
+        let _kill = KillOnFailure(Arc::clone(&options.stop));
+        let guest = scope.spawn(|| guestlab::run(&options, &mut |said| step.send(said.to_owned()).unwrap_or(())));
+        let wait_for = |size_bytes: u64| {
+            let wanted = format!("vda has {} sectors", size_bytes / 512);
+            loop {
+                let said = steps.recv_timeout(Duration::from_secs(120)).unwrap_or_else(|_| panic!("never: {wanted}"));
+                if said == wanted {
+                    return;
+                }
+            }
+        };
+        wait_for(size_of(0));
+        for round in 1..=ROUNDS {
+            operator.change(round, size_of(round));
+            wait_for(size_of(round));
+        }
+        guest.join().unwrap()
+    });
+    let (status, said) = server.terminate();
+    let report = report.unwrap_or_else(|error| panic!("{error:#}\n\nringdisk serve ({status}) said:\n{said}"));
+    assert!(status.success(), "{said}");
+    let facts = &report.disks[0].facts;
+    assert_eq!(facts["sizes"], (ROUNDS + 1).to_string());
+    assert!(facts["passes"].parse::<u64>().unwrap() > 0, "{facts:?}");
+    println!("{ROUNDS} rounds, {} passes of verified writes, {:?}", facts["passes"], report.time);
+    tool_ok("qemu-img", &["check", path_str(&image)]);
 }

@@ -1,4 +1,4 @@
-//! What goes over the wire, as JSON. Requests with fields that are not listed here are refused.
+//! The types that go over the wire, as JSON. Requests with fields that are not listed here are refused.
 
 mod events;
 mod jobs;
@@ -23,7 +23,7 @@ pub use stats::{DiskStats, Histogram, OperationLatency, PartLatency, ReactorStat
 /// The version of the interface, which is also the first part of each path.
 pub const VERSION: u32 = 1;
 
-/// Which program answers.
+/// The program that answers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Version {
@@ -31,7 +31,7 @@ pub struct Version {
     pub program: String,
     /// The version of the interface.
     pub api: u32,
-    /// The process.
+    /// The process id of the daemon.
     pub pid: u32,
 }
 
@@ -43,15 +43,15 @@ pub struct ErrorBody {
     pub error: ErrorDetail,
 }
 
-/// What went wrong.
+/// An error.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ErrorDetail {
-    /// For programs: it does not change from one version to the next.
+    /// For programs: stable from one version to the next.
     pub kind: ErrorKind,
-    /// For people.
+    /// A text for people.
     pub message: String,
-    /// The part of the request that is wrong, where that can be said.
+    /// The part of the request that is wrong, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub field: Option<String>,
 }
@@ -61,21 +61,21 @@ pub struct ErrorDetail {
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// The request is not of the form that the description asks for, or an option is unknown or impossible.
+    /// The request does not match the description, or an option is unknown or invalid.
     BadRequest,
     /// There is no such path, disk, export or job.
     NotFound,
-    /// Somebody else uses it.
+    /// It is in use.
     InUse,
     /// A policy forbids it.
     Denied,
-    /// Valid, but not served.
+    /// The request is valid, but not supported.
     Unsupported,
     /// The image is damaged.
     BadImage,
     /// The host's storage or kernel failed.
     Io,
-    /// Somebody stopped it.
+    /// It was cancelled.
     Cancelled,
     /// A fault of this program.
     Internal,
@@ -97,7 +97,7 @@ pub struct Disks {
 pub struct FailedDisk {
     /// The disk.
     pub name: String,
-    /// Why.
+    /// The reason.
     pub error: String,
 }
 
@@ -105,26 +105,26 @@ pub struct FailedDisk {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Disk {
-    /// What names it in calls.
+    /// Its name or number in calls.
     pub name: String,
-    /// The file of its top layer, or what stands for it.
+    /// The file of its top layer, or what replaces a file.
     pub file: String,
     /// Size in bytes.
     pub size_bytes: u64,
-    /// Nobody writes it.
+    /// Whether nobody can write to it.
     pub read_only: bool,
-    /// What guests read as its serial number.
+    /// The serial number that guests read.
     pub serial: String,
-    /// Completed writes may be lost until they are flushed.
+    /// Whether completed writes may be lost until they are flushed.
     pub volatile_cache: bool,
-    /// The unit that guests address.
+    /// The unit that guests address, in bytes.
     pub logical_block_bytes: u32,
-    /// One line a layer, the top first: format, file, engine.
+    /// One line for each layer, the top first: format, file, engine.
     pub layers: Vec<String>,
-    /// The options that it was added with; `file` follows its top layer.
+    /// The options that it was added with; `file` is its current top layer.
     #[schema(value_type = std::collections::BTreeMap<String, serde_json::Value>)]
     pub options: Options,
-    /// Where guests reach it.
+    /// Its exports.
     pub exports: Vec<Export>,
     /// Requests that wait because the storage failed them (`on-error=hold`, `on-no-space=hold`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -135,23 +135,23 @@ pub struct Disk {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Held {
-    /// How many.
+    /// Their number.
     pub requests: u64,
-    /// What the storage said to the last of them.
+    /// The storage's error for the last of them.
     pub error: String,
 }
 
-/// A disk to be added.
+/// A disk to add.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct AddDisk {
     /// The options of a drive, as `--drive` takes them: `{"file": "/images/a.qcow2", "cache": "none"}`.
     #[schema(value_type = std::collections::BTreeMap<String, serde_json::Value>)]
     pub options: Options,
-    /// Also serve it, at `socket`, or beside its image.
+    /// Whether to serve it, too, at `socket` or beside its image.
     #[serde(default = "yes")]
     pub export: bool,
-    /// A new qcow2 layer that is put on top before it is served: no guest writes to what lies below.
+    /// A new qcow2 layer that is put on top before the disk is served: no guest writes to the layers below.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>)]
     pub overlay: Option<PathBuf>,
@@ -161,7 +161,7 @@ fn yes() -> bool {
     true
 }
 
-/// Options to be changed while the disk runs.
+/// Options to change while the disk runs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ChangeDisk {
@@ -170,11 +170,11 @@ pub struct ChangeDisk {
     pub options: Options,
 }
 
-/// How a disk's files are opened anew.
+/// How a disk's files are reopened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Reopen {
-    /// What cannot be written to the old files any more is given up.
+    /// Whether to give up data that can no longer be written to the old files.
     #[serde(default)]
     pub force: bool,
 }
@@ -191,7 +191,7 @@ pub struct Resize {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Snapshot {
-    /// Which disks, and their new tops.
+    /// The disks, and their new top layers.
     pub overlays: Vec<Overlay>,
 }
 
@@ -201,7 +201,7 @@ pub struct Snapshot {
 pub struct Overlay {
     /// The disk.
     pub disk: String,
-    /// The file that becomes the new top. It must not exist.
+    /// The file of the new top layer. It must not exist.
     #[schema(value_type = String)]
     pub overlay: PathBuf,
 }
@@ -214,29 +214,29 @@ pub struct Exports {
     pub exports: Vec<Export>,
 }
 
-/// Where a disk is served.
+/// An export of a disk.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Export {
-    /// What names it in calls.
+    /// Its name or number in calls.
     pub id: u64,
     /// The disk.
     pub disk: String,
     /// The vhost-user socket; for NBD clients the Unix socket, or `ADDRESS:PORT`.
     #[schema(value_type = String)]
     pub socket: PathBuf,
-    /// Its guests cannot write.
+    /// Whether its guests cannot write.
     pub read_only: bool,
-    /// Queues on offer; for NBD clients, connections at once at this address.
+    /// Number of queues on offer; for NBD clients, connections at once at this address.
     pub queues: u16,
     /// Largest ring that a guest may set up; for NBD clients, requests of a connection at once.
     pub queue_size: u16,
-    /// A guest's monitor, or an NBD client, is connected.
+    /// Whether a guest's monitor or an NBD client is connected.
     #[serde(default)]
     pub connected: bool,
-    /// What its queues have done, together.
+    /// The counters of all its queues together.
     pub counters: Counters,
-    /// How NBD clients see it, if it is for them.
+    /// Its properties for NBD clients, if it is an NBD export.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nbd: Option<NbdExport>,
 }
@@ -245,21 +245,21 @@ pub struct Export {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NbdExport {
-    /// What clients name.
+    /// The URI for clients.
     pub uri: String,
     /// The export's name.
     pub name: String,
-    /// What clients are told about it.
+    /// The description that clients see.
     pub description: String,
-    /// Persistent bitmaps that they can ask for.
+    /// Persistent bitmaps that clients can ask for.
     pub bitmaps: Vec<String>,
-    /// They may or must use TLS.
+    /// Whether clients may or must use TLS.
     pub tls: bool,
-    /// Clients that have chosen it.
+    /// The number of clients that have chosen it.
     pub connections: u64,
 }
 
-/// What queues have done since the export was made.
+/// Counters of queues since the export was made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Counters {
@@ -269,13 +269,13 @@ pub struct Counters {
     pub batches: u64,
     /// Notifications sent to the guest.
     pub notifications: u64,
-    /// Batches of completions that the guest did not want to be told of.
+    /// Batches of completions for which the guest wanted no notification.
     pub notifications_avoided: u64,
     /// Requests that ended with an error.
     pub failed: u64,
     /// Times that a queue stopped because the guest broke its rules.
     pub faults: u64,
-    /// Requests that the storage failed, not for want of space.
+    /// Requests that the storage failed for a reason other than missing space.
     #[serde(default)]
     pub io_errors: u64,
     /// Requests for which the storage had no space.
@@ -284,7 +284,7 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// Both together.
+    /// The sum of both.
     #[must_use]
     pub fn plus(self, other: Self) -> Self {
         Self {
@@ -300,50 +300,50 @@ impl Counters {
     }
 }
 
-/// An export to be added.
+/// An export to add.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct AddExport {
     /// The disk.
     pub disk: String,
-    /// The socket. A vhost-user socket lies beside the image where not given; for NBD clients it may be `nbd.listen` instead.
+    /// The socket. By default, a vhost-user socket lies beside the image. NBD exports may have `nbd.listen` instead.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>)]
     pub socket: Option<PathBuf>,
-    /// Guests cannot write.
+    /// Whether guests cannot write.
     #[serde(default)]
     pub read_only: bool,
-    /// Queues on offer; one a CPU where not given.
+    /// Number of queues on offer; by default one for each CPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
     /// Largest ring that a guest may set up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queue_size: Option<u16>,
-    /// The guest's memory is registered with io_uring, which pins it.
+    /// Whether the guest's memory is registered with io_uring, which pins it.
     #[serde(default)]
     pub fixed_buffers: bool,
-    /// Serve it to NBD clients, and not to a guest's monitor.
+    /// Serves it to NBD clients instead of a guest's monitor.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nbd: Option<AddNbd>,
 }
 
-/// How a disk is served to NBD clients. Several disks can be at one address, under names of their own.
+/// How a disk is served to NBD clients. Several disks can share one address, under different names.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct AddNbd {
-    /// `ADDRESS:PORT`, where it is no Unix socket.
+    /// `ADDRESS:PORT`, unless it is a Unix socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub listen: Option<String>,
-    /// What clients call it; the disk's name where not given.
+    /// The name for clients; by default the disk's name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// What clients are told about it.
+    /// The description that clients see.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub description: String,
     /// Persistent bitmaps that clients can ask for (`qemu:dirty-bitmap:NAME`).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub bitmaps: Vec<String>,
-    /// Connections at once at this address; 16 where not given. Others wait.
+    /// Connections at once at this address; 16 by default. Others wait.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub connections: Option<u16>,
     /// TLS, with certificates.
@@ -358,28 +358,28 @@ pub struct AddTls {
     /// A directory with `ca-cert.pem`, `server-cert.pem` and `server-key.pem`.
     #[schema(value_type = String)]
     pub credentials: PathBuf,
-    /// Clients must use it; otherwise they may.
+    /// Whether clients must use it; otherwise it is optional.
     #[serde(default = "yes")]
     pub required: bool,
-    /// Clients need a certificate of the same authority.
+    /// Whether clients need a certificate of the same authority.
     #[serde(default = "yes")]
     pub verify_peer: bool,
 }
 
-/// What reading the configuration file again has changed.
+/// The changes by a reload of the configuration file.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Reloaded {
-    /// Disks that are served from here on.
+    /// Disks that were added.
     pub added: Vec<String>,
-    /// Disks that the file no longer gives.
+    /// Disks that were removed, because the file no longer gives them.
     pub removed: Vec<String>,
     /// Disks that were changed while their guests went on.
     pub changed: Vec<String>,
     /// Disks that were closed and opened with new options. Their guests were disconnected.
     pub reopened: Vec<String>,
-    /// Disks that are not as the file says, and why.
+    /// Disks that do not match the file, and why.
     pub failed: Vec<FailedDisk>,
-    /// What else is to be known.
+    /// Other notes.
     pub notes: Vec<String>,
 }

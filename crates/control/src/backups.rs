@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 impl Manager {
-    /// Starts to copy a disk as it is at one moment to another image.
+    /// Starts a job that copies a disk, as it is at one moment, to another image.
     pub fn backup(self: &Arc<Self>, name: &str, request: BackupDisk) -> Result<Job> {
         if !self.records.is_durable() {
             let what = "a backup needs a daemon with a state directory (serve --state-dir): what guests write meanwhile goes \
@@ -45,7 +45,7 @@ impl Manager {
         self.has_started(name, id)
     }
 
-    /// Takes off what a backup has left on a disk when the daemon died.
+    /// Takes back the fleece that a backup left on a disk when the daemon died.
     pub(crate) fn take_fleece_off(&self, node: NodeId, name: &str) {
         let (records, disk) = (Arc::clone(&self.records), name.to_owned());
         let fleeces = records.current().disk(name).map(|disk| disk.fleeces.clone()).unwrap_or_default();
@@ -62,7 +62,7 @@ impl Manager {
             tracing::info!(disk = %name, "a backup did not come to its end: '{fleece}' is taken back");
             let off = move |below: Option<&FileName>| {
                 below.map_or(Ok(()), |below| record.is_off(below))?;
-                // Nothing needs it from here on, and nothing can fail any more.
+                // From here on nothing needs the fleece, and nothing can fail.
                 if let Err(error) = record.remove(&path) {
                     tracing::warn!("{error}");
                 }

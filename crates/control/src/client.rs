@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use tokio::net::UnixStream;
 use tokio::runtime::Runtime;
 
-/// Why a call has no answer.
+/// Why a call failed.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum CallError {
@@ -49,19 +49,19 @@ pub struct Client {
 }
 
 impl Client {
-    /// A client of the daemon at `socket`. Connects with each call.
+    /// Makes a client of the daemon at `socket`. It connects with each call.
     pub fn new(socket: &Path) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let runtime = runtime.map_err(|error| Error::io("cannot start a client", error))?;
         Ok(Self { socket: socket.to_owned(), runtime })
     }
 
-    /// `GET path`.
+    /// Sends `GET path`.
     pub fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, CallError> {
         self.call(Method::GET, path, None::<&()>)
     }
 
-    /// `GET path`, as text.
+    /// Sends `GET path`, and returns the answer as text.
     pub fn get_text(&self, path: &str) -> Result<String, CallError> {
         self.runtime.block_on(async {
             let bytes = self.send(Method::GET, path, Bytes::new()).await?;
@@ -69,22 +69,22 @@ impl Client {
         })
     }
 
-    /// `POST path` with a body.
+    /// Sends `POST path` with a body.
     pub fn post<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, CallError> {
         self.call(Method::POST, path, Some(body))
     }
 
-    /// `PATCH path` with a body.
+    /// Sends `PATCH path` with a body.
     pub fn patch<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, CallError> {
         self.call(Method::PATCH, path, Some(body))
     }
 
-    /// `POST path` without a body.
+    /// Sends `POST path` without a body.
     pub fn post_nothing<T: DeserializeOwned>(&self, path: &str) -> Result<T, CallError> {
         self.call(Method::POST, path, None::<&()>)
     }
 
-    /// `DELETE path`.
+    /// Sends `DELETE path`.
     pub fn delete(&self, path: &str) -> Result<(), CallError> {
         self.call(Method::DELETE, path, None::<&()>)
     }
@@ -130,7 +130,7 @@ impl Client {
         Ok(bytes.to_bytes())
     }
 
-    /// The answer to a call; an error if the daemon refused it.
+    /// Returns the answer to a call; an error if the daemon refused it.
     async fn request(&self, method: Method, path: &str, body: Bytes) -> Result<Response<Incoming>, CallError> {
         let stream = UnixStream::connect(&self.socket).await.map_err(|error| {
             let what = format!("cannot reach a daemon at '{}' (is it served with --control?)", self.socket.display());
@@ -139,7 +139,7 @@ impl Client {
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(stream)).await.map_err(|error| self.no_answer(error))?;
         tokio::spawn(async move {
-            // What is wrong with it the answer shows.
+            // The answer says what is wrong with the request.
             let _ = connection.await;
         });
         let request = Request::builder()

@@ -1,4 +1,4 @@
-//! The configuration file of a daemon: what `serve --config` reads, and reads again when it is told to.
+//! The configuration file of a daemon, which `serve --config` reads, and reads again on request.
 //!
 //! ```toml
 //! control = "/run/ringdisk/control"
@@ -11,7 +11,7 @@
 //! file = "/images/root.qcow2"
 //! ```
 //!
-//! What is wrong is said with the line and the key.
+//! Errors name the line and the key.
 
 use crate::api::{AddExport, AddNbd, AddTls};
 use crate::manager::Configured;
@@ -25,17 +25,17 @@ use std::path::{Path, PathBuf};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-/// What a configuration file says.
+/// The contents of a configuration file.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Config {
     /// The disks, in the order of the file. Each has a name.
     pub drives: Vec<Configured>,
-    /// What holds for the daemon as a whole. It is read when the daemon starts, and not again.
+    /// The settings of the daemon as a whole. They are read only when the daemon starts.
     pub settings: Settings,
 }
 
-/// What holds for a daemon as a whole.
+/// The settings of a daemon as a whole.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Settings {
@@ -49,7 +49,7 @@ pub struct Settings {
     pub reactors: Option<u16>,
     /// How long an idle thread looks for work.
     pub poll_max_us: Option<u32>,
-    /// Memory that requests may take for buffers of their own, in bytes.
+    /// Memory that requests may take for their own buffers, in bytes.
     pub buffer_memory_bytes: Option<u64>,
     /// Which backing files images may open.
     pub allow_backing: Option<BackingPolicy>,
@@ -89,7 +89,7 @@ const EXPORT_KEYS: [&str; 15] = [
     "type",
 ];
 const EXPORT_TYPES: [&str; 2] = ["nbd", "vhost-user"];
-/// Keys of a drive that mean one drive only.
+/// Keys that make sense for a single drive only.
 const NOT_A_DEFAULT: [&str; 7] = ["name", "file", "fd", "socket", "serial", "size", "export"];
 const REACTORS_MAX: u64 = 256;
 
@@ -112,19 +112,19 @@ impl Config {
         reader.config(table.get_ref())
     }
 
-    /// The drive of this name.
+    /// Returns the drive of this name.
     pub(crate) fn drive(&self, name: &str) -> Option<&Configured> {
         self.drives.iter().find(|drive| drive.name() == Some(name))
     }
 }
 
-/// A value, and where it stands.
+/// A value, and its place in the file.
 type Value<'i> = Spanned<DeValue<'i>>;
 
 struct Reader<'i> {
     text: &'i str,
     path: PathBuf,
-    /// Where relative paths begin.
+    /// The directory where relative paths begin.
     directory: PathBuf,
 }
 
@@ -199,7 +199,7 @@ impl<'i> Reader<'i> {
         Ok(pairs)
     }
 
-    /// A drive, as a table or as the text that `--drive` takes.
+    /// Reads a drive, as a table or as the text that `--drive` takes.
     fn drive(&self, value: &Value<'i>, defaults: &[(String, String)]) -> Result<Configured> {
         let at = value.span().start;
         let (mut pairs, mut serve) = (Vec::new(), true);
@@ -258,7 +258,7 @@ impl<'i> Reader<'i> {
                 _ if export.nbd.is_none() && EXPORT_KEYS.contains(&key) && key != "type" => {
                     return Err(self.wrong_value(key, value, "is for type = 'nbd' only"));
                 }
-                // The rest is read already.
+                // The other keys were read before.
                 _ if EXPORT_KEYS.contains(&key) => {}
                 _ => return Err(self.wrong(value.span().start, drive::unknown("key of an export", key, &EXPORT_KEYS))),
             }
@@ -273,7 +273,7 @@ impl<'i> Reader<'i> {
         }
     }
 
-    /// What an export says to NBD clients.
+    /// Reads the settings of an export for NBD clients.
     fn nbd(&self, table: &DeTable<'i>) -> Result<AddNbd> {
         let (mut nbd, mut credentials, mut uses) = (AddNbd::default(), None, Vec::new());
         let (mut required, mut verify_peer) = (true, true);
@@ -318,7 +318,7 @@ impl<'i> Reader<'i> {
         Ok(nbd)
     }
 
-    /// The pairs that a key of a drive means: several if its value is a list.
+    /// Returns the pairs of a drive's key: several if its value is a list.
     fn pairs(&self, key: &str, value: &Value<'i>) -> Result<Vec<(String, String)>> {
         let values = match value.get_ref() {
             DeValue::Array(list) => list.iter().collect(),
@@ -384,7 +384,7 @@ impl<'i> Reader<'i> {
     }
 }
 
-/// Two keys have a second name.
+/// Returns the main name of a key; two keys have a second name.
 fn plain_key(key: &str) -> &str {
     match key {
         "id" => "name",

@@ -1,4 +1,4 @@
-//! What happens, for whoever listens. Nobody waits for a listener.
+//! Events for listeners. The daemon never waits for a listener.
 
 use crate::api::{Event, EventKind};
 use std::sync::{Mutex, PoisonError};
@@ -24,11 +24,11 @@ impl Default for Events {
 impl Events {
     pub(crate) fn publish(&self, kind: EventKind, disk: Option<&str>, id: Option<u64>, message: Option<String>) {
         let disk = disk.map(str::to_owned);
-        // Under the lock, so that numbers rise in the order in which listeners get them.
+        // Sent under the lock, so that listeners get rising numbers.
         let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
         let event = Event { number: *next, time_ms: now_ms(), kind, disk, id, message };
         *next = next.saturating_add(1);
-        // Without listeners there is nobody to tell.
+        // An error means that there are no listeners.
         let _ = self.sender.send(event);
     }
 

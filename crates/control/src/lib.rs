@@ -1,13 +1,13 @@
 //! The control interface of a daemon: HTTP and JSON over a Unix socket, the client for it, and the state directory.
 //!
-//! Whoever manages disks while guests use them comes in here. No request of a guest passes through: calls go to the
-//! [`daemon::Daemon`], which does its work beside the reactors.
+//! People and programs that manage disks in use call this interface. No guest request passes through: calls go to the
+//! [`daemon::Daemon`], which works beside the reactors.
 //!
 //! * [`Manager`]: a daemon with a record of what it serves. The record outlives the process if there is a state directory.
 //! * [`Config`]: the configuration file.
 //! * [`ControlServer`]: the socket, on a thread of its own. Its OpenAPI description is at `/v1/openapi.json`.
 //! * [`Client`]: calls a server, for `ringdisk ctl` and for programs.
-//! * [`api`]: what goes over the wire.
+//! * [`api`]: the types that go over the wire.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! Long work on running disks, as calls of the control interface start and steer it.
+//! Long work on running disks, which calls of the control interface start and steer.
 
 use crate::api::{CommitDisk, CompactDisk, EventKind, Job, JobState, RebaseDisk, StreamDisk};
 use crate::failure::Failure;
@@ -9,12 +9,12 @@ use image::{Aim, FileName};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How often somebody looks whether a job keeps its time.
+/// How often a thread checks whether a job keeps its time.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// The longest time by which a request may take longer, where nothing else was asked for.
+/// The default for the longest delay of a request.
 const STALL_MS: u64 = 50;
 
-/// What a job has to keep to.
+/// Returns the limits of a job, with the default stall.
 pub(crate) fn aim_of(within_ms: Option<u64>, stall_ms: Option<u64>) -> Aim {
     let stall = Duration::from_millis(stall_ms.unwrap_or(STALL_MS));
     Aim { within: within_ms.map(Duration::from_millis), stall: Some(stall) }
@@ -40,7 +40,7 @@ impl Manager {
         self.has_started(name, id)
     }
 
-    /// Starts to pull what lower layers hold up into the top layer of a disk.
+    /// Starts to copy the data of lower layers into the top layer of a disk.
     pub fn stream(self: &Arc<Self>, name: &str, request: &StreamDisk) -> Result<Job> {
         let node = self.node(name)?;
         let base = request.base.as_deref().map(absolute);
@@ -49,7 +49,7 @@ impl Manager {
         self.has_started(name, id)
     }
 
-    /// Starts to let the top layer of a disk rest on another image.
+    /// Starts to give the top layer of a disk another backing file.
     pub fn rebase(self: &Arc<Self>, name: &str, request: &RebaseDisk) -> Result<Job> {
         let node = self.node(name)?;
         let base = absolute(&request.base);
@@ -65,7 +65,8 @@ impl Manager {
         self.has_started(name, id)
     }
 
-    /// What the record says before an image names another backing file: it allows the old one and the new one.
+    /// Returns the change of the record that comes before an image names another backing file: it allows the old one
+    /// and the new one.
     fn rest_on(&self, name: &str, base: Option<String>) -> impl FnOnce(usize) -> Result<()> + Send + use<> {
         let (records, disk) = (Arc::clone(&self.records), name.to_owned());
         move |gone| {
@@ -81,7 +82,7 @@ impl Manager {
         self.events.publish(EventKind::JobStarted, Some(name), Some(id.number()), None);
         let (manager, disk) = (Arc::downgrade(self), name.to_owned());
         let tell_end = move || {
-            // A manager that is going waits for its jobs itself.
+            // A manager that ends waits for its jobs itself.
             let Some(manager) = manager.upgrade() else { return };
             let message = match manager.daemon.wait_job(id) {
                 Ok(()) => {
@@ -98,7 +99,7 @@ impl Manager {
         self.job(id.number()).map_err(|failure| Error::new(ErrorKind::BadOption, failure.0.message))
     }
 
-    /// Tells of a job that has a time to keep when it slows guests down, and when it cannot keep it.
+    /// Publishes an event when a job with a time limit slows guests down, and when it cannot keep the limit.
     pub(crate) fn tell_if_behind(self: &Arc<Self>, name: &str, id: JobId, aim: Aim) {
         let Some(within) = aim.within else { return };
         let (manager, disk) = (Arc::downgrade(self), name.to_owned());
@@ -130,7 +131,7 @@ impl Manager {
         }
     }
 
-    /// Lets a job wait, or go on.
+    /// Pauses a job, or continues it.
     pub(crate) fn pause_job(&self, number: u64, paused: bool) -> Result<Job, Failure> {
         self.daemon.pause_job(self.job_id(number)?, paused)?;
         self.job(number)

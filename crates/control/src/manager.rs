@@ -1,6 +1,6 @@
-//! A daemon and the record of what it serves: what calls of the control interface do.
+//! A daemon and the record of what it serves: the calls of the control interface.
 //!
-//! A change is answered when the record of it is durable. Where a change of the daemon cannot be recorded, it is undone.
+//! A change is answered when its record is durable. A change of the daemon that cannot be recorded is undone.
 
 mod change;
 mod exports;
@@ -37,21 +37,21 @@ use tokio::sync::broadcast;
 pub struct Configured {
     /// The disk and its export.
     pub drive: DriveOptions,
-    /// The same as `key=value,...`. The record knows the disk by this text, from one start to the next.
+    /// The same as `key=value,...`. The record identifies the disk by this text, from one start to the next.
     pub text: String,
-    /// Serve it at the socket of its options, or beside its image.
+    /// Whether to serve it at the socket of its options, or beside its image.
     pub serve: bool,
-    /// Its other exports. One that names no disk is of this one.
+    /// Its other exports. An export that names no disk belongs to this one.
     pub exports: Vec<AddExport>,
 }
 
 impl Configured {
-    /// The name, if it has one of its own.
+    /// Returns the name, if the options give one.
     pub(crate) fn name(&self) -> Option<&str> {
         self.drive.disk.name.as_deref()
     }
 
-    /// Its other exports, which name the disk that is called so.
+    /// Returns its other exports; those without a disk get the disk `name`.
     pub(crate) fn exports_of(&self, name: &str) -> impl Iterator<Item = AddExport> {
         self.exports.iter().cloned().map(move |export| match export.disk.is_empty() {
             true => AddExport { disk: name.to_owned(), ..export },
@@ -59,7 +59,7 @@ impl Configured {
         })
     }
 
-    /// By this the record knows it.
+    /// Returns the text by which the record identifies it.
     pub(crate) fn key(&self) -> String {
         let mut key = self.text.clone();
         if !self.serve {
@@ -75,19 +75,19 @@ impl Configured {
 
 /// A daemon with a record of what it serves.
 ///
-/// Each call may be made by any thread. Calls block for as long as opening, closing or growing a disk takes; they are not
-/// for a reactor's thread.
+/// Any thread may make these calls, except a reactor's: they block for as long as opening, closing or growing a disk
+/// takes.
 pub struct Manager {
     pub(crate) daemon: Daemon,
     pub(crate) records: Arc<Records>,
-    /// How each export came to be: `None` for the one in the disk's own options.
+    /// The request that made each export: `None` for the export of the disk's own options.
     exports: Mutex<BTreeMap<ExportId, Option<AddExport>>>,
     /// Recorded disks that could not be opened, and why.
     failed: Mutex<BTreeMap<String, String>>,
     /// Recorded exports that could not be served, and why.
     failed_exports: Mutex<Vec<(AddExport, String)>>,
     pub(crate) events: Arc<Events>,
-    /// Tells a thread of disks that begin to hold requests.
+    /// Tells a thread about disks that begin to hold requests.
     holds: Sender<Holding>,
     /// The configuration file, if there is one. Locked while it is read again.
     configuration: Mutex<Option<Configuration>>,
@@ -102,11 +102,11 @@ impl std::fmt::Debug for Manager {
 }
 
 impl Manager {
-    /// Starts a daemon that serves nothing yet. With a state directory, it remembers; disks that it remembers come back
-    /// with [`Manager::restore`].
+    /// Starts a daemon that serves nothing yet. With a state directory, it has a record; [`Manager::restore`] brings
+    /// the recorded disks back.
     pub fn start(mut config: DaemonConfig, state_directory: Option<&Path>) -> Result<Self> {
         let records = state_directory.map_or_else(|| Ok(Records::default()), Records::in_directory)?;
-        // The user named them when they were added, or put a layer on them.
+        // The user named these files when the disks were added, or by putting a layer on them.
         let recorded = records.current();
         config.listed.extend(recorded.disks.iter().flat_map(RecordedDisk::files).map(PathBuf::from));
         let events = Arc::default();
@@ -150,7 +150,7 @@ impl Manager {
         self.disk(&name)
     }
 
-    /// Gives a disk the export of its own options.
+    /// Adds the export of the disk's own options.
     fn export_as_added(&self, name: &str, drive: &DriveOptions) -> Result<()> {
         let id = self.daemon.add_export(self.node(name)?, &drive.export)?;
         let export = self.daemon.exports().into_iter().find(|export| export.id == id);
@@ -193,7 +193,7 @@ impl Manager {
         self.listen_to_hold(node, &name);
         if let Some(mut options) = options.filter(|_| may_come_back) {
             if let Some(export) = self.daemon.exports().into_iter().find(|export| Some(export.id) == own_export) {
-                // The usual socket lies beside the top layer's file, which may become another.
+                // The default socket lies beside the top layer's file, which may change.
                 options.set("socket", export.attachment.socket.to_string_lossy());
             }
             let recorded = RecordedDisk {
@@ -225,12 +225,12 @@ impl Manager {
         }
     }
 
-    /// Closes a disk. One that has exports or jobs is refused, unless `force` says that they are to end first.
+    /// Closes a disk. A disk with exports or jobs is refused, unless `force` ends them first.
     pub fn remove_disk(&self, name: &str, force: bool) -> Result<()> {
         let mut closed = Ok(());
         if lock(&self.failed).remove(name).is_none() {
             closed = self.daemon.remove_disk(self.node(name)?, force);
-            // One that could not be closed is gone, too.
+            // A disk that could not be closed is removed, too.
             if self.daemon.disk_named(name).is_some() {
                 return closed;
             }
@@ -248,22 +248,22 @@ impl Manager {
         closed
     }
 
-    /// Opens the files of a disk anew, because one was replaced, or changed behind the disk.
+    /// Reopens the files of a disk, because one was replaced, or changed behind the disk.
     pub fn reopen(&self, name: &str, force: bool) -> Result<Disk> {
         self.daemon.reopen(self.node(name)?, force)?;
         self.events.publish(EventKind::DiskChanged, Some(name), None, Some("its files were opened anew".to_owned()));
         self.disk(name)
     }
 
-    /// Makes a disk larger; its guests are told.
+    /// Makes a disk larger; its guests learn the new size.
     pub fn resize(&self, name: &str, size_bytes: u64) -> Result<Disk> {
         self.daemon.resize(self.node(name)?, size_bytes)?;
         self.events.publish(EventKind::DiskResized, Some(name), None, Some(format!("{size_bytes} bytes")));
         self.disk(name)
     }
 
-    /// Puts new, empty qcow2 layers on top of disks, all at one moment. The record names them before anything is written to
-    /// them.
+    /// Puts new, empty qcow2 layers on top of disks, all at one moment. The record names them before anything is
+    /// written to them.
     pub fn snapshot(&self, overlays: &[Overlay]) -> Result<Vec<Disk>> {
         let wanted = overlays.iter().map(|overlay| Ok((overlay.disk.as_str(), absolute(&overlay.overlay))));
         let wanted = wanted.collect::<Result<Vec<(&str, PathBuf)>>>()?;
@@ -281,7 +281,7 @@ impl Manager {
             }
         };
         let result = self.daemon.put_overlays_with(&nodes, || self.records.change(put_on));
-        // Whether the layers are in place, the daemon knows: an error may concern a former top only.
+        // Only the daemon knows whether the layers are in place: an error may concern a former top only.
         let is_on_top =
             |(name, path): &(&str, PathBuf)| self.disk(name).is_ok_and(|disk| Path::new(&disk.file) == path);
         if result.is_err() && !wanted.iter().any(is_on_top) {
@@ -303,14 +303,14 @@ impl Manager {
         wanted.iter().map(changed).collect()
     }
 
-    /// Serves a disk at one more socket, to a guest's monitor or to NBD clients.
+    /// Adds an export of a disk, for a guest's monitor or for NBD clients.
     pub fn add_export(&self, request: AddExport) -> Result<Export> {
         let node = self.node(&request.disk)?;
         let request = with_absolute_paths(request);
         let id = self.begin_export(node, &request)?;
         let record = |record: &mut Record| {
             if let Some(disk) = record.disk_mut(&request.disk) {
-                // One that could not be served since the start is there already.
+                // An export that failed at the start is already in the record.
                 disk.exports.retain(|other| *other != request);
                 disk.exports.push(request.clone());
             }
@@ -330,7 +330,7 @@ impl Manager {
         Ok(export)
     }
 
-    /// Serves a disk at one socket less. The disk stays.
+    /// Removes an export. The disk stays.
     pub(crate) fn remove_export(&self, number: u64) -> Result<(), Failure> {
         let found = self.daemon.exports().into_iter().find(|export| export.id.number() == number);
         let export = found.ok_or_else(|| Failure::not_found(format!("there is no export {number}")))?;
@@ -358,25 +358,25 @@ impl Manager {
         status.map(|disk| disk.name).ok_or_else(|| Error::new(ErrorKind::Locked, "the disk was removed meanwhile"))
     }
 
-    /// Whether there is a disk of this name, one that could not be opened included.
+    /// Whether there is a disk of this name, including one that could not be opened.
     pub(crate) fn knows(&self, name: &str) -> bool {
         self.daemon.disk_named(name).is_some() || lock(&self.failed).contains_key(name)
     }
 
-    /// The disk of this name.
+    /// Returns the disk of this name.
     pub fn disk(&self, name: &str) -> Result<Disk> {
         let none = || Error::new(ErrorKind::BadOption, format!("there is no disk '{name}'"));
         self.disks().into_iter().find(|disk| disk.name == name).ok_or_else(none)
     }
 
-    /// All disks that are served, in the order in which they were added.
+    /// Returns all served disks, in the order in which they were added.
     #[must_use]
     pub fn disks(&self) -> Vec<Disk> {
         let (record, exports) = (self.records.current(), self.exports());
         self.daemon.disks().into_iter().map(|disk| to_disk(disk, &record, &exports)).collect()
     }
 
-    /// Recorded disks that could not be opened, and those that are served without one of their exports.
+    /// Returns recorded disks that could not be opened, and those that are served without one of their exports.
     #[must_use]
     pub fn failed_disks(&self) -> Vec<FailedDisk> {
         let to_failed = |(name, error): (&String, &String)| FailedDisk { name: name.clone(), error: error.clone() };
@@ -389,7 +389,7 @@ impl Manager {
         failed
     }
 
-    /// All exports, in the order in which they were added.
+    /// Returns all exports, in the order in which they were added.
     #[must_use]
     pub fn exports(&self) -> Vec<Export> {
         let names: BTreeMap<NodeId, String> =
@@ -398,7 +398,7 @@ impl Manager {
         self.daemon.exports().into_iter().map(|export| to_export(&export, name(export.node))).collect()
     }
 
-    /// The jobs that run, and the last that have ended.
+    /// Returns the running jobs, and the last that have ended.
     #[must_use]
     pub fn jobs(&self) -> Vec<Job> {
         self.daemon.jobs().into_iter().map(to_job).collect()
@@ -420,12 +420,12 @@ impl Manager {
         self.job(number)
     }
 
-    /// Takes a job that has ended off the list.
+    /// Removes an ended job from the list.
     pub(crate) fn forget_job(&self, number: u64) -> Result<(), Failure> {
         Ok(self.daemon.forget_job(self.job_id(number)?)?)
     }
 
-    /// Figures of everything.
+    /// Returns the figures of disks and reactors.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let latencies = self.daemon.latencies();
@@ -464,19 +464,19 @@ impl Manager {
         Stats { disks: disks.collect(), reactors: reactors.collect() }
     }
 
-    /// What happens from here on.
+    /// Returns a receiver of all later events.
     pub(crate) fn events(&self) -> broadcast::Receiver<Event> {
         self.events.subscribe()
     }
 
-    /// Asks whoever waits in [`Manager::wait_until_asked_to_end`] to end the daemon.
+    /// Asks the thread in [`Manager::wait_until_asked_to_end`] to end the daemon.
     pub fn ask_to_end(&self) {
         *lock(&self.ending) = true;
         self.events.publish(EventKind::ShuttingDown, None, None, None);
         self.asked_to_end.notify_all();
     }
 
-    /// Waits until somebody asks for the end.
+    /// Waits for [`Manager::ask_to_end`].
     pub fn wait_until_asked_to_end(&self) {
         let ending = lock(&self.ending);
         drop(self.asked_to_end.wait_while(ending, |ending| !*ending).unwrap_or_else(PoisonError::into_inner));
@@ -492,7 +492,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Another run of the daemon may have another working directory.
+/// Makes paths absolute: another run of the daemon may have another working directory.
 fn absolute_file(mut options: Options) -> Result<Options> {
     if let Some(path) = options.get("file").map(FileName::parse).transpose()?.as_ref().and_then(FileName::path) {
         let file = absolute(path);
@@ -539,7 +539,7 @@ fn counters_of(export: &ExportStatus) -> Counters {
     export.rings.iter().map(to_counters).fold(Counters::default(), Counters::plus)
 }
 
-/// Nothing for a job that makes no passes.
+/// Returns `None` for a job that makes no passes.
 fn rounds_of(rounds: &image::CopyRounds) -> Option<Rounds> {
     let micros = |duration: std::time::Duration| u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
     (rounds.rounds > 0).then(|| Rounds {

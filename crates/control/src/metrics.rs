@@ -1,4 +1,4 @@
-//! What Prometheus scrapes.
+//! The metrics for Prometheus.
 
 mod libvirt;
 
@@ -20,7 +20,7 @@ struct Scrape {
     failed: usize,
 }
 
-/// The metrics in OpenMetrics' text form.
+/// Returns the metrics in OpenMetrics' text format.
 pub(crate) fn render(manager: &Manager) -> Result<String, fmt::Error> {
     let (stats, disks) = (manager.stats(), manager.disks());
     let scrape = Arc::new(Scrape { stats, disks, failed: manager.failed_disks().len() });
@@ -56,7 +56,7 @@ type ErrorCount = (&'static str, fn(&Counters) -> u64);
 const ERRORS: [ErrorCount; 3] = [
     ("io", |counters| counters.io_errors),
     ("no-space", |counters| counters.no_space),
-    // Refused before the storage was asked, and what the disk does not support.
+    // Requests that were refused before they reached the storage, and unsupported ones.
     ("refused", |counters| counters.failed.saturating_sub(counters.io_errors).saturating_sub(counters.no_space)),
 ];
 
@@ -141,14 +141,15 @@ fn for_each_operation<'a>(
     all.into_iter().try_for_each(|(disk, operation)| encode(disk, operation))
 }
 
-/// Bounds from a microsecond on, each twice the one before; those above the slowest request are left out.
+/// Encodes a histogram with bounds from a microsecond on, each twice the one before. Bounds above the slowest request
+/// are left out.
 fn encode_histogram(
     histogram: &Histogram,
     mut encoder: prometheus_client::encoding::MetricEncoder<'_>,
 ) -> Result<(), fmt::Error> {
     let bounds = std::iter::successors(Some(1e-6), |bound| Some(bound * 2.0));
     let mut buckets: Vec<(f64, u64)> = bounds.zip(histogram.buckets.iter().copied()).collect();
-    // The last bucket of a whole list has no bound.
+    // The last bucket of a full list has no bound.
     match buckets.last_mut().filter(|_| histogram.buckets.len() == export_buckets()) {
         Some(last) => last.0 = f64::MAX,
         None => buckets.push((f64::MAX, 0)),

@@ -1,4 +1,4 @@
-//! Copying a running disk to another image, as a call of the control interface starts it.
+//! Copying a running disk to another image, on a call of the control interface.
 
 use crate::api::{Job, MirrorDisk};
 use crate::live_jobs::aim_of;
@@ -36,28 +36,28 @@ impl Manager {
         let (records, disk, scope) = (Arc::clone(&self.records), name.to_owned(), options.scope);
         let (kept_records, kept_disk) = (Arc::clone(&records), disk.clone());
         let move_over = move |switch: &MirrorSwitch| {
-            // Dropped with this, also where it is never called.
+            // Dropped with this closure, even if it is never called.
             let _unfinished = &unfinished;
             let below = switch.below.iter().filter_map(FileName::path).map(|path| path.to_string_lossy().into_owned());
             let below = (scope == MirrorScope::Top).then(|| below.collect());
             let move_to = |disk: &mut RecordedDisk| disk.move_to(&text, &switch.format.to_string(), below);
             records.change_disk(&disk, move_to)
         };
-        // If it stayed on record, the next run would remove it.
+        // If the file stayed on record, the next run would remove it.
         let kept = move || kept_records.change_disk(&kept_disk, |disk| disk.unfinished = None);
         let id = self.daemon.start_mirror_with(node, &options, move_over, kept)?;
         self.tell_if_behind(name, id, options.aim);
         self.has_started(name, id)
     }
 
-    /// Has a file on record that is going to be made for a disk by a job, while that lasts. Where another job runs, the new
-    /// one is going to be refused.
+    /// Records the file that a job is going to make for a disk, until the job ends. Returns `None` if another job runs,
+    /// because the new one will be refused.
     fn reserve(&self, name: &str, node: NodeId, file: &str) -> Result<Option<Unfinished>> {
         let is_busy = self.daemon.jobs().iter().any(|job| job.node == node && is_under_way(&job.state));
         if is_busy { Ok(None) } else { Unfinished::record(&self.records, name, file).map(Some) }
     }
 
-    /// Removes what jobs of an earlier run were making when it died.
+    /// Removes files that jobs of an earlier run were making when it died.
     pub(crate) fn remove_unfinished(&self) -> Result<()> {
         let record = self.records.current();
         for disk in &record.disks {
@@ -75,7 +75,7 @@ impl Manager {
     }
 }
 
-/// A file that a job makes, in the record until the job has ended: a run that finds it there removes it.
+/// A file that a job makes, in the record until the job has ended. A run that finds it in the record removes it.
 struct Unfinished {
     records: Arc<Records>,
     disk: String,

@@ -7,15 +7,16 @@ use serde::ser::SerializeMap;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-/// Options of a drive, in the order in which they were given. In JSON an object: values are strings; numbers, and
-/// `true` and `false` for `on` and `off`, are taken too. A key that may be repeated (`filter`) takes a list.
+/// Options of a drive, in the order in which they were given. In JSON they are an object whose values are strings.
+/// Numbers are accepted, too, and `true` and `false` for `on` and `off`. A key that may be repeated (`filter`) takes a
+/// list.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Options(Vec<(String, String)>);
 
 impl Options {
     /// Reads `key=value,...`.
     pub fn parse(text: &str) -> Result<Self> {
-        // The drive's own parser knows which keys may be repeated, and says what is wrong with the others.
+        // The drive's own parser knows which keys may be repeated, and reports errors in the others.
         match DriveOptions::parse(text)? {
             ParsedDrive::Drive(_) => Ok(Self(split(text))),
             ParsedDrive::Help(help) => Err(Error::new(ErrorKind::BadOption, help)),
@@ -29,7 +30,7 @@ impl Options {
         pairs.join(",")
     }
 
-    /// The drive that these options mean.
+    /// Returns the drive that these options describe.
     pub fn to_drive(&self) -> Result<DriveOptions> {
         match DriveOptions::parse(&self.to_text())? {
             ParsedDrive::Drive(drive) => Ok(*drive),
@@ -37,30 +38,30 @@ impl Options {
         }
     }
 
-    /// Takes pairs as they are. Whether they mean a drive, [`Options::to_drive`] says.
+    /// Takes pairs as they are. [`Options::to_drive`] checks whether they describe a drive.
     pub(crate) fn of_pairs(pairs: impl IntoIterator<Item = (String, String)>) -> Self {
         Self(pairs.into_iter().collect())
     }
 
-    /// The value of `key`, if it is given.
+    /// Returns the value of `key`, if it is given.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&str> {
         self.0.iter().find(|(other, _)| other == key).map(|(_, value)| value.as_str())
     }
 
-    /// All pairs, in the order in which they were given.
+    /// Returns all pairs, in the order in which they were given.
     pub fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().map(|(key, value)| (key.as_str(), value.as_str()))
     }
 
-    /// Gives the first `key` whose value `is_meant` another one.
+    /// Replaces the value of the first `key` whose value `is_meant`.
     pub(crate) fn replace(&mut self, key: &str, is_meant: impl Fn(&str) -> bool, new: &str) {
         if let Some((_, value)) = self.0.iter_mut().find(|(other, value)| other == key && is_meant(value)) {
             new.clone_into(value);
         }
     }
 
-    /// Gives `key` this value, instead of those that it has.
+    /// Replaces all values of `key` with this one.
     pub fn set(&mut self, key: &str, value: impl Into<String>) {
         match self.0.iter_mut().find(|(other, _)| other == key) {
             Some((_, old)) => *old = value.into(),
@@ -75,7 +76,7 @@ impl Options {
 }
 
 fn split(text: &str) -> Vec<(String, String)> {
-    // A key that is given twice is an error for `parse_key_values`: each piece goes there by itself.
+    // `parse_key_values` refuses a key that is given twice, so each piece is parsed by itself.
     let mut pairs = Vec::new();
     let mut rest = text;
     while !rest.is_empty() {
@@ -88,7 +89,7 @@ fn split(text: &str) -> Vec<(String, String)> {
     pairs
 }
 
-/// Where the first comma stands that is not doubled.
+/// Returns the position of the first comma that is not doubled.
 fn end_of_pair(text: &str) -> usize {
     let mut commas = text.char_indices().filter(|(_, char)| *char == ',').map(|(at, _)| at).peekable();
     while let Some(at) = commas.next() {

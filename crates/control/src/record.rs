@@ -1,7 +1,7 @@
 //! The record of what a daemon serves, and the directory that keeps it over restarts.
 //!
-//! The record is written before a call is answered, and durable then: a new file beside the old one, synced, renamed, and
-//! the directory synced. A power cut leaves the old record or the new one.
+//! The record is durable before a call is answered: a new file is written beside the old one, synced and renamed, and
+//! the directory is synced. A power cut leaves the old record or the new one.
 
 use crate::api::AddExport;
 use crate::options::Options;
@@ -15,51 +15,52 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The version of the file's form.
+/// The version of the file's format.
 const VERSION: u32 = 1;
 const FILE: &str = "disks.json";
 const NEW_FILE: &str = "disks.json.new";
 const LOCK_FILE: &str = "lock";
 
-/// What is served.
+/// The record of served disks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Record {
     version: u32,
     pub(crate) disks: Vec<RecordedDisk>,
-    /// Disks of the command line or of the configuration file that were removed since, as they were given.
+    /// Keys of configured disks that a call has removed.
     pub(crate) removed: Vec<String>,
 }
 
-/// A disk, as it is to come back.
+/// A disk, as the next start serves it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct RecordedDisk {
     pub(crate) name: String,
     /// `file` and `format` are those of the top layer.
     pub(crate) options: Options,
-    /// It has the export that its options describe.
+    /// Whether it has the export that its options describe.
     pub(crate) own_export: bool,
     /// Its other exports.
     pub(crate) exports: Vec<AddExport>,
-    /// The tops before this one, the last on top: what `file` and `format` become when the top layer is taken off.
+    /// The layers below the top that were tops before, the last on top. `file` and `format` become the last of them
+    /// when the top layer is taken off.
     pub(crate) former_tops: Vec<Top>,
-    /// Images that the user named for it to rest on.
+    /// Images that the user named as its lower layers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) bases: Vec<String>,
-    /// The file that it was given, where it has gone over to a copy of it since.
+    /// The file that it was added with, if it has moved to a copy since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) moved_from: Option<String>,
-    /// A file that is made for it by a job, and that is of no use if the job does not end.
+    /// A file that a job is making for it, and that is useless if the job does not finish.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) unfinished: Option<String>,
-    /// Files that backups put on it for a while, from before they are made until they are gone.
+    /// Fleeces of backups, from before they are made until they are gone.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) fleeces: Vec<String>,
-    /// The directory of its kept scratch overlay, which is one of its layers since another was put on it.
+    /// The directory of its kept scratch overlay, once another layer was put on that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) kept_in: Option<String>,
-    /// How the command line or the configuration file gave it, if it did.
+    /// Its key in the command line or the configuration file, if it comes from there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) configured: Option<String>,
 }
@@ -84,13 +85,13 @@ impl Record {
         self.disks.iter().find(|disk| disk.name == name)
     }
 
-    /// Drops what `configured` no longer gives.
+    /// Drops disks that `configured` no longer gives.
     pub(crate) fn forget_unconfigured(&mut self, configured: &[String]) {
         self.disks.retain(|disk| disk.configured.as_ref().is_none_or(|text| configured.contains(text)));
         self.removed.retain(|text| configured.contains(text));
     }
 
-    /// Adds a disk, or puts it in the place of the one of its name. It keeps that one's layers if it has the same top.
+    /// Adds a disk, or replaces the one of its name. The disk keeps the old one's layers if it has the same top.
     pub(crate) fn put(&mut self, mut disk: RecordedDisk) {
         match self.disks.iter_mut().find(|other| other.name == disk.name) {
             Some(old) => {
@@ -113,13 +114,13 @@ impl Record {
 }
 
 impl RecordedDisk {
-    /// The files of its tops, former ones included.
+    /// Returns the files of its tops, former ones included, and its bases.
     pub(crate) fn files(&self) -> impl Iterator<Item = &str> {
         let former = self.former_tops.iter().map(|top| top.file.as_str());
         self.options.get("file").into_iter().chain(former).chain(self.bases.iter().map(String::as_str))
     }
 
-    /// Whether it consists of this file, whatever the file is called.
+    /// Whether it uses this file, also under another name.
     pub(crate) fn uses(&self, file: &str) -> bool {
         self.files().chain(self.fleeces.iter().map(String::as_str)).any(|used| is_same_file(used, file))
     }
@@ -130,7 +131,7 @@ impl RecordedDisk {
         file.is_some() && (first == file || self.moved_from.as_deref() == file)
     }
 
-    /// Gives it other options. Its layers stay, and so does its socket where the options name none.
+    /// Replaces its options. Its layers stay, and so does its socket if the options name none.
     pub(crate) fn set_options(&mut self, options: Options) {
         let layered = !self.former_tops.is_empty() || self.moved_from.is_some();
         let mut options = if layered { self.with_own_top(options) } else { options };
@@ -140,7 +141,7 @@ impl RecordedDisk {
         self.options = options;
     }
 
-    /// Options of a disk whose top is this one's.
+    /// Returns `options` with this disk's top layer.
     pub(crate) fn with_own_top(&self, mut options: Options) -> Options {
         for key in ["file", "format"] {
             match self.options.get(key) {
@@ -154,7 +155,7 @@ impl RecordedDisk {
         options
     }
 
-    /// A new qcow2 layer lies on top.
+    /// Records a new qcow2 layer on top.
     pub(crate) fn put_on(&mut self, overlay: &str) {
         self.name_kept_overlay();
         let file = self.options.get("file").unwrap_or_default().to_owned();
@@ -163,7 +164,7 @@ impl RecordedDisk {
         self.options.set("format", "qcow2");
     }
 
-    /// A scratch overlay that is kept becomes the top by its own name: what is put on it rests on it, and not on its image.
+    /// Names a kept scratch overlay itself as the top: a layer that is put on it rests on it, not on its image.
     fn name_kept_overlay(&mut self) {
         let Ok(Some(index)) = self.options.to_drive().and_then(|drive| drive::kept_overlay(&drive.disk)) else {
             return;
@@ -178,15 +179,15 @@ impl RecordedDisk {
         self.options.set("format", "scratch");
     }
 
-    /// The layer that was put on last is not there.
+    /// Removes the layer that was put on last, which does not exist.
     pub(crate) fn undo_put_on(&mut self) {
         if let Some(former) = self.former_tops.last().map(|top| top.file.clone()) {
             self.take_off(&former);
         }
     }
 
-    /// So many layers below the top are going, and it will rest on `base`, if that is no layer of its own. Until the image
-    /// says so, it may be opened with the layers that it has.
+    /// Records that the top will rest on `base`, unless that is one of its layers, and that the `gone` layers above
+    /// that will go. Until the image names the new base, it may be opened with its old layers.
     pub(crate) fn rest_on(&mut self, gone: usize, base: Option<String>) {
         let stay = self.former_tops.len().saturating_sub(gone);
         let gone = self.former_tops.split_off(stay).into_iter().map(|top| top.file);
@@ -197,7 +198,8 @@ impl RecordedDisk {
         }
     }
 
-    /// It goes over to a copy of itself. One of its top layer rests on the same layers, `below`; one of all of it on none.
+    /// Moves the disk to a copy of itself. A copy of its top layer rests on the same layers, `below`; a full copy rests
+    /// on none.
     pub(crate) fn move_to(&mut self, target: &str, format: &str, below: Option<Vec<String>>) {
         let first = self.former_tops.first().map(|first| first.file.clone());
         let given = first.or_else(|| self.options.get("file").map(str::to_owned));
@@ -215,10 +217,10 @@ impl RecordedDisk {
         self.unfinished = None;
     }
 
-    /// The top layer has been taken off; `below` is the top from here on.
+    /// Records that the top layer was taken off, and that `below` is the new top.
     pub(crate) fn take_off(&mut self, below: &str) {
         let former = self.former_tops.pop().filter(|former| is_same_file(&former.file, below));
-        // In the words in which it was given: a layer is known by its canonical name.
+        // The record keeps the name that the user gave: layers are compared by their canonical name.
         self.options.set("file", former.as_ref().map_or(below, |former| &former.file));
         match former.and_then(|former| former.format) {
             Some(format) => self.options.set("format", format),
@@ -227,7 +229,7 @@ impl RecordedDisk {
     }
 }
 
-/// Whether two names lead to one file. One of them may lead there by a symbolic link.
+/// Whether two names lead to one file, also through symbolic links.
 fn is_same_file(one: &str, other: &str) -> bool {
     let path = |name: &str| FileName::parse(name).ok().and_then(|name| name.path()?.canonicalize().ok());
     one == other || path(one).is_some_and(|one| path(other) == Some(one))
@@ -237,21 +239,21 @@ fn is_same_file(one: &str, other: &str) -> bool {
 #[derive(Debug, Default)]
 pub(crate) struct Records {
     current: Mutex<Arc<Record>>,
-    /// Held while a new record is made and written. Readers do not wait for it. Says whether the directory may hold another
-    /// record than the current one, because a save has failed half way.
+    /// Held while a new record is made and written. Readers do not wait for it. Says whether the directory may hold
+    /// another record than the current one, because a save has failed half way.
     changing: Mutex<bool>,
     directory: Option<StateDirectory>,
 }
 
 impl Records {
-    /// The record in a directory, which is made if it is not there. Two daemons cannot use one.
+    /// Opens the record in a directory, which is created if it is missing. Two daemons cannot use one directory.
     pub(crate) fn in_directory(path: &Path) -> Result<Self> {
         let directory = StateDirectory::open(path)?;
         let current = Mutex::new(Arc::new(directory.load()?));
         Ok(Self { current, changing: Mutex::default(), directory: Some(directory) })
     }
 
-    /// Whether it outlives the process.
+    /// Whether the record outlives the process.
     pub(crate) fn is_durable(&self) -> bool {
         self.directory.is_some()
     }
@@ -260,7 +262,7 @@ impl Records {
         Arc::clone(&lock(&self.current))
     }
 
-    /// Changes what is recorded of a disk, if it is there. When this returns without an error, the change is durable.
+    /// Changes the record of a disk, if there is one. When this returns without an error, the change is durable.
     pub(crate) fn change_disk(&self, name: &str, change: impl FnOnce(&mut RecordedDisk)) -> Result<()> {
         self.change(|record| {
             if let Some(disk) = record.disk_mut(name) {
@@ -279,7 +281,7 @@ impl Records {
         }
         if let Some(directory) = &self.directory {
             if let Err(error) = directory.save(&record) {
-                // The new one may be there all the same, though nobody goes by it.
+                // The new record may still be in the directory, although it is not in force.
                 *may_differ = directory.save(&self.current()).is_err();
                 return Err(error);
             }
@@ -297,9 +299,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Debug)]
 struct StateDirectory {
     path: PathBuf,
-    /// For its syncs.
+    /// The directory itself, for syncs.
     directory: File,
-    /// Locked as long as it is open.
+    /// The lock file; the lock lasts as long as it is open.
     _lock: File,
 }
 
@@ -460,7 +462,7 @@ mod tests {
         std::fs::create_dir(dir.path().join(NEW_FILE)).unwrap();
         assert!(records.change(|record| record.disks.push(disk("/a.raw"))).is_err());
         assert!(records.current().disks.is_empty());
-        // Whatever the directory holds, the next change brings it to what is current.
+        // Whatever the directory holds, the next change writes the current record.
         std::fs::remove_dir(dir.path().join(NEW_FILE)).unwrap();
         records.change(|_| ()).unwrap();
         assert!(dir.path().join(FILE).exists());

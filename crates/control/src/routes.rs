@@ -31,7 +31,7 @@ use utoipa_axum::routes;
 
 /// A request's body is small: longer ones are refused.
 const BODY_MAX_BYTES: usize = 256 << 10;
-/// A client that sends its body slower than this is given up.
+/// A client that sends its body slower than this is disconnected.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
 type Shared = State<Arc<Manager>>;
@@ -83,7 +83,7 @@ fn described() -> (Router<Arc<Manager>>, utoipa::openapi::OpenApi) {
         .split_for_parts()
 }
 
-/// The interface over `manager`.
+/// Returns the interface over `manager`.
 pub(crate) fn router(manager: Arc<Manager>) -> Router {
     described()
         .0
@@ -95,7 +95,7 @@ pub(crate) fn router(manager: Arc<Manager>) -> Router {
         .with_state(manager)
 }
 
-/// A body of JSON. What is wrong with one is said with the field's name.
+/// A body of JSON. Errors name the wrong field.
 struct Body<T>(T);
 
 impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
@@ -113,7 +113,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
             Ok(Err(_)) => return Err(Failure::bad_request("the request's body cannot be read")),
             Err(_) => return Err(Failure::bad_request("the request's body comes too slowly")),
         };
-        // No body says nothing.
+        // A missing body means no options.
         let bytes = if bytes.is_empty() { Bytes::from_static(b"{}") } else { bytes };
         let mut deserializer = serde_json::Deserializer::from_slice(&bytes);
         let parsed: Result<T, _> = serde_path_to_error::deserialize(&mut deserializer);
@@ -128,7 +128,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
     }
 }
 
-/// Runs what may block beside the thread that serves the socket.
+/// Runs a call that may block on a thread beside the one that serves the socket.
 async fn beside<T: Send + 'static>(
     manager: Arc<Manager>,
     call: impl FnOnce(&Arc<Manager>) -> Result<T, Failure> + Send + 'static,
@@ -198,7 +198,7 @@ async fn change_disk(
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct Removal {
-    /// Exports are removed and jobs cancelled first. Without it a disk that has some is refused.
+    /// Whether to remove exports and cancel jobs first. Without it, a disk with exports or jobs is refused.
     #[serde(default)]
     force: bool,
 }
@@ -230,7 +230,7 @@ async fn resize_disk(State(manager): Shared, Path(name): Path<String>, Body(requ
     resized.await.map(Json)
 }
 
-/// Open the files of a disk anew while it runs: one was replaced, or changed behind the disk
+/// Reopen the files of a disk while it runs: one was replaced, or changed behind the disk
 #[utoipa::path(post, path = "/v1/disks/{name}/reopen", params(("name" = String, Path)), request_body = Reopen,
     responses((status = 200, body = Disk), (status = "default", body = ErrorBody)))]
 async fn reopen_disk(State(manager): Shared, Path(name): Path<String>, Body(request): Body<Reopen>) -> Answer<Disk> {
@@ -241,7 +241,7 @@ async fn reopen_disk(State(manager): Shared, Path(name): Path<String>, Body(requ
     reopened.await.map(Json)
 }
 
-/// Try requests again that wait because the storage failed them
+/// Retry requests that wait because the storage failed them
 #[utoipa::path(post, path = "/v1/disks/{name}/resume", params(("name" = String, Path)),
     responses((status = 200, body = Disk), (status = "default", body = ErrorBody)))]
 async fn resume_disk(State(manager): Shared, Path(name): Path<String>) -> Answer<Disk> {
@@ -267,7 +267,7 @@ async fn commit_disk(
     Ok((StatusCode::ACCEPTED, Json(started.await?)))
 }
 
-/// Start to pull what lower layers hold up into the top layer of a disk
+/// Start to copy the data of lower layers into the top layer of a disk
 #[utoipa::path(post, path = "/v1/disks/{name}/stream", params(("name" = String, Path)), request_body = StreamDisk,
     responses((status = 202, body = Job), (status = "default", body = ErrorBody)))]
 async fn stream_disk(
@@ -282,7 +282,7 @@ async fn stream_disk(
     Ok((StatusCode::ACCEPTED, Json(started.await?)))
 }
 
-/// Start to let the top layer of a disk rest on another image
+/// Start to give the top layer of a disk another backing file
 #[utoipa::path(post, path = "/v1/disks/{name}/rebase", params(("name" = String, Path)), request_body = RebaseDisk,
     responses((status = 202, body = Job), (status = "default", body = ErrorBody)))]
 async fn rebase_disk(
@@ -347,7 +347,7 @@ async fn list_exports(State(manager): Shared) -> Answer<Exports> {
     beside(manager, |manager| Ok(Exports { exports: manager.exports() })).await.map(Json)
 }
 
-/// Serve a disk at one more socket
+/// Add an export of a disk
 #[utoipa::path(post, path = "/v1/exports", request_body = AddExport,
     responses((status = 201, body = Export), (status = "default", body = ErrorBody)))]
 async fn add_export(
@@ -361,7 +361,7 @@ async fn add_export(
     Ok((StatusCode::CREATED, Json(added.await?)))
 }
 
-/// Stop serving at one socket
+/// Remove an export
 #[utoipa::path(delete, path = "/v1/exports/{id}", params(("id" = u64, Path)),
     responses((status = 204), (status = "default", body = ErrorBody)))]
 async fn remove_export(State(manager): Shared, Path(id): Path<String>) -> Result<StatusCode, Failure> {
@@ -383,7 +383,7 @@ async fn show_job(State(manager): Shared, Path(id): Path<String>) -> Answer<Job>
     beside(manager, move |manager| manager.job(id)).await.map(Json)
 }
 
-/// Take a job that has ended off the list
+/// Remove an ended job from the list
 #[utoipa::path(delete, path = "/v1/jobs/{id}", params(("id" = u64, Path)),
     responses((status = 204), (status = "default", body = ErrorBody)))]
 async fn forget_job(State(manager): Shared, Path(id): Path<String>) -> Result<StatusCode, Failure> {
@@ -399,7 +399,7 @@ async fn cancel_job(State(manager): Shared, Path(id): Path<String>) -> Answer<Jo
     beside(manager, move |manager| manager.cancel_job(id)).await.map(Json)
 }
 
-/// Let a job wait
+/// Pause a job
 #[utoipa::path(post, path = "/v1/jobs/{id}/pause", params(("id" = u64, Path)),
     responses((status = 200, body = Job), (status = "default", body = ErrorBody)))]
 async fn pause_job(State(manager): Shared, Path(id): Path<String>) -> Answer<Job> {
@@ -407,7 +407,7 @@ async fn pause_job(State(manager): Shared, Path(id): Path<String>) -> Answer<Job
     beside(manager, move |manager| manager.pause_job(id, true)).await.map(Json)
 }
 
-/// Let a job go on
+/// Continue a paused job
 #[utoipa::path(post, path = "/v1/jobs/{id}/resume", params(("id" = u64, Path)),
     responses((status = 200, body = Job), (status = "default", body = ErrorBody)))]
 async fn resume_job(State(manager): Shared, Path(id): Path<String>) -> Answer<Job> {
@@ -442,7 +442,7 @@ async fn metrics(State(manager): Shared) -> Result<Response, Failure> {
     Ok(([(header::CONTENT_TYPE, kind)], text).into_response())
 }
 
-/// What happens from here on, as server-sent events; the data of each are an `Event`
+/// All later events, as server-sent events; the data of each are an `Event`
 #[utoipa::path(get, path = "/v1/events", responses((status = 200, body = crate::api::Event, content_type = "text/event-stream")))]
 async fn events(State(manager): Shared) -> Sse<impl Stream<Item = Result<SseEvent, Infallible>>> {
     let events = BroadcastStream::new(manager.events()).map(|event| {
@@ -460,7 +460,7 @@ async fn events(State(manager): Shared) -> Sse<impl Stream<Item = Result<SseEven
     Sse::new(events).keep_alive(KeepAlive::default())
 }
 
-/// Read the configuration file again, and change what differs
+/// Read the configuration file again, and apply the differences
 #[utoipa::path(post, path = "/v1/reload",
     responses((status = 200, body = Reloaded), (status = "default", body = ErrorBody)))]
 async fn reload(State(manager): Shared) -> Answer<Reloaded> {

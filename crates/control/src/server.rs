@@ -15,20 +15,20 @@ use std::time::Duration;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Semaphore, oneshot};
 
-/// Only its owner connects.
+/// Only its owner can connect.
 const SOCKET_MODE: u32 = 0o600;
 /// Connections at one time. Others wait to be accepted.
 const CONNECTIONS_MAX: usize = 64;
 /// Calls that are carried out at one time. Others wait.
 const CALLS_MAX: usize = 16;
-/// A client that sends its request slower than this is given up.
+/// A client that sends its request slower than this is disconnected.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longer requests are refused.
 const HEADER_MAX_BYTES: usize = 64 << 10;
-/// Connections that are open when the server ends have so long to end.
+/// How long connections may stay open when the server ends.
 const END_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// A control socket that is served.
+/// A served control socket.
 #[derive(Debug)]
 pub struct ControlServer {
     stop: Option<oneshot::Sender<()>>,
@@ -36,7 +36,7 @@ pub struct ControlServer {
 }
 
 impl ControlServer {
-    /// Serves `manager` at the socket `path`. Only processes of this user, and root, are answered.
+    /// Serves `manager` at the socket `path`. Only processes of this user and of root are answered.
     pub fn listen(path: &Path, manager: Arc<Manager>) -> Result<Self> {
         let socket = ListenSocket::of_mode(path, SOCKET_MODE)?;
         let failed = |error| Error::io(format!("cannot serve the control socket '{}'", path.display()), error);
@@ -55,7 +55,7 @@ impl ControlServer {
         let (stop, stopped) = oneshot::channel();
         let run = move || {
             runtime.block_on(accept(listener, router(manager), stopped));
-            // Waits for calls that are being carried out.
+            // Waits for calls in progress.
             drop(runtime);
             drop(socket);
         };
@@ -63,7 +63,7 @@ impl ControlServer {
         Ok(Self { stop: Some(stop), thread: Some(thread) })
     }
 
-    /// Takes no more calls, and waits for those that are being carried out.
+    /// Takes no more calls, and waits for those in progress.
     pub fn stop(mut self) -> Result<()> {
         self.end()
     }
@@ -115,7 +115,7 @@ async fn accept(listener: UnixListener, router: Router, mut stopped: oneshot::Re
                 if let Some(times) = TIMES.admit() {
                     tracing::warn!(times, "cannot accept at the control socket: {error}");
                 }
-                // Out of descriptors, mostly: some time may bring some back.
+                // Mostly, descriptors have run out: some may become free soon.
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }
@@ -123,7 +123,7 @@ async fn accept(listener: UnixListener, router: Router, mut stopped: oneshot::Re
     let _ = tokio::time::timeout(END_TIMEOUT, async { while connections.join_next().await.is_some() {} }).await;
 }
 
-/// Whether the peer is this user, or root.
+/// Whether the peer is this user or root.
 fn may_call(stream: &UnixStream) -> bool {
     let own = geteuid().as_raw();
     stream.peer_cred().is_ok_and(|peer| peer.uid() == own || peer.uid() == 0)

@@ -4,10 +4,10 @@ use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-/// What a monitor has to know about one served disk.
+/// What a monitor must know about one served disk.
 #[derive(Debug, Clone)]
 pub struct Attachment {
-    /// Absolute path of the socket; what stands for it where it was passed and has none.
+    /// Absolute path of the socket. A passed socket without a path has a substitute here.
     pub socket: PathBuf,
     /// Queues that the disk offers.
     pub queues: u16,
@@ -17,13 +17,14 @@ pub struct Attachment {
 
 /// How often QEMU tries to connect again.
 const RECONNECT_MS: u32 = 1000;
-/// The longest ring that Cloud Hypervisor gives a disk well.
+/// The longest ring that works well with Cloud Hypervisor.
 const CLOUD_HYPERVISOR_QUEUE_SIZE_MAX: u16 = 256;
 
-/// Writes one monitor's flags.
+/// A function that writes one monitor's flags.
 type Flags = fn(&[Attachment]) -> String;
 
-/// The flags for every monitor we know, for all `disks` at once. Monitors connect to paths: a socket without one is left out.
+/// Returns the flags for each known monitor, for all `disks` at once. Monitors connect to paths, so sockets without one
+/// are left out.
 #[must_use]
 pub fn attach_flags(disks: &[Attachment]) -> String {
     let disks: Vec<Attachment> = disks.iter().filter(|disk| disk.socket.is_absolute()).cloned().collect();
@@ -47,7 +48,7 @@ pub fn attach_flags(disks: &[Attachment]) -> String {
     text
 }
 
-/// `-object`, `-machine`, `-chardev` and `-device`. QEMU connects again by itself when the daemon was restarted.
+/// Writes `-object`, `-machine`, `-chardev` and `-device`. QEMU connects again by itself after a restart of the daemon.
 fn qemu(disks: &[Attachment]) -> String {
     let mut text =
         "-m 1G -object memory-backend-memfd,id=mem0,size=1G,share=on -machine memory-backend=mem0".to_owned();
@@ -109,7 +110,7 @@ fn user_mode_linux(disks: &[Attachment]) -> String {
     disks.iter().map(flag).collect::<Vec<_>>().join(" ")
 }
 
-/// `text` as one word of a POSIX shell.
+/// Returns `text` as one word of a POSIX shell.
 #[must_use]
 pub fn quote(text: &str) -> Cow<'_, str> {
     // Quotes that no shell needs make long options hard to read.
@@ -117,11 +118,11 @@ pub fn quote(text: &str) -> Cow<'_, str> {
     if !text.is_empty() && text.chars().all(plain) {
         return Cow::Borrowed(text);
     }
-    // A zero byte, which no word can have, stands in no path either.
+    // This fails only for a zero byte, which no path has.
     shlex::try_quote(text).unwrap_or(Cow::Borrowed(text))
 }
 
-/// `path` made absolute without asking the file system about its last part (the socket may not exist yet).
+/// Makes `path` absolute without looking at its last part (the socket may not exist yet).
 #[must_use]
 pub fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
@@ -141,7 +142,7 @@ mod tests {
         SOCKETS.iter().map(disk).collect()
     }
 
-    /// The words that a shell makes of printed lines, and what stands behind each `flag`.
+    /// The words that a shell makes of printed lines, and what follows each `flag`.
     fn values_of(lines: &str, flag: &str) -> Vec<String> {
         let words = shlex::split(&lines.replace("\\\n", " ")).expect("a shell reads it");
         let at = |(index, _)| words.get(index + 1).cloned();

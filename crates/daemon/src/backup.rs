@@ -1,8 +1,8 @@
-//! Backups of running disks: a point in time, copied to another image.
+//! Backups of running disks: copies of one point in time to another image.
 //!
-//! A fleece goes on top of the disk and takes what guests write. The disk below is copied, by a thread of its own. Then, or
-//! when the copy fails or the fleece becomes too large, the fleece is taken back. So a target that is slow, or hangs, keeps
-//! no guest waiting.
+//! A fleece goes on top of the disk and takes what guests write, while a thread of its own copies the disk below. The
+//! fleece is taken back after the copy, or if the copy fails or the fleece becomes too large. So a target that is slow
+//! or hangs keeps no guest waiting.
 
 use crate::change::{Made, top_of};
 use crate::daemon::Daemon;
@@ -30,46 +30,46 @@ pub enum BackupMode {
     Full,
     /// What the top layer holds.
     Top,
-    /// What was written according to a bitmap.
+    /// What a bitmap marks as written.
     Incremental,
 }
 
-/// How a disk is backed up.
+/// The options of a backup.
 #[derive(Debug, Clone)]
 pub struct BackupOptions {
     /// The image to copy to.
     pub target: FileName,
     /// Its format.
     pub format: Format,
-    /// The target is there, and is overwritten. Otherwise it is made.
+    /// The target exists and is overwritten. Otherwise it is made.
     pub existing: bool,
     /// What is copied.
     pub mode: BackupMode,
-    /// A persistent bitmap of the top layer: what is copied, and what is cleared on success.
+    /// A persistent bitmap of the top layer. It is cleared on success, and says what an incremental backup copies.
     pub bitmap: Option<String>,
-    /// What a new target rests on: an earlier backup.
+    /// The backing file of a new target: an earlier backup.
     pub base: Option<PathBuf>,
-    /// Where the fleece lies; beside the disk's image where not given.
+    /// Where the fleece lies; by default beside the disk's image.
     pub fleece_directory: Option<PathBuf>,
-    /// How large it may become.
+    /// How large the fleece may become.
     pub fleece_quota_bytes: Option<u64>,
-    /// The most bytes that are copied in a second.
+    /// The most bytes that are copied in each second.
     pub bytes_per_second: Option<u64>,
 }
 
-/// Whoever keeps a record of the disks. Each change is durable when its call returns.
+/// Keeps a record of the disks. Each change is durable when its call returns.
 pub trait BackupRecord: Send {
-    /// A fleece will be made.
+    /// Notes that a fleece will be made.
     fn will_make(&mut self, fleece: &Path) -> Result<()>;
-    /// It is the top from here on.
+    /// Notes that the fleece is the top from here on.
     fn is_on_top(&mut self, fleece: &Path) -> Result<()>;
-    /// It is off; this is the top from here on.
+    /// Notes that the fleece was taken off, and that `top` is the top from here on.
     fn is_off(&mut self, top: &FileName) -> Result<()>;
-    /// Its file is gone.
+    /// Notes that the fleece's file is gone.
     fn is_removed(&mut self, fleece: &Path) -> Result<()>;
 }
 
-/// What a job needs to know.
+/// What a backup job works with.
 struct Backup {
     found: Found,
     policy: (BackingPolicy, Vec<PathBuf>),
@@ -78,7 +78,7 @@ struct Backup {
 }
 
 impl Daemon {
-    /// Starts to copy a disk as it is at one moment soon. See [`BackupOptions`].
+    /// Starts a job that copies a disk as it is at one moment soon after the call. See [`BackupOptions`].
     pub fn start_backup(
         &self,
         node: NodeId,
@@ -99,7 +99,7 @@ impl Daemon {
     }
 }
 
-/// What can be said before anything is done.
+/// Refuses impossible options before anything is done.
 fn check(name: &str, image: &Image, options: &BackupOptions) -> Result<()> {
     let bad = |what: String| Err(Error::new(ErrorKind::BadOption, what));
     if image.said_formats().next().flatten() == Some(Format::Scratch) {
@@ -150,6 +150,9 @@ impl Backup {
         record: &mut dyn BackupRecord,
     ) -> Result<()> {
         let mut target = Target::open(self, image)?;
+        if watch.is_cancelled() {
+            return Err(Error::new(ErrorKind::Cancelled, "cancelled: nothing was copied"));
+        }
         let path = &self.fleece;
         record.will_make(path)?;
         let mut made = Made::default();
@@ -168,7 +171,7 @@ impl Backup {
         has_new_top();
         let copy = self.copy_of(image, &point, &mut target);
         let (copied, ended) = std::thread::scope(|scope| {
-            // By value: its files are closed when it ends.
+            // The copy is moved into the thread, so its files are closed when it ends.
             let copying = copy.and_then(|(copy, what)| {
                 let run = move || copy.run(&what, watch);
                 let started = std::thread::Builder::new().name("backup".to_owned()).spawn_scoped(scope, run);
@@ -176,11 +179,11 @@ impl Backup {
             });
             let copied = copying.and_then(|copying| watched(copying, &fleece, watch));
             let copied = copied.and_then(|()| target.is_done());
-            // It ends where it is. Guests are not to wait for that.
+            // The copy ends where it is. Guests must not wait for it.
             watch.cancel();
             target.give_up_unless(copied.is_ok());
             if copied.is_err() {
-                // What it has is of no use, and its thread is waited for.
+                // Its result is of no use, and its thread is waited for.
                 watch.give_up();
             }
             let cleared = match (&self.options.bitmap, &copied) {
@@ -199,14 +202,14 @@ impl Backup {
         }
     }
 
-    /// What is to be copied, and how.
+    /// Returns the copy to make, and what it copies.
     fn copy_of(&self, image: &Image, point: &PointInTime<'_>, target: &mut Target) -> Result<(CopyOut, Copied)> {
         let what = match (self.options.mode, &self.options.bitmap) {
             (BackupMode::Top, _) => Copied::TopLayer,
             (BackupMode::Incremental, Some(bitmap)) => Copied::Ranges(point.read_bitmap(bitmap)?.ranges()),
             _ => Copied::All,
         };
-        // The layers do not change any more.
+        // From here on the layers do not change.
         refuse_own_layer(image, &self.options.target)?;
         let to = Arc::new(match target.opened.take() {
             Some(Opened::Image(image)) => image,
@@ -241,14 +244,14 @@ impl Backup {
     }
 }
 
-/// Its contents are in the layer below.
+/// Removes a fleece's file. Its contents are in the layer below.
 pub(crate) fn remove_fleece(path: &Path) {
     if let Err(error) = std::fs::remove_file(path) {
         tracing::warn!("cannot remove '{}', which is not used any more: {error}", path.display());
     }
 }
 
-/// Waits for the end of the copy, of the fleece's room, or of anybody's patience.
+/// Waits until the copy ends, the fleece has become too large, or the job is cancelled.
 fn watched(copying: ScopedJoinHandle<'_, Result<()>>, fleece: &Fleece, watch: &CopyWatch) -> Result<()> {
     while !copying.is_finished() {
         fleece.check()?;
@@ -262,14 +265,14 @@ fn watched(copying: ScopedJoinHandle<'_, Result<()>>, fleece: &Fleece, watch: &C
 
 enum Opened {
     Image(Image),
-    /// To be opened over the layers that the disk's top rests on.
+    /// An overlay, to be opened over the layers below the disk's top.
     Overlay(OpenedOverlay),
 }
 
-/// What is copied to. Half of a target is removed again where it was made here.
+/// The target of the copy. If it was made here and is not complete, it is removed again.
 struct Target {
     opened: Option<Opened>,
-    /// While a thread copies to it.
+    /// Set while a thread copies to it.
     copied_to: Option<Arc<Image>>,
     is_blank: bool,
     made: Option<PathBuf>,
@@ -306,14 +309,14 @@ impl Target {
         Ok(target)
     }
 
-    /// Has a thread that copies to it come back, where its storage hangs and can be told so.
+    /// Unless the copy is done, cancels the target's requests, so that a thread returns whose storage hangs.
     fn give_up_unless(&mut self, is_done: bool) {
         if let Some(image) = self.copied_to.take().filter(|_| !is_done) {
             image.cancel();
         }
     }
 
-    /// All of it is durable; so is its name from here on.
+    /// Notes that all of the target is durable, and makes its name durable, too.
     fn is_done(&mut self) -> Result<()> {
         let Some(path) = self.made.take() else { return Ok(()) };
         let directory = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
@@ -333,7 +336,7 @@ impl Drop for Target {
     }
 }
 
-/// A disk that is copied to a layer of its own would be destroyed.
+/// Refuses a target that is a layer of the disk: the copy would destroy the disk.
 fn refuse_own_layer(image: &Image, target: &FileName) -> Result<()> {
     let canonical = target.path().and_then(|path| path.canonicalize().ok()).map(FileName::from);
     let target_is = |file: &FileName| file.is_same_file(canonical.as_ref().unwrap_or(target));
@@ -345,7 +348,7 @@ fn refuse_own_layer(image: &Image, target: &FileName) -> Result<()> {
     Ok(())
 }
 
-/// What a new target is.
+/// Returns how to create a new target.
 fn new_target(backup: &Backup, image: &Image) -> Result<CreateOptions> {
     let size_bytes = image.info().size_bytes;
     let named = |path: &Path| {

@@ -1,4 +1,4 @@
-//! Changes of disks that guests are using: their size, and the layers that they consist of.
+//! Changes of disks in use: their size, and their layers.
 
 use crate::daemon::Daemon;
 use crate::status::NodeId;
@@ -10,24 +10,24 @@ use std::path::Path;
 use std::sync::Arc;
 
 impl Daemon {
-    /// Makes a disk larger; its guests are told. What is added reads as zeros. A disk in use never becomes smaller. Guests
-    /// wait for as long as their requests in flight and a few changes of tables take.
+    /// Makes a disk larger, and tells its guests. The new part reads as zeros. A disk in use never becomes smaller.
+    /// Guests wait for as long as their requests in flight and a few changes of tables take.
     pub fn resize(&self, node: NodeId, size_bytes: u64) -> Result<()> {
         let (_work, _, image) = self.image_for("its resize".to_owned(), node, None)?;
         image.grow(size_bytes)
     }
 
-    /// Puts a new, empty qcow2 image on top of each of these disks. All go over at one moment: together, the former tops are
-    /// what the guests had written by then, and nothing of them changes any more. The files are made here and must not
-    /// exist; they name what they rest on by its absolute path. Guests go on meanwhile.
+    /// Puts a new, empty qcow2 image on top of each of these disks, on all at one moment. The former tops hold what the
+    /// guests had written by then, and no longer change. The files are made here and must not exist. They name their
+    /// backing files by absolute paths. Guests go on meanwhile.
     ///
-    /// On an error that concerns one disk only, after all went over, the others' former tops are safe; the error says so.
+    /// If only one disk fails after all have switched, the others' former tops are safe, and the error says so.
     pub fn put_overlays(&self, overlays: &[(NodeId, &Path)]) -> Result<()> {
         self.put_overlays_with(overlays, || Ok(()))
     }
 
-    /// As [`Daemon::put_overlays`]. Before anything is written to the new layers, `commit` is called, while guests are
-    /// held: whoever keeps a record of the disks makes it durable there. If it fails, all goes on as before.
+    /// As [`Daemon::put_overlays`], and calls `commit` before anything is written to the new layers, while guests are
+    /// held. There the caller makes its record of the disks durable. If `commit` fails, all goes on as before.
     pub fn put_overlays_with(&self, overlays: &[(NodeId, &Path)], commit: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut made = Made::default();
         let mut disks = Vec::new();
@@ -48,12 +48,12 @@ impl Daemon {
         results?.into_iter().fold(Ok(()), Result::and)
     }
 
-    /// Takes the top layer of a disk back, by a job of its own ([`Daemon::start_take_overlay_back`]), and waits for its end.
+    /// Takes the top layer of a disk back, by a job ([`Daemon::start_take_overlay_back`]), and waits for its end.
     pub fn take_overlay_back(&self, node: NodeId) -> Result<()> {
         self.wait_job(self.start_take_overlay_back(node)?)
     }
 
-    /// A disk's image, with a claim that keeps the disk. Whoever removes the disk by force cancels the `watch`.
+    /// Returns a disk's image, with a claim that keeps the disk. Removing the disk by force cancels the `watch`.
     pub(crate) fn image_for(
         &self,
         what: String,
@@ -74,7 +74,7 @@ pub(crate) fn top_of(image: &Image) -> Option<FileName> {
     image.file_names().next()
 }
 
-/// Files that were made and are removed again unless they come to be used.
+/// Files that were made. They are removed again unless they are kept.
 #[derive(Default)]
 pub(crate) struct Made(Vec<std::path::PathBuf>);
 
@@ -90,7 +90,7 @@ impl Made {
         self.overlay_with(found, image, path, |_| ())
     }
 
-    /// As [`Made::overlay`], with other options than the usual ones.
+    /// As [`Made::overlay`], with changed options.
     pub(crate) fn overlay_with(
         &mut self,
         found: &Found,

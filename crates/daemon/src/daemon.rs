@@ -1,4 +1,4 @@
-//! The daemon: reactors' threads, the disks that they serve, and the sockets at which guests come in.
+//! The daemon: reactors' threads, the disks that they serve, and the sockets for guests.
 
 use crate::attach::Attachment;
 use crate::front::Front;
@@ -23,20 +23,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
-/// How to start a daemon.
+/// The configuration of a daemon.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct DaemonConfig {
     /// Threads that serve requests, at least one.
     pub reactors: usize,
-    /// How long an idle reactor goes on looking before it sleeps; the engine's default where not given.
+    /// How long an idle reactor spins before it sleeps, in microseconds; by default the engine's value.
     pub poll_max_us: Option<u32>,
     /// Which backing files images may open.
     pub allow_backing: BackingPolicy,
     /// Files that the user named, besides the disks themselves.
     pub listed: Vec<PathBuf>,
-    /// How much memory requests may take for buffers of their own, over all disks; where not given, a sixteenth of what the
-    /// host or the control group has, but at least 16 MiB and at most 256 MiB.
+    /// How much memory requests may take for buffers of their own, over all disks. By default a sixteenth of the host's
+    /// or the control group's memory, but at least 16 MiB and at most 256 MiB.
     pub buffer_memory_bytes: Option<usize>,
     /// As [`ReactorConfig::harvest_after_submit`].
     pub harvest_after_submit: bool,
@@ -44,7 +44,7 @@ pub struct DaemonConfig {
     pub give_up_after: Duration,
 }
 
-/// What [`DaemonConfig::give_up_after`] is where nobody says otherwise: longer than any request that ends should take.
+/// The default of [`DaemonConfig::give_up_after`]: longer than a request should take on storage that works.
 pub const GIVE_UP_AFTER: Duration = Duration::from_secs(20);
 
 impl Default for DaemonConfig {
@@ -62,7 +62,7 @@ impl Default for DaemonConfig {
 }
 
 impl DaemonConfig {
-    /// Changes some of them: `DaemonConfig::default().with(|config| config.reactors = 4)`.
+    /// Changes some fields: `DaemonConfig::default().with(|config| config.reactors = 4)`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
@@ -72,9 +72,9 @@ impl DaemonConfig {
 
 /// Reactors, disks, exports of disks, and jobs on disks.
 ///
-/// Disks, exports and jobs come and go while others run. Each call may be made by any thread, at any time: what takes long
-/// (opening, awaiting requests, closing) holds up nobody but its caller, and no reactor. A disk can have several exports,
-/// each at a socket of its own.
+/// Disks, exports and jobs come and go while others run. Any thread may make any call at any time. What takes long
+/// (opening, awaiting requests, closing) holds up only its caller, and no reactor. A disk can have several exports,
+/// each at an address of its own or, for NBD, under a name of its own.
 ///
 /// Dropping a daemon without [`Daemon::shutdown`] shuts it down too, but only logs errors.
 pub struct Daemon {
@@ -88,13 +88,13 @@ pub struct Daemon {
     pub(crate) has_given_up: Arc<AtomicBool>,
 }
 
-/// Queues that an export offers where nobody says how many: one a CPU, within reason.
+/// The most queues that an export offers by default, which is one for each CPU.
 const DEFAULT_QUEUES_MAX: usize = 16;
-/// How long reactors get to end where requests were given up.
+/// How long reactors get to end if requests were given up.
 const REACTOR_PATIENCE: Duration = Duration::from_secs(2);
-/// What a busy reactor gets to look for its oldest request.
+/// How long a busy reactor gets to look for its oldest request.
 const OLDEST_PATIENCE: Duration = Duration::from_micros(300);
-/// Permissions of a socket that has a group of its own, where nobody says otherwise.
+/// The default permissions of a socket that has a group of its own.
 const GROUP_SOCKET_MODE: u32 = 0o660;
 
 impl Daemon {
@@ -121,14 +121,15 @@ impl Daemon {
         })
     }
 
-    /// How many queues an export offers: what it says, or one a CPU.
+    /// Returns how many queues an export offers: its option, or one for each CPU.
     #[must_use]
     pub fn queues_of(export: &ExportOptions) -> u16 {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         export.queues.unwrap_or(cpus.min(DEFAULT_QUEUES_MAX) as u16)
     }
 
-    /// The polling limit of reactors that are to serve `drives`; `otherwise` is what drives have that do not say.
+    /// Returns the polling limit of reactors that will serve `drives`. `otherwise` is the limit for drives without
+    /// their own.
     ///
     /// An export's queues are spread over all reactors, so the longest limit holds for all of them. It is set when the
     /// daemon starts.
@@ -143,14 +144,14 @@ impl Daemon {
 
     /// Opens a drive's disk and serves it. When this returns, its socket can be connected to.
     pub fn add(&self, drive: &DriveOptions) -> Result<(NodeId, ExportId)> {
-        // Before the image is opened, which a wrong option should not need.
+        // A wrong option is found before the image is opened.
         let image = drive.disk.file.as_ref().and_then(|file| file.path());
         let place = Place::of(&drive.export, image, &drive.disk.display_name())?;
         let node = self.add_disk(&drive.disk)?;
         match self.table.find(node).and_then(|found| self.export_at(place, &found, &drive.export)) {
             Ok(export) => Ok((node, export)),
             Err(error) => {
-                // The caller has to know why it is not served.
+                // The caller gets the first error: why the disk is not served.
                 if let Err(error) = self.remove_disk(node, true) {
                     tracing::error!("{error}");
                 }
@@ -159,7 +160,7 @@ impl Daemon {
         }
     }
 
-    /// Opens a disk. It is served as soon as it gets an export. A name that another disk has is refused.
+    /// Opens a disk. It is served as soon as it gets an export. Fails if another disk has the name.
     pub fn add_disk(&self, options: &DiskOptions) -> Result<NodeId> {
         let id = self.table.reserve_node(options)?;
         let opener = EngineOpener::of_disk(options).with_buffers(self.buffers.account());
@@ -175,9 +176,8 @@ impl Daemon {
         }
     }
 
-    /// Serves a disk at a socket: beside its image where `options` name none. When this returns, the socket can be
-    /// connected to. A disk can have any number of exports, for writing too: what guests do to each other's data then is
-    /// their affair.
+    /// Serves a disk at a socket; by default beside its image. When this returns, the socket can be connected to. A
+    /// disk can have any number of exports, even for writing. Guests can then destroy each other's data.
     pub fn add_export(&self, node: NodeId, options: &ExportOptions) -> Result<ExportId> {
         let found = self.table.find(node)?;
         let place = Place::of(options, found.path.as_deref(), &found.file)?;
@@ -193,7 +193,7 @@ impl Daemon {
         vhost.overrides = overrides(&options.shown);
         vhost.fixed_buffers = options.fixed_buffers;
         vhost.group = options.socket_group;
-        // A group of its own without permissions for it would be of no use.
+        // Without permissions, a group would be of no use.
         let mode = if vhost.group.is_some() { GROUP_SOCKET_MODE } else { vhost.mode };
         vhost.mode = options.socket_mode.unwrap_or(mode);
         let attachment = Attachment { socket: place.shown(), queues: vhost.max_queues, queue_size: vhost.queue_size };
@@ -201,13 +201,13 @@ impl Daemon {
         let (id, has_others) = self.table.reserve_export(found.id, read_only, attachment, place.inode())?;
         let name = found.name_in_logs();
         vhost.name = if has_others { format!("{name}.{id}") } else { name };
-        // Each begins with another reactor, so that exports of one queue spread too.
+        // Each export begins with another reactor, so that exports of one queue spread too.
         vhost.first_reactor = usize::try_from(id.0).unwrap_or(0) % self.reactors.len().max(1);
         let begun = place.serve(Arc::clone(&found.disk.disk), self.reactor_handles(), vhost);
         self.begin(id, found, begun.map(Front::VhostUser))
     }
 
-    /// An export at an NBD server.
+    /// Makes an export at an NBD server.
     pub(crate) fn begin_nbd(
         &self,
         found: &Found,
@@ -226,7 +226,7 @@ impl Daemon {
         self.begin(id, found, begin())
     }
 
-    /// An export of which room was made in the table has begun, or has not.
+    /// Enters an export that has begun into the table, or removes its reservation if it has not.
     fn begin(&self, id: ExportId, found: &Found, begun: Result<Front>) -> Result<ExportId> {
         let begun = begun.map_err(|error| error.in_context(&found.file)).and_then(|front| {
             self.table.export_is_here(id, front).map_err(|front| {
@@ -244,8 +244,8 @@ impl Daemon {
         self.reactors.iter().map(ReactorThread::handle).collect()
     }
 
-    /// Stops serving at one socket: its guest is disconnected when its requests in flight have ended. The disk stays, and
-    /// so do its other exports.
+    /// Removes an export. Its guest is disconnected when its requests in flight have ended. The disk and its other
+    /// exports stay.
     pub fn remove_export(&self, id: ExportId) -> Result<()> {
         let node = self.table.exports().iter().find(|export| export.id == id).map(|export| export.node);
         let found = node.and_then(|node| self.table.find(node).ok());
@@ -255,12 +255,12 @@ impl Daemon {
         Ok(())
     }
 
-    /// Flushes and closes a disk. One that has exports or jobs is refused, unless `force` says that exports are
-    /// to be removed and jobs to be cancelled first. Requests that the storage does not end in time are given up
-    /// ([`DaemonConfig::give_up_after`]): their guests get errors, and so does the caller. The disk is gone all the same.
+    /// Flushes and closes a disk. Fails if it has exports or jobs; with `force`, exports are removed and jobs cancelled
+    /// first. Requests that the storage does not end in time are given up ([`DaemonConfig::give_up_after`]): their
+    /// guests get errors, and so does the caller. The disk is gone all the same.
     pub fn remove_disk(&self, id: NodeId, force: bool) -> Result<()> {
         let (found, exports) = self.table.take_node(id, force)?;
-        self.jobs.be_patient_with_all_of(id, self.config.give_up_after, &self.has_given_up);
+        self.be_patient_with_jobs_of(id);
         let _held = found.disk.hold.as_ref().map(HoldControl::give_up);
         let given_up = Arc::new(AtomicBool::new(false));
         let surrenders = exports.iter().map(|(_, export)| export.surrender()).collect();
@@ -271,7 +271,7 @@ impl Daemon {
         }
         self.table.wait_for_exports(id);
         drop(patience);
-        // A job that takes a layer back takes as long as it takes.
+        // A job that takes a layer back may take long.
         let patience = Patience::with_jobs(&found);
         let limit = given_up.load(Ordering::Acquire).then_some(HOPELESS_PATIENCE);
         self.table.wait_for_works(id, limit);
@@ -279,7 +279,7 @@ impl Daemon {
         drop(patience);
         let patience = Patience::with_end(&found);
         // Its locks go with it: whoever finds the name free finds the image free, too.
-        let closed = match given_up.load(Ordering::Acquire) {
+        let closed = match given_up.load(Ordering::Acquire) || self.table.has_left_works(id) {
             true => {
                 self.has_given_up.store(true, Ordering::Release);
                 close_hopeless(found, close)
@@ -295,13 +295,13 @@ impl Daemon {
         closed
     }
 
-    /// The number of the disk of this name.
+    /// Returns the number of the disk with this name.
     #[must_use]
     pub fn disk_named(&self, name: &str) -> Option<NodeId> {
         self.table.id_of(name)
     }
 
-    /// The disks, in the order in which they were added.
+    /// Returns the disks, in the order in which they were added.
     #[must_use]
     pub fn disks(&self) -> Vec<DiskStatus> {
         let status = |Found { id, name, file, disk, .. }| DiskStatus {
@@ -317,36 +317,37 @@ impl Daemon {
         self.table.nodes().into_iter().map(status).collect()
     }
 
-    /// The filters `throttle` of a disk, the nearest to the guest first.
+    /// Returns the `throttle` filters of a disk, the one nearest to the guest first.
     pub fn throttles(&self, node: NodeId) -> Result<Vec<Arc<ThrottleMember>>> {
         Ok(self.table.find(node)?.disk.throttles.clone())
     }
 
-    /// What holds requests of a disk that the storage fails, if its options ask for that.
+    /// Returns the control of the filter that holds requests which the storage fails, if the disk's options ask for
+    /// one.
     pub fn hold(&self, node: NodeId) -> Result<Option<Arc<HoldControl>>> {
         Ok(self.table.find(node)?.disk.hold.clone())
     }
 
-    /// The exports of all disks, in the order in which they were added.
+    /// Returns the exports of all disks, in the order in which they were added.
     #[must_use]
     pub fn exports(&self) -> Vec<ExportStatus> {
         self.table.exports()
     }
 
-    /// How long the requests of each disk take, over all its exports. No reactor waits for this; it takes a fraction of a
-    /// millisecond, in which those that are awake say which of their requests is the oldest.
+    /// Returns how long the requests of each disk take, over all its exports. No reactor waits for this. The call takes
+    /// a fraction of a millisecond, in which reactors that are awake note their oldest requests.
     #[must_use]
     pub fn latencies(&self) -> BTreeMap<NodeId, QueueLatency> {
         self.table.latencies(OLDEST_PATIENCE)
     }
 
-    /// Counters of each reactor, with its name.
+    /// Returns the counters of each reactor, with its name.
     #[must_use]
     pub fn reactors(&self) -> Vec<(String, ReactorStats)> {
         self.reactors.iter().map(|reactor| (reactor.handle().name().to_owned(), reactor.stats())).collect()
     }
 
-    /// How many harvests of all reactors gave how many completions; see [`ReactorThread::harvest_lengths`].
+    /// Returns the harvests of all reactors, counted by their completions; see [`ReactorThread::harvest_lengths`].
     #[must_use]
     pub fn harvest_lengths(&self) -> Vec<u64> {
         let mut sum = Vec::new();
@@ -357,13 +358,14 @@ impl Daemon {
         sum
     }
 
-    /// Names of the reactors that do not answer within `time`: one that is stuck serves no guest any more. Waits as long.
+    /// Returns the names of the reactors that do not answer within `time`. A stuck reactor serves no guest. Waits for
+    /// `time` at most.
     #[must_use]
     pub fn stuck_reactors(&self, time: Duration) -> Vec<String> {
         let deadline = Instant::now() + time;
         let asked = self.reactors.iter().map(|reactor| {
             let (sender, answer) = std::sync::mpsc::sync_channel(1);
-            // Whoever asked may be gone when a late answer comes.
+            // The caller may be gone when a late answer comes.
             let begun = reactor.handle().run(Box::new(move |_| sender.send(()).unwrap_or(())));
             (reactor.handle(), begun.map(|()| answer))
         });
@@ -378,21 +380,21 @@ impl Daemon {
         stuck.collect()
     }
 
-    /// The memory that requests of all disks take for buffers of their own.
+    /// Returns how much memory requests of all disks take for buffers of their own.
     #[must_use]
     pub fn buffer_stats(&self) -> BudgetStats {
         self.buffers.stats()
     }
 
-    /// Counters of the pools that requests' contexts come from, by name. They are the whole process's: threads trade
-    /// contexts with each other.
+    /// Returns the counters of the pools of requests' contexts, by name. They are for the whole process, because
+    /// threads trade contexts with each other.
     #[must_use]
     pub fn pools(&self) -> Vec<(&'static str, PoolStats)> {
         memory::pools()
     }
 
-    /// Stops accepting, cancels jobs, lets requests in flight end, flushes and closes the images, removes the sockets, ends the
-    /// threads. Goes on after an error and returns that of the disk that was added first.
+    /// Stops accepting, cancels jobs, waits for requests in flight, flushes and closes the images, removes the sockets,
+    /// and ends the threads. Goes on after an error. Returns the error of the disk that was added first.
     pub fn shutdown(mut self) -> Result<()> {
         self.end()
     }
@@ -411,10 +413,10 @@ impl Daemon {
         first
     }
 
-    /// Ends disks side by side: one whose storage hangs must not keep the others from being closed. Failures are logged at
-    /// once, because the last disk may never end.
+    /// Ends disks side by side, so that one whose storage hangs does not keep the others from being closed. Failures
+    /// are logged at once, because the last disk may never end.
     fn end_disks(&self) -> Result<()> {
-        // Not the disks themselves: whoever holds one keeps its file locked.
+        // Only the numbers: holding a disk would keep its file locked.
         let nodes: Vec<NodeId> = self.table.nodes().iter().map(|node| node.id).collect();
         let end = |id: NodeId| self.remove_disk(id, true).inspect_err(|error| tracing::error!("{error}"));
         let panicked = |_| Err(Error::new(ErrorKind::Io, "the end of a disk panicked: look at its image with check"));
@@ -424,7 +426,7 @@ impl Daemon {
                 std::thread::Builder::new().name("closing".into()).spawn_scoped(scope, move || end(id))
             };
             let threads: Vec<_> = nodes.iter().map(spawn).collect();
-            // Where no thread could be had, this one does it.
+            // If no thread can be started, this one ends the disk.
             let ended = |(thread, id): (std::io::Result<ScopedJoinHandle<'_, _>>, &NodeId)| match thread {
                 Ok(thread) => thread.join().unwrap_or_else(panicked),
                 Err(_) => end(*id),
@@ -433,7 +435,7 @@ impl Daemon {
         })
     }
 
-    /// An image that is in use may be so by this daemon.
+    /// Explains a locked image that this daemon itself uses.
     fn explain_lock(&self, options: &DiskOptions, error: Error) -> Error {
         let canonical = |path: &Path| path.canonicalize().ok();
         let path = options.file.as_ref().and_then(|file| file.path()).filter(|_| error.kind() == ErrorKind::Locked);
@@ -464,7 +466,7 @@ fn close(found: &Found) -> Result<()> {
     disk.close()
 }
 
-/// What the user wants a guest to be told, in the device's words.
+/// Turns the user's options for what a guest is told into the device's overrides.
 fn overrides(shown: &ShownOptions) -> Overrides {
     let mut overrides = Overrides::default();
     // All three or none.

@@ -1,4 +1,4 @@
-//! Persistent bitmaps and internal snapshots of disks that guests are using.
+//! Persistent bitmaps and internal snapshots of disks in use.
 
 use crate::daemon::Daemon;
 use crate::status::NodeId;
@@ -6,13 +6,13 @@ use block::{Error, ErrorKind, Result};
 use image::{ClosedEdit, OnlineBitmap, Snapshot};
 
 impl Daemon {
-    /// The persistent bitmaps of a disk's layers, top first.
+    /// Returns the persistent bitmaps of a disk's layers, top first.
     pub fn bitmaps(&self, node: NodeId) -> Result<Vec<OnlineBitmap>> {
         let (_work, _, image) = self.image_for("a look at its bitmaps".to_owned(), node, None)?;
         image.online_bitmaps()
     }
 
-    /// The internal snapshots of a disk's top layer.
+    /// Returns the internal snapshots of a disk's top layer.
     pub fn internal_snapshots(&self, node: NodeId) -> Result<Vec<Snapshot>> {
         let (_work, _, image) = self.image_for("a look at its snapshots".to_owned(), node, None)?;
         image.online_snapshots()

@@ -1,4 +1,4 @@
-//! The file that takes what guests write while a backup runs, and how much room there is for it.
+//! The fleece: a file that takes what guests write while a backup runs. Also watches how much room it has.
 
 use crate::change::{Made, top_of};
 use crate::table::Found;
@@ -10,26 +10,28 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
-/// In a file that is new, small writes take little space, and copy nothing from below.
+/// The cluster size of the new file. Its extended L2 entries let small writes take little space, and copy nothing from
+/// below.
 const CLUSTER_BYTES: u64 = 128 << 10;
-/// Where no quota is given, so much of a file system stays free for others: this part of it, at most so many bytes.
+/// Without a quota, one part in this many of the file system stays free for others, but at most this many bytes.
 const SPARE_PART: u64 = 20;
 const SPARE_BYTES_MAX: u64 = 1 << 30;
-/// Kept beyond the quota, for what guests write while the fleece is taken back.
+/// Space reserved beyond the quota, for what guests write while the fleece is taken back. It is one part in this many
+/// of the quota, but at least this many bytes.
 const RESERVE_PART: u64 = 8;
 const RESERVE_BYTES_LEAST: u64 = 16 << 20;
 
-/// A fleece's file, and when it has become too large.
+/// A fleece's file, and its limits.
 pub(crate) struct Fleece {
     path: PathBuf,
     file: File,
     quota_bytes: Option<u64>,
-    /// The file system may run out of space below it.
+    /// The file's space is not reserved, so the file system may run out of space.
     watches_space: bool,
 }
 
 impl Fleece {
-    /// Makes the file, which must not exist, and keeps space for it where a quota is given.
+    /// Makes the file, which must not exist. Reserves its space if there is a quota.
     pub(crate) fn make(
         made: &mut Made,
         found: &Found,
@@ -55,7 +57,7 @@ impl Fleece {
         let more = (quota_bytes / RESERVE_PART).max(RESERVE_BYTES_LEAST);
         match fallocate(&self.file, FallocateFlags::KEEP_SIZE, 0, quota_bytes.saturating_add(more)) {
             Ok(()) => self.watches_space = false,
-            // Then its space is watched.
+            // Its space is watched instead.
             Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
             Err(errno) => {
                 let what = format!("cannot keep {quota_bytes} bytes for the fleece '{}'", self.path.display());
@@ -65,7 +67,7 @@ impl Fleece {
         Ok(())
     }
 
-    /// Fails when the fleece has become too large.
+    /// Fails if the fleece has become too large.
     pub(crate) fn check(&self) -> Result<()> {
         let path = self.path.display();
         let failed = |error| Error::io(format!("cannot look at the fleece '{path}'"), error);
@@ -92,7 +94,7 @@ impl Fleece {
         Ok(())
     }
 
-    /// A name for a new fleece: beside the disk's image, or in `directory`.
+    /// Returns a free name for a new fleece, beside the disk's image or in `directory`.
     pub(crate) fn path_for(image: &Image, directory: Option<&Path>) -> Result<PathBuf> {
         let top = top_of(image);
         let top = top.as_ref().and_then(|top| top.path()).ok_or_else(|| {

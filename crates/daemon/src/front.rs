@@ -5,20 +5,20 @@ use crate::status::NbdStatus;
 use export_nbd::NbdExport;
 use export_vhost_user::{Export, QueueLatency, RingStats, Surrender};
 
-/// One of them.
+/// A front end of a disk.
 pub(crate) enum Front {
     VhostUser(Export),
     Nbd(Box<NbdFront>),
 }
 
-/// How to have [`Front::stop`] wait no longer.
+/// Makes [`Front::stop`] wait no longer.
 pub(crate) enum FrontSurrender {
     VhostUser(Surrender),
     Nbd(NbdExport),
 }
 
 impl Front {
-    /// Ends it: its guests' requests in flight end, then they are disconnected.
+    /// Ends the front end: waits for its guests' requests in flight, then disconnects them.
     pub(crate) fn stop(self) {
         match self {
             Self::VhostUser(export) => export.stop(),

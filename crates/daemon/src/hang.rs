@@ -1,7 +1,7 @@
-//! Storage that hangs: how long a disk that is removed waits for it, and what happens then.
+//! Storage that hangs: how long the removal of a disk waits for it, and what happens then.
 //!
-//! First the files are asked to give up what is in flight; a connection to a server can. Where that does not help, the
-//! requests are ended with errors without the storage, and the guest's memory is cut off from it.
+//! First the files are asked to give up requests in flight; a connection to a server can. If that does not help, the
+//! requests end with errors without the storage, and the guest's memory is cut off from it.
 
 use crate::front::FrontSurrender;
 use crate::table::Found;
@@ -12,16 +12,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
 use std::time::Duration;
 
-/// What files get that were asked to give up.
+/// How long files get after they were asked to give up.
 const CANCEL_PATIENCE: Duration = Duration::from_secs(1);
-/// How long closing a disk may take before a connection to a server is given up. A lot may have to be written.
+/// How long closing a disk may take before a connection to a server is given up. It may have much to write.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(30);
-/// How long jobs may take to end before that. They may have to write as much as guests did for hours.
+/// How long jobs may take to end before such a connection is given up. They may have to write as much as guests did in
+/// hours.
 const JOBS_PATIENCE: Duration = Duration::from_secs(600);
-/// How long it may take where requests were given up: the storage does not answer, most likely.
+/// How long these may take if requests were given up, because the storage most likely does not answer.
 pub(crate) const HOPELESS_PATIENCE: Duration = Duration::from_secs(2);
 
-/// As long as this lives, somebody waits; if for too long, an action is taken.
+/// Guards a wait, for as long as this lives. If it lasts too long, an action is taken.
 pub(crate) struct Patience(#[allow(dead_code, reason = "dropped to say that the wait is over")] Sender<()>);
 
 impl Patience {
@@ -41,7 +42,7 @@ impl Patience {
         }
     }
 
-    /// With the requests in flight of a disk's exports.
+    /// Guards the wait for requests in flight of a disk's exports.
     pub(crate) fn with_requests(
         limit: Duration,
         found: &Found,
@@ -59,12 +60,12 @@ impl Patience {
         })
     }
 
-    /// With the jobs of a disk.
+    /// Guards the wait for the jobs of a disk.
     pub(crate) fn with_jobs(found: &Found) -> Option<Self> {
         Self::before_cancel(JOBS_PATIENCE, found)
     }
 
-    /// With the end of a disk.
+    /// Guards the closing of a disk.
     pub(crate) fn with_end(found: &Found) -> Option<Self> {
         Self::before_cancel(CLOSE_PATIENCE, found)
     }
@@ -75,12 +76,12 @@ impl Patience {
     }
 }
 
-/// Closes a disk some of whose requests were given up, if its storage answers after all.
+/// Closes a disk that had requests given up, if its storage answers after all.
 pub(crate) fn close_hopeless(found: Found, close: fn(&Found) -> Result<()>) -> Result<()> {
     let file = found.file.clone();
     let (sender, closed) = sync_channel(1);
     let end = move || {
-        // Nobody may wait any more.
+        // The caller may no longer wait.
         let _ = sender.send(close(&found));
     };
     let failed = |error| Error::io("cannot start a thread", error);

@@ -1,13 +1,13 @@
-//! How much memory the daemon may have, and the part of it that requests' buffers get where nobody says how much.
+//! The default memory for requests' buffers: a part of what the daemon may have.
 
 use std::path::Path;
 
-/// The least and the most that buffers get unasked.
+/// The least and the most memory that buffers get by default.
 const BUFFERS_MIN: usize = 16 << 20;
 const BUFFERS_MAX: usize = 256 << 20;
 const CGROUPS: &str = "/sys/fs/cgroup";
 
-/// A sixteenth of what there is, within bounds.
+/// Returns a sixteenth of the host's or the control group's memory, within bounds.
 pub(crate) fn default_buffer_memory() -> usize {
     let info = rustix::system::sysinfo();
     let host_bytes = usize::try_from(info.totalram).unwrap_or(usize::MAX).saturating_mul(info.mem_unit as usize);
@@ -15,7 +15,7 @@ pub(crate) fn default_buffer_memory() -> usize {
     (limit_bytes / 16).clamp(BUFFERS_MIN, BUFFERS_MAX)
 }
 
-/// The least limit of this process' control group (version 2) and of those above it.
+/// Returns the lowest limit of this process's control group (version 2) and of those above it.
 fn cgroup_limit() -> Option<usize> {
     let groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let own = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;

@@ -1,11 +1,18 @@
-//! Long work on disks that guests are using: one thread a job, and a list of those that run or have ended.
+//! Long work on disks in use: one thread for each job, and a list of jobs that run or have ended.
 //!
 //! A job keeps its disk by a claim in the table ([`crate::table`]). Whoever removes the disk by force cancels the job
 //! there, then waits here for its end.
+//!
+//! A job whose storage hangs cannot be ended from outside: its thread waits in the kernel. If it was cancelled, it is *left*
+//! after a time: it counts as ended, and its thread stays until the storage answers. The thread keeps the right to change
+//! the disk's layers, what it has reserved in them, and their files with their locks. So nothing is used by others that
+//! its last write may hit, and it ends in order when the storage answers.
 
 use crate::change::top_of;
 use crate::daemon::Daemon;
+use crate::hang::HOPELESS_PATIENCE;
 use crate::status::{JobId, JobKind, JobState, JobStatus, NodeId};
+use crate::table::Table;
 use block::{Error, ErrorKind, Result};
 use drive::EngineOpener;
 use image::{
@@ -17,14 +24,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-/// Jobs that have ended stay listed up to this many. The oldest are forgotten first.
+/// How many ended jobs stay listed. The oldest are forgotten first.
 const ENDED_MAX: usize = 64;
 
 /// The list of jobs.
 #[derive(Default)]
 pub(crate) struct Jobs {
     state: Mutex<State>,
-    /// A job has ended.
+    /// Notified when a job has ended.
     ended: Condvar,
 }
 
@@ -40,6 +47,8 @@ struct Job {
     node: NodeId,
     disk: String,
     watch: Arc<CopyWatch>,
+    /// Its claim in the table.
+    work: u64,
     /// It was cancelled, and its storage did not answer.
     is_given_up: AtomicBool,
     /// Set once, under the list's lock.
@@ -51,7 +60,7 @@ impl Job {
         self.end.get().is_none()
     }
 
-    /// One that was cancelled, and whose storage did not answer, was cancelled.
+    /// Makes the error of a job that was given up one of the kind [`ErrorKind::Cancelled`].
     fn explained(&self, error: Error) -> Error {
         if error.kind() == ErrorKind::Cancelled || !self.is_given_up.load(Ordering::Acquire) {
             return error;
@@ -68,7 +77,7 @@ impl Job {
             Some(Err(error)) if error.kind() == ErrorKind::Cancelled => JobState::Cancelled,
             Some(Err(error)) => JobState::Failed(error.to_string()),
         };
-        // In this order: the first is part of the second.
+        // Read in this order, because the first is part of the second.
         let (done_bytes, total_bytes) = (self.watch.done_bytes(), self.watch.total_bytes());
         let (id, kind, node, disk) = (self.id, self.kind, self.node, self.disk.clone());
         JobStatus {
@@ -101,17 +110,23 @@ impl Jobs {
         self.lock().jobs.get(&id).cloned().ok_or_else(|| no_job(id))
     }
 
-    /// What runs on a disk.
+    /// Describes the job that runs on a disk, if any.
     pub(crate) fn running_on(&self, node: NodeId) -> Option<String> {
         let state = self.lock();
         let job = state.jobs.values().find(|job| job.node == node && job.runs())?;
         Some(format!("job {} ({})", job.id, job.kind))
     }
 
+    fn running_jobs_on(&self, node: NodeId) -> Vec<Arc<Job>> {
+        self.lock().jobs.values().filter(|job| job.node == node && job.runs()).cloned().collect()
+    }
+
     fn end(&self, job: &Job, result: Result<()>) {
         let mut state = self.lock();
-        // It has no end yet: only its thread gives it one.
-        let _ = job.end.set(result);
+        if let Err(late) = job.end.set(result) {
+            let how = late.map_or_else(|error| error.to_string(), |()| "done".to_owned());
+            tracing::warn!(disk = %job.disk, "the storage answers: job {}, which was given up, has ended: {how}", job.id);
+        }
         let ended: Vec<JobId> = state.jobs.values().filter(|job| !job.runs()).map(|job| job.id).collect();
         for id in ended.iter().take(ended.len().saturating_sub(ENDED_MAX)) {
             state.jobs.remove(id);
@@ -124,29 +139,6 @@ impl Jobs {
         drop(self.ended.wait_while(self.lock(), |state| is_early(state)).unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Waits for the end of a job for so long, and then no longer for storage that hangs.
-    fn be_patient_with(self: &Arc<Self>, job: &Arc<Job>, limit: Duration, has_given_up: &Arc<AtomicBool>) {
-        let (jobs, its, has_given_up) = (Arc::clone(self), Arc::clone(job), Arc::clone(has_given_up));
-        let wait = move || {
-            drop(jobs.ended.wait_timeout_while(jobs.lock(), limit, |_| its.runs()));
-            if its.runs() {
-                tracing::warn!(disk = %its.disk, "job {} does not end: its storage is given up", its.id);
-                has_given_up.store(true, Ordering::Release);
-                its.is_given_up.store(true, Ordering::Release);
-                its.watch.give_up();
-            }
-        };
-        if let Err(error) = std::thread::Builder::new().name("patience".into()).spawn(wait) {
-            tracing::warn!("cannot start a thread: storage that hangs is waited for: {error}");
-        }
-    }
-
-    /// The same for all jobs of a disk, which were cancelled.
-    pub(crate) fn be_patient_with_all_of(self: &Arc<Self>, node: NodeId, limit: Duration, given_up: &Arc<AtomicBool>) {
-        let running: Vec<_> = self.lock().jobs.values().filter(|job| job.node == node && job.runs()).cloned().collect();
-        running.iter().for_each(|job| self.be_patient_with(job, limit, given_up));
-    }
-
     /// Waits until no job of this disk runs, at most until the `limit`.
     pub(crate) fn wait_for_all_of(&self, node: NodeId, limit: Option<Duration>) {
         let is_early = |state: &State| state.jobs.values().any(|job| job.node == node && job.runs());
@@ -157,7 +149,7 @@ impl Jobs {
     }
 }
 
-/// A job that runs. Dropped without a result, it has failed.
+/// A running job. If this is dropped without a result, the job has failed.
 struct Running {
     jobs: Arc<Jobs>,
     job: Arc<Job>,
@@ -178,18 +170,74 @@ impl Drop for Running {
     }
 }
 
+/// Who waits for the end of a job that was cancelled.
+struct JobPatience {
+    jobs: Arc<Jobs>,
+    table: Arc<Table>,
+    job: Arc<Job>,
+    limit: Duration,
+    has_given_up: Arc<AtomicBool>,
+    /// Its disk is going, so its end makes no difference to it.
+    is_disk_going: bool,
+}
+
+impl JobPatience {
+    /// Waits in a thread of its own.
+    fn begin(self) {
+        if let Err(error) = std::thread::Builder::new().name("patience".into()).spawn(move || self.wait()) {
+            tracing::warn!("cannot start a thread: storage that hangs is waited for: {error}");
+        }
+    }
+
+    fn runs_after(&self, limit: Duration) -> bool {
+        drop(self.jobs.ended.wait_timeout_while(self.jobs.lock(), limit, |_| self.job.runs()));
+        self.job.runs()
+    }
+
+    fn wait(&self) {
+        if !self.runs_after(self.limit) {
+            return;
+        }
+        let (id, disk) = (self.job.id, &self.job.disk);
+        tracing::warn!(%disk, "job {id} does not end: its storage is given up");
+        self.has_given_up.store(true, Ordering::Release);
+        self.job.is_given_up.store(true, Ordering::Release);
+        self.job.watch.give_up();
+        // One that is about to be done is done, not cancelled, when its storage answers.
+        if !self.runs_after(HOPELESS_PATIENCE) || self.job.watch.is_decided() && !self.is_disk_going {
+            return;
+        }
+        tracing::warn!(%disk, "job {id} is left: it waits for its storage, and keeps what it is writing to");
+        self.table.leave_work(self.job.work);
+        let what = "what it has begun ends when the storage answers; until then the layers of the disk cannot change, and \
+                    their files stay locked";
+        self.jobs.end(&self.job, Err(self.job.explained(Error::new(ErrorKind::Io, what))));
+    }
+}
+
 impl Daemon {
+    fn be_patient_with(&self, job: Arc<Job>, is_disk_going: bool) {
+        let (jobs, table) = (Arc::clone(&self.jobs), Arc::clone(&self.table));
+        let (limit, has_given_up) = (self.config.give_up_after, Arc::clone(&self.has_given_up));
+        JobPatience { jobs, table, job, limit, has_given_up, is_disk_going }.begin();
+    }
+
+    /// Waits no longer than this for the jobs of a disk, which were cancelled.
+    pub(crate) fn be_patient_with_jobs_of(&self, node: NodeId) {
+        self.jobs.running_jobs_on(node).into_iter().for_each(|job| self.be_patient_with(job, true));
+    }
+
     /// Starts to take the top layer of a disk back into the layer below, which was the top before. Guests go on meanwhile.
     /// The file that is taken off stays where it is, and is of no use to anybody when the job is done.
     ///
-    /// The disk cannot be removed meanwhile, except by force: that cancels the job first.
+    /// The disk cannot be removed meanwhile, except by force, which cancels the job first.
     pub fn start_take_overlay_back(&self, node: NodeId) -> Result<JobId> {
         self.start_take_overlay_back_with(node, |_| Ok(()))
     }
 
-    /// As [`Daemon::start_take_overlay_back`]. When the layer below holds everything, `commit` is called with its name, while
-    /// guests go on, and write to both layers: whoever keeps a record of the disks makes it durable there. If it fails, the
-    /// disk keeps its layers.
+    /// As [`Daemon::start_take_overlay_back`]. When the layer below holds all data, `commit` is called with its name,
+    /// while guests go on and write to both layers. There the caller makes its record of the disks durable. If `commit`
+    /// fails, the disk keeps its layers.
     pub fn start_take_overlay_back_with(
         &self,
         node: NodeId,
@@ -201,9 +249,9 @@ impl Daemon {
         })
     }
 
-    /// As [`Daemon::start_take_overlay_back_with`], for so many layers, one after the other from the top down. While guests
-    /// go on, at most `bytes_per_second` are moved, and the job keeps to `aim`. `commit` is called for each. Layers that are
-    /// off stay off if the job ends early.
+    /// As [`Daemon::start_take_overlay_back_with`], for this many layers, one after the other from the top down. While
+    /// guests go on, at most `bytes_per_second` are moved, and the job keeps to `aim`. `commit` is called for each
+    /// layer. If the job ends early, layers already taken off stay off.
     pub fn start_take_layers_back_with(
         &self,
         node: NodeId,
@@ -229,7 +277,7 @@ impl Daemon {
     }
 
     /// Starts to copy what lower layers hold into the top layer of a disk, which then rests on the layer `base` of its
-    /// chain, or on nothing. Before the image names that, `commit` is called with the number of layers that go.
+    /// chain, or on nothing. Before the image names its new base, `commit` is called with the number of layers that go.
     pub fn start_stream_with(
         &self,
         node: NodeId,
@@ -253,7 +301,7 @@ impl Daemon {
         })
     }
 
-    /// As [`Daemon::start_stream_with`], for a base that may be another image than those of the chain.
+    /// As [`Daemon::start_stream_with`], for a base that may be an image outside the chain.
     pub fn start_rebase_with(
         &self,
         node: NodeId,
@@ -279,7 +327,8 @@ impl Daemon {
         })
     }
 
-    /// Starts to make the file of a disk's top layer shorter: what lies at its end moves down into holes while guests go on.
+    /// Starts to make the file of a disk's top layer shorter. Clusters at its end move down into holes while guests go
+    /// on.
     pub fn start_compact(&self, node: NodeId, bytes_per_second: Option<u64>) -> Result<JobId> {
         self.start_job(JobKind::Compact, node, bytes_per_second, move |image, watch, _| {
             let compacted = compact(image, watch)?;
@@ -288,7 +337,7 @@ impl Daemon {
         })
     }
 
-    /// Starts a job on a disk's image. What it runs says when the disk has got another top.
+    /// Starts a job on a disk's image. `work_on` calls its last argument when the disk has another top.
     pub(crate) fn start_job(
         &self,
         kind: JobKind,
@@ -304,12 +353,20 @@ impl Daemon {
             let what = format!("the disk '{}' has a job already: {other}; wait for its end, or cancel it", found.name);
             return Err(Error::new(ErrorKind::Locked, what));
         }
+        if self.table.has_left_works(node) {
+            let what = format!(
+                "the disk '{}' has a job that was given up and still waits for the storage: try again when it answers",
+                found.name
+            );
+            return Err(Error::new(ErrorKind::Locked, what));
+        }
         let job = Arc::new(Job {
             id,
             kind,
             node,
             disk: found.name,
             watch,
+            work: work.number(),
             is_given_up: AtomicBool::new(false),
             end: OnceLock::new(),
         });
@@ -320,7 +377,7 @@ impl Daemon {
             let has_new_top = || table.has_new_top(node, top_of(&image));
             let result = work_on(&image, &running.job.watch, &has_new_top);
             let result = result.map_err(|error| running.job.explained(error));
-            // Whoever sees the end may remove the disk, and use its files.
+            // A caller that sees the end may remove the disk and use its files.
             drop(image);
             drop(work);
             running.end(result);
@@ -334,7 +391,7 @@ impl Daemon {
         }
     }
 
-    /// Lets a job wait between two pieces, or go on.
+    /// Pauses a job between two pieces, or lets it go on.
     pub fn pause_job(&self, id: JobId, paused: bool) -> Result<()> {
         let watch = self.running_job(id)?;
         if paused {
@@ -345,7 +402,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// The most bytes that a job moves in a second while guests go on; 0 lifts the limit.
+    /// Sets the most bytes that a job moves in a second while guests go on; 0 lifts the limit.
     pub fn set_job_rate(&self, id: JobId, bytes_per_second: u64) -> Result<()> {
         self.running_job(id)?.watch.set_rate(bytes_per_second);
         Ok(())
@@ -359,24 +416,26 @@ impl Daemon {
         }
     }
 
-    /// The jobs that run, and the last that have ended, in the order in which they were started.
+    /// Returns the running jobs, and the last that have ended, in the order in which they were started.
     #[must_use]
     pub fn jobs(&self) -> Vec<JobStatus> {
         self.jobs.lock().jobs.values().map(|job| job.status()).collect()
     }
 
-    /// Asks a job to stop, and returns at once. One that is about to be done may still be done; one that has ended stays
-    /// as it is. One whose storage hangs is given up after a time ([`crate::DaemonConfig::give_up_after`]): its disk goes on.
+    /// Asks a job to stop, and returns at once. A job that is nearly done may still finish; one that has ended stays as
+    /// it is. A job whose storage hangs is given up after a time ([`crate::DaemonConfig::give_up_after`]), and its disk
+    /// goes on.
     pub fn cancel_job(&self, id: JobId) -> Result<()> {
         let job = self.jobs.find(id)?;
         job.watch.cancel();
         if job.runs() {
-            self.jobs.be_patient_with(&job, self.config.give_up_after, &self.has_given_up);
+            self.be_patient_with(job, false);
         }
         Ok(())
     }
 
-    /// Waits for the end of a job. Its error is the job's; one of the kind [`ErrorKind::Cancelled`] if it was cancelled.
+    /// Waits for the end of a job, and returns the job's error. It has the kind [`ErrorKind::Cancelled`] if the job was
+    /// cancelled.
     pub fn wait_job(&self, id: JobId) -> Result<()> {
         let job = self.jobs.find(id)?;
         self.jobs.wait_while(|_| job.runs());
@@ -386,7 +445,7 @@ impl Daemon {
         }
     }
 
-    /// Takes a job that has ended off the list.
+    /// Removes an ended job from the list.
     pub fn forget_job(&self, id: JobId) -> Result<()> {
         let mut state = self.jobs.lock();
         let job = state.jobs.get(&id).ok_or_else(|| no_job(id))?;
@@ -399,7 +458,7 @@ impl Daemon {
     }
 }
 
-/// Which layer of a disk below the top lies in this file.
+/// Returns which layer below a disk's top lies in this file.
 fn layer_named(image: &Image, path: &Path) -> Option<usize> {
     let canonical = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     let is_it = |(own, _): &(FileName, Option<FileName>)| own.path() == Some(&*canonical);

@@ -1,10 +1,10 @@
-//! What ringdisk serves: disks, their exports, jobs on disks, and the reactors' threads that they live on.
+//! Disks, their exports, jobs on disks, and the reactors' threads that they live on.
 //!
-//! No request passes through here. The daemon opens disks by their drive options, hands each with some reactors to an
-//! export, and takes all of it down again in the right order.
+//! No request passes through here. The daemon opens disks by their drive options, hands them with reactors to exports,
+//! and takes all of it down again in the right order.
 //!
 //! * [`Daemon`]: reactors, disks, exports and jobs; all but reactors come and go while it runs.
-//! * [`attach_flags`], [`Pidfile`], [`notify()`]: what a program that serves tells the world.
+//! * [`attach_flags`], [`Pidfile`], [`notify()`]: how a serving program tells others about itself.
 //!
 //! ```no_run
 //! # use {block as ringdisk_block, drive as ringdisk_drive};
@@ -13,7 +13,7 @@
 //!
 //! let daemon = Daemon::start(DaemonConfig::default())?;
 //! daemon.add(&DriveOptions::of_file("disk.qcow2"))?;
-//! // Guests come in at disk.qcow2.sock until somebody asks for the end.
+//! // Guests connect at disk.qcow2.sock until the shutdown.
 //! daemon.shutdown()?;
 //! # Ok::<(), ringdisk_block::Error>(())
 //! ```

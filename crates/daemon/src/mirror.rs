@@ -1,4 +1,4 @@
-//! Copying a disk that guests use to another image, by a job.
+//! Copies a disk in use to another image, by a job.
 
 use crate::change::Made;
 use crate::daemon::Daemon;
@@ -9,39 +9,39 @@ use image::{Aim, CreateOptions, FileName, Format, MirrorEnd, MirrorScope, Mirror
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// How a disk is copied.
+/// The options of a copy.
 #[derive(Debug, Clone, Default)]
 pub struct MirrorOptions {
     /// The new image's file, by its absolute path.
     pub target: PathBuf,
-    /// Its format; that of the disk's top layer where not given, which an image that exists needs.
+    /// The new image's format; by default that of the disk's top layer. An image that exists must be given one.
     pub format: Option<Format>,
-    /// The image exists, and is written over. Otherwise it is made, and must not exist.
+    /// The image exists and is overwritten. Otherwise it is made, and must not exist.
     pub existing: bool,
     /// How much is copied.
     pub scope: MirrorScope,
     /// What becomes of the copy.
     pub end: MirrorEnd,
-    /// What the copy has to keep to.
+    /// The limits that the copy keeps to.
     pub aim: Aim,
     /// The most bytes that are moved in a second while guests go on.
     pub bytes_per_second: Option<u64>,
 }
 
-/// What a disk consists of when it has gone over to a copy.
+/// What a disk consists of after it has switched to a copy.
 #[derive(Debug, Clone)]
 pub struct MirrorSwitch {
     /// The format of the new image.
     pub format: Format,
-    /// The layers that it rests on, from the top down.
+    /// The layers below it, from the top down.
     pub below: Vec<FileName>,
 }
 
 impl Daemon {
-    /// Starts to copy a disk to another image, which then takes its place, or stays a copy. Before it takes the disk's place,
-    /// when it holds everything, `record` is called, while guests go on: whoever keeps a record of the disks makes it
-    /// durable there. Where the copy is to stay one, `kept` is called when it is whole. On an error the disk stays as it is, and
-    /// a target that was made for it is removed.
+    /// Starts to copy a disk to another image, which then takes its place, or stays a copy. When the image holds all
+    /// data, before it takes the disk's place, `record` is called while guests go on. There the caller makes its record
+    /// of the disks durable. If the image stays a copy, `kept` is called when it is whole. On an error the disk stays
+    /// as it is, and a target that was made for it is removed.
     pub fn start_mirror_with(
         &self,
         node: NodeId,
@@ -58,7 +58,7 @@ impl Daemon {
             let switch = MirrorSwitch { below, ..switch };
             mirror(image, target, end, watch, || {
                 record(&switch)?;
-                // From here on it holds what guests write.
+                // From here on the target holds what guests write.
                 made.keep();
                 Ok(())
             })?;

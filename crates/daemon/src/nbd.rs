@@ -1,4 +1,4 @@
-//! Disks for NBD clients: servers at addresses, each with the exports of one or of several disks.
+//! Disks for NBD clients: servers at addresses, each with exports of one or more disks.
 //!
 //! A server begins with its first export and ends with its last. Exports at one address differ by their names.
 
@@ -20,12 +20,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// A Unix socket is for this user only.
 const SOCKET_MODE: u32 = 0o600;
 
-/// Where NBD clients come in.
+/// The address of an NBD server.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum NbdAddress {
     /// A Unix socket at this path, for this user only.
     Unix(PathBuf),
-    /// `ADDRESS:PORT`. Whoever can reach it can use the disks there, unless TLS asks for a certificate.
+    /// `ADDRESS:PORT`. Anybody who can reach it can use the disks there, unless TLS asks for a certificate.
     Tcp(String),
 }
 
@@ -41,7 +41,7 @@ impl NbdAddress {
         }
     }
 
-    /// The name that clients take for an export here (the URI of the NBD protocol).
+    /// Returns the NBD URI that clients use for an export here.
     #[must_use]
     pub fn uri(&self, export: &str, has_tls: bool) -> String {
         let scheme = if has_tls { "nbds" } else { "nbd" };
@@ -82,7 +82,7 @@ impl fmt::Display for NbdAddress {
     }
 }
 
-/// What a URI takes as it is, and the rest as `%XX`.
+/// Escapes `text` for a URI: other characters than its plain ones become `%XX`.
 fn escaped(text: &str) -> String {
     let mut escaped = String::new();
     for byte in text.bytes() {
@@ -94,33 +94,33 @@ fn escaped(text: &str) -> String {
     escaped
 }
 
-/// How a server uses TLS.
+/// The TLS options of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NbdTls {
-    /// Has `ca-cert.pem`, `server-cert.pem` and `server-key.pem`.
+    /// The directory with `ca-cert.pem`, `server-cert.pem` and `server-key.pem`.
     pub credentials: PathBuf,
-    /// Clients must use it; otherwise they may.
+    /// Clients must use TLS; otherwise they may.
     pub is_required: bool,
     /// Clients need a certificate of the same authority.
     pub verifies_peers: bool,
 }
 
 impl NbdTls {
-    /// Clients must use it, and need a certificate.
+    /// Makes options with which clients must use TLS, and need a certificate.
     #[must_use]
     pub fn new(credentials: impl Into<PathBuf>) -> Self {
         Self { credentials: credentials.into(), is_required: true, verifies_peers: true }
     }
 }
 
-/// How a disk is served to NBD clients.
+/// The options of an NBD export.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NbdOptions {
-    /// Where.
+    /// The server's address.
     pub address: NbdAddress,
-    /// What clients call it; the disk's name where not given.
+    /// The export's name; by default the disk's name.
     pub name: Option<String>,
     /// What clients are told about it.
     pub description: String,
@@ -128,16 +128,16 @@ pub struct NbdOptions {
     pub read_only: bool,
     /// Persistent bitmaps that clients can ask for.
     pub bitmaps: Vec<String>,
-    /// Serve also if a bitmap cannot be read: questions for it fail until it can. Otherwise that is an error.
+    /// Serve the disk even if a bitmap cannot be read. Queries for it fail until it can. Otherwise that is an error.
     pub allows_unreadable_bitmaps: bool,
-    /// Connections at once at this address; the server's default where not given. Others wait.
+    /// The most connections at once at this address; by default the server's limit. Others wait.
     pub connections: Option<u16>,
     /// Certificates, if clients may or must use TLS.
     pub tls: Option<NbdTls>,
 }
 
 impl NbdOptions {
-    /// At an address, with all else as usual.
+    /// Makes the default options for an address.
     #[must_use]
     pub fn at(address: NbdAddress) -> Self {
         let (description, bitmaps) = (String::new(), Vec::new());
@@ -169,7 +169,7 @@ struct Serving {
     server: NbdServer,
     connections: usize,
     tls: Option<NbdTls>,
-    /// Removes its file, when the server has ended.
+    /// Removes its file when the server has ended.
     _socket: Option<ListenSocket>,
 }
 
@@ -220,7 +220,7 @@ impl Servers {
             all.remove(address);
         }
         drop(all);
-        // The last that has it ends it.
+        // Dropping the last handle ends the server.
         drop(serving);
     }
 }
@@ -252,8 +252,8 @@ impl NbdFront {
 }
 
 impl Daemon {
-    /// Serves a disk to NBD clients. When this returns, they can connect. Several disks can be at one address, under names
-    /// of their own; a client that names nothing gets the first that is there.
+    /// Serves a disk to NBD clients. When this returns, they can connect. Several disks can be at one address, under
+    /// names of their own. A client that names no export gets the first.
     pub fn add_nbd_export(&self, node: NodeId, options: &NbdOptions) -> Result<ExportId> {
         let found = self.table.find(node)?;
         let export = export_of(&found, options)?;

@@ -1,4 +1,4 @@
-//! Tells the service manager how we are (the sd_notify protocol: one datagram to `$NOTIFY_SOCKET`).
+//! Tells the service manager our state (the sd_notify protocol: one datagram to `$NOTIFY_SOCKET`).
 
 use std::ffi::OsStr;
 use std::io;
@@ -7,8 +7,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::time::Duration;
 
-/// How long the service manager waits for "WATCHDOG=1" before it takes this process for dead; `None` if it does not watch
-/// (sd_watchdog_enabled(3)).
+/// Returns how long the service manager waits for "WATCHDOG=1" before it takes this process for dead; `None` if it does
+/// not watch (sd_watchdog_enabled(3)).
 #[must_use]
 pub fn watchdog_interval() -> Option<Duration> {
     read_watchdog_interval(std::process::id(), |name| std::env::var(name).ok())

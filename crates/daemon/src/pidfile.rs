@@ -1,4 +1,4 @@
-//! A file with our process id, held by a lock as long as we run.
+//! A file with our process id, locked as long as we run.
 
 use block::{Error, ErrorKind, Result};
 use rustix::fs::{FlockOperation, flock};
@@ -25,7 +25,7 @@ impl Pidfile {
                 return Err(held_by_another(path, &mut file));
             }
             if !is_still(path, &file) {
-                // Its owner removed it between our open and our lock: what we locked has no name any more.
+                // Its owner removed it between our open and our lock, so the locked file has no name any more.
                 continue;
             }
             file.set_len(0).map_err(failed)?;
@@ -37,7 +37,7 @@ impl Pidfile {
 
 fn held_by_another(path: &Path, file: &mut File) -> Error {
     let mut owner = String::new();
-    // Only to say more; nothing depends on it.
+    // Only for the message; nothing depends on it.
     let _ = file.take(32).read_to_string(&mut owner);
     let message = format!("the pidfile '{}' belongs to the running process {}", path.display(), owner.trim());
     Error::new(ErrorKind::Locked, message)

@@ -13,20 +13,20 @@ use std::sync::Arc;
 
 /// Where an export is going to listen.
 pub(crate) enum Place {
-    /// Made here, and removed at the end.
+    /// A path where the socket is made, and removed at the end.
     Path(PathBuf),
-    /// Made by whoever started this program.
+    /// A socket from the program that started this one.
     Passed {
         socket: OwnedFd,
-        /// The path at which it listens, or what stands for one.
+        /// The path at which it listens, or a substitute for one.
         shown: PathBuf,
-        /// Tells it from other sockets, whatever its descriptors' numbers are.
+        /// Identifies the socket, whatever its descriptors' numbers are.
         inode: u64,
     },
 }
 
 impl Place {
-    /// The place that `options` name; beside the image where they name none. `file` is what the image is called.
+    /// Returns the place that `options` name; by default beside the image. `file` is the image's name in messages.
     pub(crate) fn of(options: &ExportOptions, image: Option<&Path>, file: &str) -> Result<Self> {
         if let Some(number) = options.socket_descriptor {
             return Self::passed(engine::duplicate_inherited(number)?, number);
@@ -45,7 +45,7 @@ impl Place {
         let failed = |error: std::io::Error| Error::io(format!("cannot use the socket 'fd:{number}'"), error);
         let inode = rustix::fs::fstat(&socket).map_err(|errno| failed(errno.into()))?.st_ino;
         let listener = UnixListener::from(socket);
-        // What is no Unix socket is refused when the export begins.
+        // A descriptor that is no Unix socket is refused when the export begins.
         let address = listener.local_addr().ok();
         let path = address.as_ref().and_then(|address| address.as_pathname()).map(absolute);
         let name = address.as_ref().and_then(|address| address.as_abstract_name());
@@ -54,7 +54,7 @@ impl Place {
         Ok(Self::Passed { socket: listener.into(), shown, inode })
     }
 
-    /// What to tell of it.
+    /// Returns the path to show for it.
     pub(crate) fn shown(&self) -> PathBuf {
         match self {
             Self::Path(path) => absolute(path),
@@ -62,7 +62,7 @@ impl Place {
         }
     }
 
-    /// Which socket was passed.
+    /// Returns the inode of a passed socket.
     pub(crate) fn inode(&self) -> Option<u64> {
         match self {
             Self::Path(_) => None,

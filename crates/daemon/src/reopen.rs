@@ -1,4 +1,4 @@
-//! Files of disks that guests are using, opened anew.
+//! Opens the files of disks in use anew.
 
 use crate::daemon::Daemon;
 use crate::status::NodeId;
@@ -6,21 +6,21 @@ use block::Result;
 use drive::{DiskOptions, EngineOpener, open_again};
 
 impl Daemon {
-    /// The options of a disk. Its file may be another one by now.
+    /// Returns the options of a disk. Its file may be another one by now.
     pub fn disk_options(&self, node: NodeId) -> Result<DiskOptions> {
         Ok(self.table.find(node)?.options)
     }
 
-    /// Opens the files of a disk anew while guests use it: one was replaced, or changed behind the disk. Nothing that was
-    /// remembered of the old files is used any more. With `force`, what cannot be written to the old files is given up.
-    /// Requests in flight are waited for.
+    /// Opens the files of a disk anew while guests use it, after one was replaced or changed behind the disk. Nothing
+    /// remembered of the old files is used any more. With `force`, data that cannot be written to the old files are
+    /// given up. Waits for requests in flight.
     pub fn reopen(&self, node: NodeId, force: bool) -> Result<()> {
         let options = self.disk_options(node)?;
         self.open_files_as(node, &options, force)
     }
 
-    /// As [`Daemon::reopen`], in the way that `options` say: with another engine, cache mode, or memory for tables. What else
-    /// they say stays without effect until the disk is added anew. On an error the disk goes on as it was.
+    /// As [`Daemon::reopen`], with new `options`: another engine, cache mode, or memory for tables. Other options have
+    /// no effect until the disk is added anew. On an error the disk goes on as it was.
     pub fn reopen_as(&self, node: NodeId, options: &DiskOptions) -> Result<()> {
         self.open_files_as(node, options, false)?;
         self.table.has_new_options(node, options.clone());

@@ -1,4 +1,4 @@
-//! What a daemon tells about its disks, exports and jobs.
+//! The status of a daemon's disks, exports and jobs.
 
 use crate::attach::Attachment;
 use crate::nbd::NbdAddress;
@@ -8,20 +8,20 @@ use image::{CopyRounds, HeldRequests, TableCacheStats};
 use std::fmt;
 use std::time::Duration;
 
-/// Names a disk of a daemon, also after it is gone: no number is used twice.
+/// Names a disk of a daemon, even after it is gone: no number is used twice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct NodeId(pub(crate) u64);
 
-/// Names an export of a daemon, also after it is gone: no number is used twice.
+/// Names an export of a daemon, even after it is gone: no number is used twice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ExportId(pub(crate) u64);
 
-/// Names a job of a daemon, also after it is forgotten: no number is used twice.
+/// Names a job of a daemon, even after it is forgotten: no number is used twice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct JobId(pub(crate) u64);
 
 impl NodeId {
-    /// The number alone, as it is shown.
+    /// Returns the number alone, as it is shown.
     #[must_use]
     pub fn number(self) -> u64 {
         self.0
@@ -35,7 +35,7 @@ impl fmt::Display for NodeId {
 }
 
 impl ExportId {
-    /// The number alone, as it is shown.
+    /// Returns the number alone, as it is shown.
     #[must_use]
     pub fn number(self) -> u64 {
         self.0
@@ -49,7 +49,7 @@ impl fmt::Display for ExportId {
 }
 
 impl JobId {
-    /// The number alone, as it is shown.
+    /// Returns the number alone, as it is shown.
     #[must_use]
     pub fn number(self) -> u64 {
         self.0
@@ -62,7 +62,7 @@ impl fmt::Display for JobId {
     }
 }
 
-/// What a disk is and how it is doing.
+/// The status of a disk.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct DiskStatus {
@@ -70,21 +70,21 @@ pub struct DiskStatus {
     pub id: NodeId,
     /// The name that it was given, or `disk0`, `disk1`...
     pub name: String,
-    /// The file's name, or what stands for it.
+    /// The file's name, or a substitute for one.
     pub file: String,
     /// Size, flags, serial.
     pub info: DiskInfo,
-    /// One line a layer: format, file, engine and why.
+    /// One line for each layer: format, file, engine and why.
     pub layers: Vec<String>,
-    /// The tables in memory of an image that has some.
+    /// Figures of the tables in memory, if the image has any.
     pub tables: Option<TableCacheStats>,
-    /// How long its requests have waited for its limits, all together.
+    /// How long its requests have waited for its limits, in total.
     pub throttled: Duration,
     /// Requests that wait because the storage failed them.
     pub held: Option<HeldRequests>,
 }
 
-/// Where a disk is served and how that is going.
+/// The status of an export.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ExportStatus {
@@ -96,9 +96,10 @@ pub struct ExportStatus {
     pub read_only: bool,
     /// A guest's monitor, or an NBD client, is connected.
     pub connected: bool,
-    /// What a monitor has to know. Of an NBD export: its address, the connections at once there, and the requests of each.
+    /// What a monitor must know. For an NBD export: its address, the most connections there, and the most requests of
+    /// each.
     pub attachment: Attachment,
-    /// Counters of each of its rings; of all connections of an NBD export together.
+    /// Counters of each of its rings; for an NBD export, one for all connections together.
     pub rings: Vec<RingStats>,
     /// How NBD clients see it, if it is for them.
     pub nbd: Option<NbdStatus>,
@@ -108,9 +109,9 @@ pub struct ExportStatus {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NbdStatus {
-    /// Where.
+    /// The server's address.
     pub address: NbdAddress,
-    /// What clients name.
+    /// The URI that clients name.
     pub uri: String,
     /// The export's name.
     pub name: String,
@@ -120,7 +121,7 @@ pub struct NbdStatus {
     pub bitmaps: Vec<String>,
     /// They may or must use TLS.
     pub has_tls: bool,
-    /// Clients that have chosen it.
+    /// Connections of clients that have chosen it.
     pub connections: usize,
 }
 
@@ -130,13 +131,13 @@ pub struct NbdStatus {
 pub enum JobKind {
     /// It copies what the top layer of a disk holds into the layer below, and takes the top layer off.
     TakeOverlayBack,
-    /// It copies what lower layers hold into the top layer, and lets that rest on others or on none.
+    /// It copies what lower layers hold into the top layer, which then rests on other layers or on none.
     MoveOnto,
     /// It copies a disk to another image, which may take its place.
     Mirror,
     /// It copies a disk as it was at one moment to another image.
     Backup,
-    /// It makes the file of the top layer as short as what is in use.
+    /// It makes the file of the top layer only as long as is needed.
     Compact,
 }
 
@@ -152,23 +153,23 @@ impl fmt::Display for JobKind {
     }
 }
 
-/// Where a job is in its life.
+/// The state of a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum JobState {
-    /// It goes on.
+    /// It is at work.
     Running,
-    /// It waits until somebody lets it go on.
+    /// It waits until it is resumed.
     Paused,
-    /// It has done all that it was to do.
+    /// It has done all its work.
     Done,
-    /// It could not go on, because of this. The disk keeps its layers.
+    /// It failed with this message. The disk keeps its layers.
     Failed(String),
-    /// Somebody stopped it. The disk keeps its layers.
+    /// It was cancelled. The disk keeps its layers.
     Cancelled,
 }
 
-/// What a job is and how far it has come.
+/// The status of a job.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct JobStatus {
@@ -180,17 +181,17 @@ pub struct JobStatus {
     pub node: NodeId,
     /// That disk's name.
     pub disk: String,
-    /// Whether it goes on, or how it ended.
+    /// Whether it runs, or how it ended.
     pub state: JobState,
-    /// Bytes that it has dealt with. Rises only.
+    /// Bytes that it has dealt with. Never falls.
     pub done_bytes: u64,
-    /// Bytes to deal with: the disk's, plus those that guests write meanwhile. Rises only; a job that is done has dealt
-    /// with all.
+    /// Bytes to deal with: the disk's, plus those that guests write meanwhile. Never falls. A job that is done has
+    /// dealt with all.
     pub total_bytes: u64,
-    /// How long the rest takes at the rate of the last seconds; `None` where nobody can say.
+    /// How long the rest takes at the rate of the last seconds; `None` if it is not known.
     pub time_left: Option<Duration>,
-    /// How a copy of what guests write to comes to its end.
+    /// The rounds in which a copy of a disk in use comes to its end.
     pub rounds: CopyRounds,
-    /// What a job that is done has come to, where there is more to say.
+    /// The result of a job that is done, if it has more to say.
     pub outcome: Option<String>,
 }

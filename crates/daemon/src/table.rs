@@ -1,7 +1,7 @@
-//! Which disks and exports there are, who comes and who goes, and which export keeps which disk.
+//! The table of disks and exports: which exist, which are being added or removed, and which export keeps which disk.
 //!
-//! Nothing here takes long: disks are opened and closed, exports begun and ended by the caller, without the lock.
-//! Meanwhile their entries say so, and keep the names.
+//! Nothing here takes long. The caller opens and closes disks, and begins and ends exports, without the lock. Meanwhile
+//! their entries say so, and keep the names.
 
 use crate::attach::Attachment;
 use crate::front::Front;
@@ -19,7 +19,7 @@ use std::time::Duration;
 #[derive(Default)]
 pub(crate) struct Table {
     state: Mutex<State>,
-    /// An export has gone, or a work has ended.
+    /// Notified when an export has gone, or a work has ended.
     gone: Condvar,
 }
 
@@ -27,25 +27,25 @@ pub(crate) struct Table {
 struct State {
     nodes: BTreeMap<NodeId, Node>,
     exports: BTreeMap<ExportId, Exported>,
-    /// What is being done to disks.
+    /// The works on disks at the moment.
     works: BTreeMap<u64, Working>,
     next_node: u64,
     next_export: u64,
     next_work: u64,
 }
 
-/// Where something is in its life.
+/// The phase of a disk's or an export's life.
 enum Phase<T> {
-    /// Its name is taken, and somebody is making it.
+    /// Its name is taken, and it is being made.
     Coming,
     Here(T),
-    /// Somebody is ending it.
+    /// It is being ended.
     Going,
 }
 
 struct Node {
     name: String,
-    /// The file's name, or what stands for it.
+    /// The file's name, or a substitute for one.
     file: String,
     path: Option<PathBuf>,
     options: DiskOptions,
@@ -56,12 +56,12 @@ struct Exported {
     node: NodeId,
     read_only: bool,
     attachment: Attachment,
-    /// Which socket was passed, where one was.
+    /// The inode of the socket, if it was passed.
     passed_inode: Option<u64>,
     export: Phase<Front>,
 }
 
-/// A disk that is there.
+/// A disk that is open.
 pub(crate) struct Found {
     pub(crate) id: NodeId,
     pub(crate) name: String,
@@ -74,14 +74,22 @@ pub(crate) struct Found {
 struct Working {
     node: NodeId,
     what: String,
-    /// How to stop it, where it takes long.
+    /// Cancels it, if it takes long.
     watch: Option<Arc<CopyWatch>>,
+    /// It waits for storage that hangs, and nobody waits for it.
+    is_left: bool,
 }
 
-/// Something that is being done to a disk, which stays as long as this lives.
+/// Something that is being done to a disk. The disk stays as long as this lives.
 pub(crate) struct Work {
     table: Arc<Table>,
     number: u64,
+}
+
+impl Work {
+    pub(crate) fn number(&self) -> u64 {
+        self.number
+    }
 }
 
 impl Drop for Work {
@@ -92,7 +100,7 @@ impl Drop for Work {
 }
 
 impl<T> Phase<T> {
-    /// Takes out what is there; from then on it is going.
+    /// Takes out the value, if it is there. From then on the phase is `Going`.
     fn take(&mut self) -> Option<T> {
         match std::mem::replace(self, Self::Going) {
             Self::Here(value) => Some(value),
@@ -110,7 +118,7 @@ impl Table {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a name for a disk that is going to be opened.
+    /// Reserves a name for a disk that is going to be opened.
     pub(crate) fn reserve_node(&self, options: &DiskOptions) -> Result<NodeId> {
         let mut state = self.lock();
         let id = NodeId(state.next_node);
@@ -127,43 +135,43 @@ impl Table {
         Ok(id)
     }
 
-    /// The disk is open.
+    /// Enters an open disk.
     pub(crate) fn node_is_here(&self, id: NodeId, disk: OpenedDisk) {
         if let Some(node) = self.lock().nodes.get_mut(&id) {
             node.disk = Phase::Here(Arc::new(disk));
         }
     }
 
-    /// The disk could not be opened, or is closed.
+    /// Removes a disk that could not be opened, or is closed.
     pub(crate) fn forget_node(&self, id: NodeId) {
         self.lock().nodes.remove(&id);
     }
 
-    /// Names and paths of the disks that are open or being closed.
+    /// Returns names and paths of the disks that are open or being closed.
     pub(crate) fn open_paths(&self) -> Vec<(String, PathBuf)> {
         let is_open = |node: &&Node| !matches!(node.disk, Phase::Coming);
         let name_and_path = |node: &Node| Some((node.name.clone(), node.path.clone()?));
         self.lock().nodes.values().filter(is_open).filter_map(name_and_path).collect()
     }
 
-    /// The disk of this number, if it is there.
+    /// Returns the disk of this number, if it is open.
     pub(crate) fn find(&self, id: NodeId) -> Result<Found> {
         let state = self.lock();
         let node = state.nodes.get(&id).ok_or_else(|| no_disk(id))?;
         node.found(id).ok_or_else(|| node.not_now())
     }
 
-    /// The number of the disk of this name.
+    /// Returns the number of the disk with this name.
     pub(crate) fn id_of(&self, name: &str) -> Option<NodeId> {
         self.lock().nodes.iter().find(|(_, node)| node.name == name).map(|(id, _)| *id)
     }
 
-    /// The disks that are there, in the order in which they came.
+    /// Returns the open disks, in the order in which they came.
     pub(crate) fn nodes(&self) -> Vec<Found> {
         self.lock().nodes.iter().filter_map(|(id, node)| node.found(*id)).collect()
     }
 
-    /// Keeps a disk for what is going to be done to it. The `watch` is cancelled when the disk is taken out by force.
+    /// Keeps a disk for a work on it. The `watch` is cancelled if the disk is taken out by force.
     pub(crate) fn begin_work(
         table: &Arc<Self>,
         node: NodeId,
@@ -177,8 +185,22 @@ impl Table {
         }
         let number = state.next_work;
         state.next_work += 1;
-        state.works.insert(number, Working { node, what, watch });
+        state.works.insert(number, Working { node, what, watch, is_left: false });
         Ok(Work { table: Arc::clone(table), number })
+    }
+
+    /// From here on nobody waits for this work. It still keeps its disk from being removed without force.
+    pub(crate) fn leave_work(&self, number: u64) {
+        if let Some(work) = self.lock().works.get_mut(&number) {
+            work.is_left = true;
+            work.what.push_str(", which was given up and still waits for the storage");
+        }
+        self.gone.notify_all();
+    }
+
+    /// Whether something is still being done to a disk that nobody waits for.
+    pub(crate) fn has_left_works(&self, id: NodeId) -> bool {
+        self.lock().works.values().any(|work| work.node == id && work.is_left)
     }
 
     /// The disk has another top layer.
@@ -188,15 +210,15 @@ impl Table {
         }
     }
 
-    /// The disk's files are opened in another way.
+    /// Notes that the disk's files are opened with other options.
     pub(crate) fn has_new_options(&self, id: NodeId, options: DiskOptions) {
         if let Some(node) = self.lock().nodes.get_mut(&id) {
             node.options = options;
         }
     }
 
-    /// Makes room for an export of a disk; the disk stays as long as it is there. Returns its number, and whether the disk
-    /// has others.
+    /// Reserves an export of a disk. The disk stays as long as the export does. Returns the export's number, and
+    /// whether the disk has others.
     pub(crate) fn reserve_export(
         &self,
         node: NodeId,
@@ -209,7 +231,7 @@ impl Table {
         if !matches!(found.disk, Phase::Here(_)) {
             return Err(found.not_now());
         }
-        // The kernel would give each guest to either of them.
+        // The kernel would give each guest to one or the other.
         if passed_inode.is_some() && state.exports.values().any(|other| other.passed_inode == passed_inode) {
             let socket = attachment.socket.display();
             return Err(bad(format!("the passed socket '{socket}' serves another disk already: pass one for each")));
@@ -221,7 +243,7 @@ impl Table {
         Ok((id, has_others))
     }
 
-    /// The export serves. It is given back if its disk is going meanwhile: then the caller ends it.
+    /// Enters an export that serves. If its disk is going meanwhile, the export is given back, and the caller ends it.
     pub(crate) fn export_is_here(&self, id: ExportId, export: Front) -> Result<(), Front> {
         let mut guard = self.lock();
         let state = &mut *guard;
@@ -234,20 +256,20 @@ impl Table {
         }
     }
 
-    /// Takes an export out to be ended; [`Table::forget_export`] comes when it has.
+    /// Takes an export out to be ended. [`Table::forget_export`] follows when it has.
     pub(crate) fn take_export(&self, id: ExportId) -> Result<Front> {
         let mut state = self.lock();
         let entry = state.exports.get_mut(&id).ok_or_else(|| bad(format!("there is no export {id}")))?;
         entry.export.take().ok_or_else(|| bad(format!("export {id} is being added or removed just now")))
     }
 
-    /// The export could not begin, or has ended.
+    /// Removes an export that could not begin, or has ended.
     pub(crate) fn forget_export(&self, id: ExportId) {
         self.lock().exports.remove(&id);
         self.gone.notify_all();
     }
 
-    /// The exports that are there, in the order in which they came.
+    /// Returns the exports that serve, in the order in which they came.
     pub(crate) fn exports(&self) -> Vec<ExportStatus> {
         let status = |(id, entry): (&ExportId, &Exported)| match &entry.export {
             Phase::Here(export) => Some(ExportStatus {
@@ -264,7 +286,7 @@ impl Table {
         self.lock().exports.iter().filter_map(status).collect()
     }
 
-    /// The socket at which a guest is connected to a disk.
+    /// Returns the socket at which a guest is connected to a disk, if one is.
     pub(crate) fn guest_of(&self, node: NodeId) -> Option<PathBuf> {
         let state = self.lock();
         let mut exports = state.exports.values().filter(|entry| entry.node == node);
@@ -275,8 +297,8 @@ impl Table {
         busy.map(|entry| entry.attachment.socket.clone())
     }
 
-    /// How long the requests of each disk take, over all its exports. Rings that are awake get `time` to say which is
-    /// their oldest.
+    /// Returns how long the requests of each disk take, over all its exports. Rings that are awake get `time` to note
+    /// their oldest request.
     pub(crate) fn latencies(&self, time: Duration) -> BTreeMap<NodeId, QueueLatency> {
         let here = |entry: &Exported, look: &mut dyn FnMut(&Front)| {
             if let Phase::Here(export) = &entry.export {
@@ -292,8 +314,9 @@ impl Table {
         sums
     }
 
-    /// Takes a disk out to be closed, with its exports, which have to end before. Without `force` a disk that has exports
-    /// or works stays; with it, works that can be cancelled are. No export of it can come any more; [`Table::wait_for_exports`], [`Table::wait_for_works`] and [`Table::forget_node`] come next.
+    /// Takes a disk out to be closed, with its exports, which have to end before. Without `force`, this fails if the
+    /// disk has exports or works. With it, works that can be cancelled are. No export of the disk can begin any more.
+    /// [`Table::wait_for_exports`], [`Table::wait_for_works`] and [`Table::forget_node`] follow.
     pub(crate) fn take_node(&self, id: NodeId, force: bool) -> Result<(Found, Vec<(ExportId, Front)>)> {
         let mut guard = self.lock();
         let state = &mut *guard;
@@ -317,15 +340,15 @@ impl Table {
         Ok((found, Vec::new()))
     }
 
-    /// Waits until a disk that was taken out has no export left: others may be ending some.
+    /// Waits until a disk that was taken out has no export left: other threads may be ending some.
     pub(crate) fn wait_for_exports(&self, id: NodeId) {
         let is_used = |state: &mut State| state.exports.values().any(|entry| entry.node == id);
         drop(self.gone.wait_while(self.lock(), is_used).unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Waits until nothing is done any more to a disk that was taken out, at most until the `limit`.
+    /// Waits until nothing is done any more to a disk that was taken out, but for what was given up; at most until the `limit`.
     pub(crate) fn wait_for_works(&self, id: NodeId, limit: Option<Duration>) {
-        let is_used = |state: &mut State| state.works.values().any(|work| work.node == id);
+        let is_used = |state: &mut State| state.works.values().any(|work| work.node == id && !work.is_left);
         match limit {
             None => drop(self.gone.wait_while(self.lock(), is_used).unwrap_or_else(PoisonError::into_inner)),
             Some(limit) => drop(self.gone.wait_timeout_while(self.lock(), limit, is_used)),
@@ -334,7 +357,7 @@ impl Table {
 }
 
 impl Found {
-    /// What logs call it: the name or the serial that its user gave it, otherwise its file.
+    /// Returns the disk's name in logs: the name or the serial that its user gave it, otherwise its file.
     pub(crate) fn name_in_logs(&self) -> String {
         let DiskOptions { name, serial, .. } = &self.options;
         let serial = Some(serial).filter(|serial| !serial.is_empty());

@@ -4,13 +4,13 @@ use memory::AlignedBuf;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 
-/// Bytes at an alignment that direct I/O takes, so that they go to the storage and come from it without a copy.
+/// Bytes aligned for direct I/O, so that they go to and from the storage without a copy.
 ///
-/// A write takes a slice too, and copies it into a buffer.
+/// A write also takes a slice, and copies it into a buffer.
 pub struct Buffer(pub(crate) AlignedBuf);
 
 impl Buffer {
-    /// A buffer of so many zeros.
+    /// Makes a buffer of so many zeros.
     #[must_use]
     pub fn zeroed(length_bytes: usize) -> Self {
         Self(AlignedBuf::zeroed(length_bytes))

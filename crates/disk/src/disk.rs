@@ -15,12 +15,12 @@ use std::future::Future;
 use std::rc::Rc;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-/// An open disk. It may be used by any number of threads at once.
+/// An open disk. Any number of threads may use it at once.
 ///
-/// Offsets and lengths are bytes, in multiples of 512. Operations that are running at once end in any order; overlapping
-/// ones may be carried out in any order. A write is durable when a flush that was called after the write's end has ended.
+/// Offsets and lengths are in bytes, in multiples of 512. Concurrent operations end in any order; overlapping ones may
+/// be carried out in any order. A write is durable when a flush that began after the write's end has ended.
 ///
-/// Dropping a disk closes it and waits for what is running; [`Disk::close`] also tells whether that went well.
+/// Dropping a disk closes it and waits for running operations. [`Disk::close`] also returns whether that succeeded.
 pub struct Disk {
     opened: Option<OpenedDisk>,
     thread: Option<ReactorThread>,
@@ -28,14 +28,14 @@ pub struct Disk {
     name: Arc<str>,
 }
 
-/// How many operations are running.
+/// The number of running operations.
 #[derive(Default)]
 struct Running {
     count: Mutex<usize>,
     none: Condvar,
 }
 
-/// One of them.
+/// Counts one running operation.
 struct Ticket(Arc<Running>);
 
 impl Running {
@@ -61,7 +61,7 @@ impl Drop for Ticket {
 }
 
 thread_local! {
-    /// The queue, on the thread of its disk.
+    /// The queue of the disk on this thread.
     static QUEUE: RefCell<Option<Rc<DiskIo>>> = const { RefCell::new(None) };
 }
 
@@ -83,7 +83,7 @@ impl Disk {
         Ok(started)
     }
 
-    /// What a guest would see, in bytes.
+    /// Returns the size of the disk in bytes, as a guest would see it.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
         self.opened.as_ref().map_or(0, |opened| opened.disk.info().size_bytes)
@@ -100,7 +100,7 @@ impl Disk {
         if let Err(error) = self.check("read", offset, length_bytes as u64) {
             return Operation::failed(error);
         }
-        // Made here: what is too large for the caller's memory is the caller's failure.
+        // Allocated here: if it is too large for memory, the caller fails and not the disk's thread.
         let buf = AlignedBuf::zeroed(length_bytes);
         self.start_operation("read", offset, move |io| async move {
             let shared = IoBuf::from_aligned(buf);
@@ -109,7 +109,7 @@ impl Disk {
         })
     }
 
-    /// Writes `bytes` to `offset` and the following.
+    /// Writes `bytes` to the disk from `offset` on.
     pub fn write(&self, offset: u64, bytes: impl Into<Buffer>) -> Operation<()> {
         let Buffer(buf) = bytes.into();
         if let Err(error) = self.check("write", offset, buf.len() as u64) {
@@ -121,12 +121,12 @@ impl Disk {
         })
     }
 
-    /// Makes everything durable whose write ended before this call.
+    /// Makes every write durable that ended before this call.
     pub fn flush(&self) -> Operation<()> {
         self.start_operation("flush", 0, |io| async move { io.run(Op::Flush).await })
     }
 
-    /// Gives space back to the host. The range may read as anything old afterwards, or as zeros.
+    /// Gives space back to the host. The range may then read as zeros, or as any old data.
     pub fn discard(&self, offset: u64, length_bytes: u64) -> Operation<()> {
         if let Err(error) = self.check("discard", offset, length_bytes) {
             return Operation::failed(error);
@@ -136,7 +136,7 @@ impl Disk {
         })
     }
 
-    /// Makes the range read as zeros, without space where the format and the host can do that.
+    /// Makes the range read as zeros, without using space if the format and the host can do that.
     pub fn write_zeroes(&self, offset: u64, length_bytes: u64) -> Operation<()> {
         if let Err(error) = self.check("zero", offset, length_bytes) {
             return Operation::failed(error);
@@ -146,7 +146,7 @@ impl Disk {
         })
     }
 
-    /// Awaits what is running, makes everything durable, and closes the image.
+    /// Waits for running operations, makes everything durable, and closes the image.
     pub fn close(mut self) -> Result<()> {
         self.end()
     }
@@ -201,7 +201,7 @@ impl Disk {
         let (operation, completer) = Operation::new();
         let (name, ticket) = (Arc::clone(&self.name), Running::enter(&self.running));
         let job = Box::new(move |ctx: &Rc<dyn ReactorCtx>| {
-            // Without a queue the completer is dropped, which tells that the disk is closed.
+            // Without a queue the completer is dropped, which reports that the disk is closed.
             let Some(io) = QUEUE.with_borrow(Clone::clone) else { return };
             ctx.spawn(Task::new(async move {
                 let ended = run(io).await.map_err(|error| {
@@ -212,7 +212,7 @@ impl Disk {
             }));
         });
         let begun = self.thread.as_ref().map(|thread| thread.handle().run(job));
-        // A job that was not taken is dropped, with its completer.
+        // A job that was refused is dropped, with its completer.
         drop(begun);
         operation
     }

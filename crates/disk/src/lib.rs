@@ -1,8 +1,8 @@
 //! Disk images for programs that embed them.
 //!
-//! A [`Disk`] is an open image: raw, or qcow2 with all layers below it. Its operations run on a thread of the disk's own,
-//! at the speed of the host's storage. Each returns an [`Operation`], which is a future for any executor, and which
-//! [`Operation::wait`] waits for without one.
+//! A [`Disk`] is an open image: raw, or qcow2 with all layers below it. Its operations run on the disk's own thread, at
+//! the speed of the host's storage. Each returns an [`Operation`], which is a future for any executor.
+//! [`Operation::wait`] waits for it without an executor.
 //!
 //! ```
 //! # fn main() -> ringdisk_disk::Result<()> {
@@ -37,14 +37,14 @@
 //! # fn check(disk: &Disk) { is_send(copy_first_sector(disk)) }
 //! ```
 //!
-//! An operation begins when it is called, not when it is first polled, and owns the memory that it reads or writes. So a
-//! future may be dropped at any time: the operation ends as it would have ended, and nothing is corrupted.
+//! An operation begins when it is called, not when it is first polled, and owns the memory that it reads or writes. So
+//! a future may be dropped at any time: the operation still ends normally, and nothing is corrupted.
 //!
-//! [`Disk::map`] opens a range for access without an operation: to look at bytes where they lie, or to put new ones together
-//! where the disk takes them over.
+//! [`Disk::map`] opens a range for access without operations: to look at bytes where they lie, or to prepare new bytes
+//! that the disk then takes over.
 //!
-//! Which files an image may name (its backing file, for instance) is limited to its own directory, unless
-//! [`Options::allow_backing`] or [`Options::also_allow`] say otherwise.
+//! An image may name files (its backing file, for instance) only in its own directory, unless
+//! [`Options::allow_backing`] or [`Options::also_allow`] allow others.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! Access to what a disk holds without an operation a request.
+//! Access to a disk's contents without an operation for each request.
 
 use crate::buffer::Buffer;
 use crate::disk::Disk;
@@ -7,20 +7,20 @@ use block::{Error, ErrorKind, IoResult, ReadMap, Result, WriteMap};
 use std::fmt;
 use std::ops::Range;
 
-/// What a map is for.
+/// The purpose of a map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// To see what the disk holds.
+    /// See what the disk holds.
     Read,
-    /// To put new bytes together, all of which replace what the range holds.
+    /// Prepare new bytes, which replace the whole range.
     Write,
 }
 
 /// A range of a disk, open for access.
 ///
-/// For reading, it shows what the disk holds, where that lies if it can: what is written to the range meanwhile may show or
-/// not. For writing, it is all zeros at first; nobody sees what is put there before [`Map::commit`] has ended, and dropping
-/// the map cancels. Others may change what is shown at any time, so bytes are only copied in and out.
+/// A map for reading shows what the disk holds, in place if possible. Concurrent writes to the range may show or not. A
+/// map for writing begins with zeros. Nobody sees its bytes before [`Map::commit`] has ended, and dropping the map
+/// cancels. The bytes shown may change at any time, so they are only copied in and out.
 pub struct Map<'a> {
     disk: &'a Disk,
     offset: u64,
@@ -34,8 +34,8 @@ enum Kind {
 }
 
 impl Disk {
-    /// Opens a range for access. What does not lie in the host's memory (compressed, remote, past the page cache) is read
-    /// into a buffer first, and this waits for that. `range` is in bytes, in multiples of 512.
+    /// Opens a range for access. Data that do not lie in the host's memory (compressed, remote, past the page cache)
+    /// are first read into a buffer. This call waits for them. `range` is in bytes, in multiples of 512.
     ///
     /// ```no_run
     /// # fn main() -> ringdisk_disk::Result<()> {
@@ -67,7 +67,7 @@ impl Disk {
         Ok(Map { disk: self, offset, kind })
     }
 
-    /// As [`Disk::map`], where that needs no buffer and waits for nothing: `None` if it would.
+    /// As [`Disk::map`], but `None` if it would need a buffer or would have to wait.
     pub fn try_map(&self, range: Range<u64>, access: Access) -> Result<Option<Map<'_>>> {
         let (offset, length_bytes) = (range.start, self.length_to_map(&range, access)?);
         Ok(self.kind_in_place(offset, length_bytes, access).map(|kind| Map { disk: self, offset, kind }))
@@ -92,13 +92,13 @@ impl Disk {
 }
 
 impl Map<'_> {
-    /// The first byte on the disk.
+    /// Returns the first byte on the disk.
     #[must_use]
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// How long it is.
+    /// Returns the length of the range in bytes.
     #[must_use]
     pub fn length_bytes(&self) -> usize {
         match &self.kind {
@@ -108,7 +108,7 @@ impl Map<'_> {
         }
     }
 
-    /// Whether the bytes lie where the disk has them, or will have them: no copy was made or will be.
+    /// Whether the map shows the disk's own bytes, or bytes that the disk will take over, so that nothing is copied.
     #[must_use]
     pub fn is_in_place(&self) -> bool {
         match &self.kind {
@@ -118,9 +118,9 @@ impl Map<'_> {
         }
     }
 
-    /// Copies bytes from `skip_bytes` on. A map for writing gives back what was put there.
+    /// Copies bytes from `skip_bytes` on to `target`. A map for writing returns what was written to it.
     ///
-    /// Fails where the bytes do not lie inside, and where the file beneath has become shorter.
+    /// Fails if the bytes do not lie in the map, or if the file below was cut off.
     pub fn read_at(&self, skip_bytes: usize, target: &mut [u8]) -> Result<()> {
         let read = match &self.kind {
             Kind::Shown(map) => map.read_at(skip_bytes, target),
@@ -139,20 +139,20 @@ impl Map<'_> {
         self.ended("look at", skip_bytes, target.len(), read)
     }
 
-    /// Puts bytes to `skip_bytes` and the following, in a map for writing.
+    /// Writes bytes to a map for writing, from `skip_bytes` on.
     pub fn write_at(&mut self, skip_bytes: usize, bytes: &[u8]) -> Result<()> {
         let written = self.new_bytes()?.write_at(skip_bytes, bytes);
         self.ended("put", skip_bytes, bytes.len(), written)
     }
 
-    /// Puts `length_bytes` of one value to `skip_bytes` and the following, in a map for writing.
+    /// Fills `length_bytes` of a map for writing with one value, from `skip_bytes` on.
     pub fn fill(&mut self, skip_bytes: usize, length_bytes: usize, byte: u8) -> Result<()> {
         let filled = self.new_bytes()?.fill(skip_bytes, length_bytes, byte);
         self.ended("put", skip_bytes, length_bytes, filled)
     }
 
-    /// Ends the map. New bytes are the disk's when this has ended, and durable after a flush that is called then. Of a map
-    /// for reading, it says whether all that was shown was there.
+    /// Ends the map. When this has ended, the disk has the new bytes; a flush that begins then makes them durable. For
+    /// a map for reading, returns whether everything that it showed could be read.
     pub fn commit(self) -> Operation<()> {
         let Self { disk, offset, kind } = self;
         match kind {

@@ -1,4 +1,4 @@
-//! An operation that runs on the disk's thread, and whoever waits for its end.
+//! An operation that runs on the disk's thread, and those who wait for it.
 
 use block::{Error, ErrorKind, Result};
 use std::fmt;
@@ -9,13 +9,13 @@ use std::task::{Context, Poll, Waker};
 
 /// A running operation: await it, or [`wait`](Operation::wait) for it.
 ///
-/// It has begun already. Dropping this changes nothing but that nobody hears of its end.
+/// It has begun already. If this is dropped, the operation still ends, but nobody learns the result.
 #[must_use = "an operation can fail: await it, or wait for it"]
 pub struct Operation<T> {
     shared: Arc<Shared<T>>,
 }
 
-/// The other end: tells how the operation has ended. Dropped without that, it tells that the disk's thread has ended.
+/// Reports how the operation has ended. If dropped before, it reports that the disk's thread has ended.
 pub(crate) struct Completer<T> {
     shared: Arc<Shared<T>>,
 }
@@ -35,7 +35,7 @@ impl<T> Shared<T> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Only the first end counts.
+    /// Sets the result. Only the first call counts.
     fn end(&self, result: impl FnOnce() -> Result<T>) {
         let waker = {
             let mut state = self.lock();
@@ -59,19 +59,19 @@ impl<T> Operation<T> {
         (Self { shared: Arc::clone(&shared) }, Completer { shared })
     }
 
-    /// One that has failed before it began.
+    /// Makes an operation that failed before it began.
     pub(crate) fn failed(error: Error) -> Self {
         Self::ended(Err(error))
     }
 
-    /// One that has ended already.
+    /// Makes an operation that has ended already.
     pub(crate) fn ended(result: Result<T>) -> Self {
         let (operation, completer) = Self::new();
         completer.complete(result);
         operation
     }
 
-    /// Waits for the end, on the calling thread.
+    /// Waits for the operation to end, on the calling thread.
     pub fn wait(self) -> Result<T> {
         let mut state = self.shared.lock();
         loop {
@@ -91,7 +91,7 @@ impl<T> Completer<T> {
 
 impl<T> Drop for Completer<T> {
     fn drop(&mut self) {
-        // After `complete` there is nothing left to tell, unless the result was taken already: then nobody looks again.
+        // After `complete`, this changes nothing, unless the result was taken already: then nobody looks again.
         self.shared.end(|| Err(Error::new(ErrorKind::Io, "the disk was closed before the operation ended")));
     }
 }

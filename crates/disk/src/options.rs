@@ -1,4 +1,4 @@
-//! Which image, and how it is opened.
+//! Says which image to open, and how.
 
 use crate::disk::Disk;
 use block::{Error, ErrorKind, Result};
@@ -41,13 +41,13 @@ impl Options {
         }
     }
 
-    /// The image at `path`.
+    /// Names the image at `path`.
     pub fn path(path: impl AsRef<Path>) -> Self {
         Self::new(DiskOptions::of_file(path.as_ref()))
     }
 
-    /// The image that drive options describe, as `ringdisk serve --drive` takes them: `file=disk.qcow2,cache=none`. Those
-    /// that are about an export (its socket, its queues) are refused.
+    /// Takes the image from drive options, as in `ringdisk serve --drive`: `file=disk.qcow2,cache=none`. Options of an
+    /// export (its socket, its queues) are refused.
     pub fn drive(options: &str) -> Result<Self> {
         match DriveOptions::parse(options)? {
             ParsedDrive::Help(help) => Err(Error::new(ErrorKind::BadOption, help)),
@@ -59,15 +59,16 @@ impl Options {
         }
     }
 
-    /// The image behind an open descriptor: a regular file or a block device, open for reading, and for writing unless the
-    /// disk is to be read only. Files that it names have to be given with [`Options::also_allow`], by absolute path.
+    /// Names the image behind an open descriptor: a regular file or a block device, open for reading and, unless the
+    /// disk is read-only, for writing. [`Options::also_allow`] must list the files that the image names, by absolute
+    /// path.
     pub fn descriptor(descriptor: OwnedFd) -> Self {
         let name = FileName::Descriptor(descriptor.as_raw_fd());
         Self { descriptor: Some(descriptor), ..Self::new(DiskOptions::of_file(name)) }
     }
 
-    /// The image's format, "raw" or "qcow2". Where it is not said, the first bytes tell; a disk that is raw by such a guess
-    /// only refuses writes that would make it look like another format.
+    /// Sets the image's format, "raw" or "qcow2". Without it, the first bytes decide. A disk that was only guessed to
+    /// be raw refuses writes that would make it look like another format.
     pub fn format(mut self, format: &str) -> Result<Self> {
         self.disk.format = Some(format.parse::<Format>()?.into());
         Ok(self)
@@ -79,20 +80,20 @@ impl Options {
         self
     }
 
-    /// Which files the image may name.
+    /// Sets which files the image may name.
     pub fn allow_backing(mut self, policy: BackingPolicy) -> Self {
         self.allow_backing = policy;
         self
     }
 
-    /// A file that the image may name, besides those that its policy allows.
+    /// Adds a file that the image may name, besides those that its policy allows.
     pub fn also_allow(mut self, path: impl Into<PathBuf>) -> Self {
         self.listed.push(path.into());
         self
     }
 
-    /// Whose part of a [`BufferBudget`](crate::BufferBudget) the disk's requests use for buffers of their own. Without
-    /// limit otherwise.
+    /// Sets the account of a [`BufferBudget`](crate::BufferBudget) from which the disk's requests take memory for
+    /// buffers. Without it there is no limit.
     pub fn buffers(mut self, account: BufferAccount) -> Self {
         self.buffers = account;
         self

@@ -1,5 +1,5 @@
-//! A part of a raw file as a disk of its own (`offset=`, `size=`): a partition in the image of a whole disk. For commands
-//! that read.
+//! Shows a part of a raw file as a disk (`offset=`, `size=`): for example, a partition in the image of a whole disk.
+//! For commands that only read.
 
 use block::{
     Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Lifetime, PastEnd,
@@ -14,17 +14,17 @@ use std::sync::Arc;
 /// QEMU counts files in sectors.
 const SECTOR_BYTES: u64 = 512;
 
-/// Where the part lies.
+/// The place of the part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FilePart {
-    /// Its first byte.
+    /// The part's first byte in the file.
     pub offset_bytes: u64,
-    /// Its length; to the file's end if nobody said it.
+    /// The part's length; `None` for the rest of the file.
     pub size_bytes: Option<u64>,
 }
 
 impl FilePart {
-    /// How long it is in a file of this length.
+    /// Returns the part's length in a file of this length.
     pub fn length_in(&self, file_bytes: u64) -> Result<u64> {
         let Self { offset_bytes: offset, size_bytes } = *self;
         let bad = |what: String| Err(Error::new(ErrorKind::BadOption, what));
@@ -48,12 +48,12 @@ impl FilePart {
     }
 }
 
-/// Opens the part of a file that [`FilePart`] names; an image in it has no other file.
+/// Opens the part of a file that [`FilePart`] names. An image in the part cannot name other files.
 #[derive(Debug)]
 pub struct PartOpener<O> {
-    /// Opens the file.
+    /// The opener of whole files.
     pub inner: O,
-    /// All of it, where there is none.
+    /// The part; `None` for the whole file.
     pub part: Option<FilePart>,
 }
 
@@ -130,8 +130,8 @@ struct PartQueue {
 }
 
 impl PartQueue {
-    /// The same read in the whole file; `None` where there is nothing to read. What does not lie in the part is nobody's:
-    /// behind its end are zeros, as behind a file's, and never what the file holds there.
+    /// Translates a read to the whole file; `None` if nothing is to be read. A read cannot leave the part: behind its
+    /// end are zeros, as behind a file's, and never the file's bytes.
     fn within(&self, op: FileOp) -> IoResult<Option<FileOp>> {
         let outside = IoError::new(IoErrorKind::OutOfRange);
         match op {

@@ -1,5 +1,5 @@
-//! Filters of a drive: `filter=NAME:key=value:key=value`, with one key `filter` for each. The first is the nearest to
-//! the guest, as with nbdkit.
+//! Filters of a drive: `filter=NAME:key=value:key=value`. The key `filter` is repeated for each filter. The first is
+//! the nearest to the guest, as with nbdkit.
 
 use crate::keyval;
 use crate::size::{human_size, parse_size};
@@ -15,24 +15,24 @@ use std::time::Duration;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FilterOptions {
-    /// Makes requests late: `delay:ms=5`, `delay:us=200:bandwidth=100M`.
+    /// Delays requests: `delay:ms=5`, `delay:us=200:bandwidth=100M`.
     Delay(DelayOptions),
-    /// Bounds the rate: `throttle:iops-total=500:bps-read=10M:group=web`.
+    /// Limits the rate: `throttle:iops-total=500:bps-read=10M:group=web`.
     Throttle(ThrottleOptions),
     /// Fails chosen requests: `error:kinds=write+flush:every=100:errno=ENOSPC`.
     Error(ErrorOptions),
-    /// Writes every change to this file, for `ringdisk replay`: `log:file=changes.log`.
+    /// Logs every change to this file, for `ringdisk replay`: `log:file=changes.log`.
     Log(PathBuf),
 }
 
-/// Guests give a request up after half a minute.
+/// The longest delay: guests give up a request after half a minute.
 pub(crate) const DELAY_MAX_MS: u32 = 10_000;
 
 const NAMES: [&str; 4] = ["delay", "error", "log", "throttle"];
 const DELAY_KEYS: [&str; 3] = ["ms", "us", "bandwidth"];
 const LOG_KEYS: [&str; 1] = ["file"];
 const ERROR_KEYS: [&str; 7] = ["kinds", "offset", "length", "after", "every", "count", "errno"];
-/// Error numbers that storage gives, by their names on Linux.
+/// Error numbers of storage, by their names on Linux.
 const ERRNOS: [(&str, i32); 8] = [
     ("EIO", 5),
     ("ENOSPC", 28),
@@ -44,11 +44,11 @@ const ERRNOS: [(&str, i32); 8] = [
     ("ETIMEDOUT", 110),
 ];
 
-/// A disk seen through a filter, and its place in a group if the filter is a throttle.
+/// A disk with a filter over it, and the disk's place in a group if the filter is a throttle.
 pub type Filtered = (Arc<dyn Disk>, Option<Arc<ThrottleMember>>);
 
 impl FilterOptions {
-    /// What can stand behind `filter=`.
+    /// Lists what may follow `filter=`.
     pub(crate) fn help() -> String {
         let usage = |name: &str, keys: &[&str]| format!("{name}:KEY=VALUE:... ({})", keys.join(", "));
         [
@@ -60,7 +60,7 @@ impl FilterOptions {
         .join(", ")
     }
 
-    /// Reads `NAME:key=value:...`.
+    /// Parses `NAME:key=value:...`.
     pub fn parse(text: &str) -> Result<Self> {
         let mut parts = text.split(':');
         let name = parts.next().unwrap_or_default();
@@ -84,7 +84,7 @@ impl FilterOptions {
         .map_err(|error| error.in_context(format!("filter={text}")))
     }
 
-    /// `disk`, seen through this filter. A throttle's place in its group comes along.
+    /// Puts this filter over `disk`. For a throttle, also returns the disk's place in its group.
     pub fn over(&self, disk: Arc<dyn Disk>) -> Result<Filtered> {
         let disk: Arc<dyn Disk> = match self {
             Self::Delay(options) => Arc::new(FilterDisk::new(disk, Delay::new(*options))),
@@ -110,7 +110,7 @@ fn log_file(pairs: &[(&str, &str)]) -> Result<PathBuf> {
     }
 }
 
-/// A new log, or one that is carried on. Any other file is left alone.
+/// Makes a log in a new file, or continues a log. Refuses any other file.
 fn write_log(path: &Path) -> Result<WriteLog> {
     let what = || format!("the write log '{}'", path.display());
     let file = File::options().read(true).write(true).create(true).truncate(false).open(path);
@@ -137,7 +137,7 @@ fn delay(pairs: &[(&str, &str)]) -> Result<DelayOptions> {
     Ok(options)
 }
 
-/// The least bandwidth: a request of a mebibyte must get through before its guest gives up.
+/// The least bandwidth: a request of a mebibyte must end before its guest gives up.
 const BANDWIDTH_MIN: u64 = 64 << 10;
 
 fn bandwidth(value: &str) -> Result<u64> {

@@ -1,6 +1,6 @@
-//! The keys of a drive, and what each takes: the table of docs/drive-options.md, which a test compares.
+//! The keys of a drive with their descriptions: the table of docs/drive-options.md, which a test compares.
 
-/// Each key, and what it takes.
+/// Each key and its description.
 const KEYS: [(&str, &str); 41] = [
     ("file", "the image: a path, `host_device:/dev/sdb`, or `fd:3` for a descriptor that the program was given"),
     (
@@ -80,17 +80,17 @@ const KEYS: [(&str, &str); 41] = [
 
 const TITLE: &str = "A drive is a list of key=value, separated by commas. A comma inside a value is written ',,'. format=? lists \
                      the values of a key.";
-/// Terminals are at least this wide.
+/// The width of the narrowest terminal, in columns.
 const COLUMNS: usize = 80;
-/// Where the second column begins.
+/// The start of the second column.
 const INDENT: usize = 23;
 
-/// The names of all keys.
+/// Returns the names of all keys.
 pub(crate) fn key_names() -> Vec<&'static str> {
     KEYS.iter().map(|(key, _)| *key).collect()
 }
 
-/// The table for a terminal.
+/// Returns the table for a terminal.
 pub(crate) fn of_keys() -> String {
     let mut text = wrapped(TITLE, 0);
     for (key, takes) in KEYS {
@@ -100,7 +100,7 @@ pub(crate) fn of_keys() -> String {
     text
 }
 
-/// `text` in lines of at most [`COLUMNS`], all of them `indent` columns in.
+/// Wraps `text` into lines of at most [`COLUMNS`], each indented by `indent`.
 fn wrapped(text: &str, indent: usize) -> String {
     let mut lines = vec![String::new()];
     for word in text.split_whitespace() {

@@ -1,4 +1,4 @@
-//! An image as a user names it: a file name, or a description such as `driver=qcow2,file.filename=...`.
+//! A user's name for an image: a file name, or a description such as `driver=qcow2,file.filename=...`.
 
 use crate::file_part::FilePart;
 use crate::keyval::{KeyValue, parse as parse_key_values};
@@ -8,19 +8,19 @@ use image::{FileName, Format, without_secrets};
 use serde_json::Value;
 use std::ffi::OsStr;
 
-/// The protocols that are a file or a block device.
+/// The protocols of files and block devices.
 const FILE_DRIVERS: [&str; 2] = ["file", "host_device"];
 
-/// A file, and its format if the user said it.
+/// A file, its format, and how to see it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageName {
     /// The file.
     pub file: FileName,
-    /// Its format; guessed from its contents if nobody said it.
+    /// Its format; guessed from its contents if `None`.
     pub format: Option<Format>,
     /// The part of a raw file that is the disk (`offset=`, `size=`).
     pub part: Option<FilePart>,
-    /// The image is to be seen without what lies below it (`backing` is null).
+    /// Whether to ignore the layers below (`backing` is null).
     pub is_alone: bool,
 }
 
@@ -31,8 +31,8 @@ impl From<FileName> for ImageName {
 }
 
 impl ImageName {
-    /// Reads a file name (see [`FileName::parse`]), or `json:` and a description as QEMU writes it. `format` is what the user
-    /// said besides.
+    /// Parses a file name (see [`FileName::parse`]), or `json:` and a description as QEMU writes it. `format` is the
+    /// format that the user gave separately.
     pub fn parse(text: impl AsRef<OsStr>, format: Option<Format>) -> Result<Self> {
         let text = text.as_ref();
         let parsed = match text.to_str().and_then(|text| text.strip_prefix("json:")) {
@@ -43,10 +43,10 @@ impl ImageName {
             .map_err(|error| error.in_context(format!("Could not open '{}'", without_secrets(&text.to_string_lossy()))))
     }
 
-    /// Reads a description of the form `driver=FORMAT,file.filename=FILE`.
+    /// Parses a description of the form `driver=FORMAT,file.filename=FILE`.
     pub fn parse_description(text: &str) -> Result<Self> {
         let parse = || {
-            // One word without a key would be the name of a node.
+            // For QEMU, a single word without a key names a node.
             if !text.contains('=') {
                 return Err(bad(format!("Cannot find device='{text}' nor node-name='{text}': write key=value")));
             }
@@ -55,7 +55,7 @@ impl ImageName {
         parse().map_err(|error| error.in_context(format!("Could not open '{text}'")))
     }
 
-    /// The file and its format, for a command that changes a whole image.
+    /// Returns the file and its format, for a command that changes a whole image.
     pub fn whole(self) -> Result<(FileName, Option<Format>)> {
         match self {
             Self { file, format, part: None, is_alone: false } => Ok((file, format)),
@@ -70,7 +70,7 @@ fn bad(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::BadOption, message)
 }
 
-/// An object, with objects in it.
+/// Parses a JSON object, which may contain objects.
 fn from_json(text: &str, format: Option<Format>) -> Result<ImageName> {
     let invalid = |error: serde_json::Error| {
         let why = if error.is_eof() { "premature EOI: ".to_owned() } else { String::new() };
@@ -89,7 +89,7 @@ fn from_json(text: &str, format: Option<Format>) -> Result<ImageName> {
     Ok(ImageName { format: name.format.or(format), ..name })
 }
 
-/// QEMU's JSON has strings between single quotes, too, in which double ones are plain characters.
+/// QEMU's JSON also allows strings in single quotes, in which double quotes are plain characters.
 fn with_double_quotes(text: &str) -> String {
     let (mut strict, mut quote) = (String::with_capacity(text.len()), None);
     let mut chars = text.chars();
@@ -114,7 +114,7 @@ fn with_double_quotes(text: &str) -> String {
     strict
 }
 
-/// `{"file": {"driver": "file"}}` is `file.driver=file`.
+/// Flattens nested objects: `{"file": {"driver": "file"}}` becomes `file.driver=file`.
 fn flatten(key: &str, value: &Value, pairs: &mut Vec<KeyValue>) -> Result<()> {
     match value {
         Value::Object(fields) => {
@@ -143,7 +143,7 @@ fn flatten(key: &str, value: &Value, pairs: &mut Vec<KeyValue>) -> Result<()> {
 fn described(pairs: &[KeyValue]) -> Result<ImageName> {
     let value_of = |key: &str| pairs.iter().find(|pair| pair.key == key).map(|pair| pair.value.as_str());
     let driver = value_of("driver");
-    // Without a format above it, a protocol's bytes are the disk's.
+    // Without a format above a protocol, the file's bytes are the disk's.
     let is_file = driver.is_some_and(|driver| FILE_DRIVERS.contains(&driver));
     let (file_key, driver_key) = if is_file { ("filename", "driver") } else { ("file.filename", "file.driver") };
     for KeyValue { key, value } in pairs {

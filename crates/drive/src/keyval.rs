@@ -1,13 +1,13 @@
-//! `key=value,key=value` as QEMU writes it: a doubled comma is a comma in a value.
+//! Parses `key=value,key=value` as QEMU writes it: a doubled comma stands for a comma in a value.
 
 use block::{Error, ErrorKind, Result};
 
 /// One `key=value`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyValue {
-    /// Left of the first `=`.
+    /// The text left of the first `=`.
     pub key: String,
-    /// Right of it.
+    /// The text right of the first `=`.
     pub value: String,
 }
 
@@ -16,7 +16,7 @@ pub fn parse(text: &str) -> Result<Vec<KeyValue>> {
     parse_with_repeats(text, &[])
 }
 
-/// As [`parse`], where some keys may be given several times.
+/// As [`parse`], but some keys may be repeated.
 pub(crate) fn parse_with_repeats(text: &str, repeats: &[&str]) -> Result<Vec<KeyValue>> {
     let mut pairs: Vec<KeyValue> = Vec::new();
     for part in split_at_single_commas(text) {
@@ -34,8 +34,8 @@ pub(crate) fn parse_with_repeats(text: &str, repeats: &[&str]) -> Result<Vec<Key
     Ok(pairs)
 }
 
-/// Splits what stands behind `-o`. A key alone means `on`; with `no` in front of it, it means `off`. A key may be given
-/// again; then both pairs are returned, and the last one counts.
+/// Splits the argument of `-o`. A key alone means `on`; with `no` in front of it, `off`. If a key is repeated, all
+/// pairs are returned, and the last one counts.
 pub fn parse_options(text: &str) -> Result<Vec<KeyValue>> {
     let pair = |part: String| match part.split_once('=') {
         Some(("", _)) => Err(bad(format!("'{part}' has no key before its '='"))),
@@ -49,13 +49,13 @@ pub fn parse_options(text: &str) -> Result<Vec<KeyValue>> {
     split_at_single_commas(text).into_iter().map(pair).collect()
 }
 
-/// Whether `help` or `?` stands in an option string, alone or between others.
+/// Whether `help` or `?` is an item of an option string.
 #[must_use]
 pub fn asks_for_help(text: &str) -> bool {
     split_at_single_commas(text).iter().any(|part| matches!(part.as_str(), "help" | "?"))
 }
 
-/// Writes a value so that [`parse`] (and QEMU) reads it back.
+/// Escapes a value so that [`parse`] (and QEMU) read it back.
 #[must_use]
 pub fn escape(value: &str) -> String {
     value.replace(',', ",,")
@@ -78,7 +78,8 @@ fn split_at_single_commas(text: &str) -> Vec<String> {
     parts
 }
 
-/// "unknown key 'formt': did you mean 'format'? Valid keys: file, format": for a word that is none of `valid`.
+/// Makes an error for a word that is not in `valid`: "unknown key 'formt': did you mean 'format'? Valid keys: file,
+/// format".
 #[must_use]
 pub fn unknown(what: &str, word: &str, valid: &[&str]) -> Error {
     let guess = closest(word, valid).map(|close| format!(", did you mean '{close}'?")).unwrap_or_default();
@@ -89,7 +90,7 @@ fn bad(message: String) -> Error {
     Error::new(ErrorKind::BadOption, message)
 }
 
-/// The word of `valid` that somebody who typed `word` most likely meant.
+/// Returns the word of `valid` that somebody who typed `word` most likely meant.
 fn closest<'a>(word: &str, valid: &[&'a str]) -> Option<&'a str> {
     let lower = word.to_lowercase().replace('-', "_");
     let scored = valid.iter().map(|name| (strsim::osa_distance(&lower, &name.replace('-', "_")), *name));

@@ -1,17 +1,17 @@
-//! Drives: what a user says about a disk, and the opener that makes a disk of it.
+//! Drives: a user's options of a disk, and the opener that makes a disk of them.
 //!
-//! No request passes through here. Commands and the daemon read options with this crate, and open images with it. It
+//! No request passes through here. Commands and the daemon parse options with this crate, and open images with it. It
 //! names the concrete engines, so that `image` need not know them.
 //!
-//! * [`DriveOptions`]: `file=disk.qcow2,cache=none,queues=4`, in two parts: [`DiskOptions`] say what the disk is,
-//!   [`ExportOptions`] how guests reach it. Errors list what would have been right.
-//! * [`RunningChange`]: which options change while guests use a disk.
+//! * [`DriveOptions`]: `file=disk.qcow2,cache=none,queues=4`, in two parts: [`DiskOptions`] describe the disk,
+//!   [`ExportOptions`] how guests reach it. Errors list the valid keys or values.
+//! * [`RunningChange`]: which options can change while guests use a disk.
 //! * [`PassedDescriptors`]: images and sockets that a service manager opened, by its names.
-//! * [`FilterOptions`]: `filter=delay:ms=5`, as often as one likes: what happens to requests above the image.
-//! * [`ImageName`]: an image as the image tool's user names it.
-//! * [`open_disk`]: the disk that the options describe. [`EngineOpener`]: how images get their files, with an engine, a
-//!   cache mode and QEMU's locks, or from a vhost-user server.
-//! * [`parse_key_values`], [`parse_size`] and their like: how values are written, for all commands.
+//! * [`FilterOptions`]: `filter=delay:ms=5`, which may be repeated: filters of requests above the image.
+//! * [`ImageName`]: an image as users of the image tool name it.
+//! * [`open_disk`]: opens the disk that options describe. [`EngineOpener`]: opens images' files with an engine, a cache
+//!   mode and QEMU's locks, or from a vhost-user server.
+//! * [`parse_key_values`], [`parse_size`] and others: parsers of values, for all commands.
 //!
 //! ```no_run
 //! # use {block as ringdisk_block, image as ringdisk_image};

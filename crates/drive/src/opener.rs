@@ -1,4 +1,4 @@
-//! Files and disks from what a user said: the one place where formats' and engines' names meet.
+//! Makes files and disks of a user's options: the one place that names both formats and engines.
 
 use crate::filters::FilterOptions;
 use crate::options::{DiskOptions, DriveFormat};
@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long [`EngineOpener`] waits for the lock of a process that was killed, where nobody says otherwise.
+/// How long [`EngineOpener`] waits for the lock of a process that was killed, by default.
 pub const LOCK_TIMEOUT_S: u32 = 30;
 
 /// Opens the files of an image with one engine and cache mode, under QEMU's locks.
@@ -36,48 +36,48 @@ impl Default for EngineOpener {
 }
 
 impl EngineOpener {
-    /// Files as `disk` asks for them.
+    /// Makes an opener with the options of `disk`.
     #[must_use]
     pub fn of_disk(disk: &DiskOptions) -> Self {
         Self { options: open_options(disk), descriptor: None }
     }
 
-    /// With another cache mode.
+    /// Sets another cache mode.
     #[must_use]
     pub fn with_cache(mut self, cache: CacheMode) -> Self {
         self.options.cache = cache;
         self
     }
 
-    /// Waiting so long for locks that no living process is seen to hold.
+    /// Sets how long to wait for locks that no living process seems to hold.
     #[must_use]
     pub fn with_lock_timeout(mut self, timeout: Duration) -> Self {
         self.options.lock_timeout = timeout;
         self
     }
 
-    /// With another engine.
+    /// Sets another engine.
     #[must_use]
     pub fn with_engine(mut self, engine: EngineKind) -> Self {
         self.options.engine = engine;
         self
     }
 
-    /// With an open file that the caller has. The descriptor's number is its name, as in `fd:3`.
+    /// Adds an open file of the caller. Its descriptor's number is its name, as in `fd:3`.
     #[must_use]
     pub fn with_descriptor(mut self, descriptor: OwnedFd) -> Self {
         self.descriptor = Some(Arc::new(descriptor));
         self
     }
 
-    /// Whose requests use that part of the memory for buffers. One opener is for one disk.
+    /// Sets the account of buffer memory that requests use. An opener is for one disk.
     #[must_use]
     pub fn with_buffers(mut self, buffers: BufferAccount) -> Self {
         self.options.buffers = buffers;
         self
     }
 
-    /// Each protocol's way to a file.
+    /// Opens a file by its protocol.
     fn open_by_name(&self, name: &FileName, options: &OpenOptions) -> Result<Arc<dyn File>> {
         match name {
             FileName::File(path) => engine::open(path, options),
@@ -103,14 +103,14 @@ impl EngineOpener {
         }
     }
 
-    /// Without locks: to look at an image that somebody else is writing.
+    /// Takes no locks: to look at an image that somebody else is writing.
     #[must_use]
     pub fn without_locks(mut self) -> Self {
         self.options.lock = false;
         self
     }
 
-    /// For files that are filled in one go: the storage begins to write before the flush at their end.
+    /// For files that are filled in one go: the storage begins to write before the flush at the end.
     #[must_use]
     pub fn writing_behind(mut self) -> Self {
         self.options.write_behind = true;
@@ -123,7 +123,7 @@ fn rbd_options(options: &OpenOptions) -> RbdOptions {
         rbd.read_only = options.read_only;
         rbd.lock = options.lock;
         rbd.lock_timeout = options.lock_timeout;
-        // A write that ends without librbd's cache is durable.
+        // Without librbd's cache, a write that has ended is durable.
         rbd.cached = !options.cache.is_direct() && options.has_volatile_cache();
         rbd.buffers = options.buffers.clone();
     })
@@ -141,7 +141,7 @@ fn open_options(disk: &DiskOptions) -> OpenOptions {
 
 impl Opener for EngineOpener {
     fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
-        // What is not written is locked only against writers, so overlays may share their base.
+        // A file that is not written is locked only against writers, so overlays may share their base.
         let read_only = !matches!(role, Role::Writable);
         let options = self.options.clone().with(|options| options.read_only = read_only);
         self.open_by_name(name, &options)
@@ -158,7 +158,7 @@ impl Opener for EngineOpener {
     }
 
     fn unmake(&self, path: &Path) {
-        // Whoever meets it later says what is wrong with it.
+        // Best effort: whoever meets the file later learns what is wrong with it.
         let _ = std::fs::remove_file(path);
     }
 
@@ -180,49 +180,50 @@ fn check_is_device(path: &Path) -> Result<()> {
             let message = format!("'host_device:{path}' is no block device: name a file without 'host_device:'");
             Err(Error::new(ErrorKind::BadOption, message))
         }
-        // What cannot be looked at cannot be opened either.
+        // A file that cannot be looked at cannot be opened either.
         _ => Ok(()),
     }
 }
 
-/// A disk that was opened, and the image to close when it is done with.
+/// An opened disk, and its image, which has to be closed afterwards.
 pub struct OpenedDisk {
-    /// What is served.
+    /// The disk with its filters.
     pub disk: Arc<dyn Disk>,
-    /// The same as an image; `None` for a null disk.
+    /// The disk's image; `None` for a null disk.
     pub image: Option<Arc<Image>>,
-    /// Its filters `throttle`, the nearest to the guest first.
+    /// The disk's filters `throttle`, the nearest to the guest first.
     pub throttles: Vec<Arc<ThrottleMember>>,
-    /// Holds requests that the storage fails, if the options ask for it.
+    /// Holds requests that the storage fails, if the options say so.
     pub hold: Option<Arc<HoldControl>>,
 }
 
 impl OpenedDisk {
-    /// One line a layer: format, file, engine.
+    /// Describes each layer in a line: format, file, engine.
     #[must_use]
     pub fn layers(&self) -> Vec<String> {
         self.image.as_ref().map_or_else(|| vec!["null".to_owned()], |image| image.describe_layers())
     }
 
-    /// The tables in memory of an image that has some.
+    /// Returns the counters of the image's tables in memory; `None` if it has no tables.
     #[must_use]
     pub fn table_cache_stats(&self) -> Option<TableCacheStats> {
         let stats = self.image.as_ref().map(|image| image.cache_stats());
         stats.filter(|stats| stats.limit_bytes > 0)
     }
 
-    /// Writes what is still in memory and flushes. No queue of the disk may be open any more.
+    /// Writes what is still in memory and flushes. No queue of the disk may be open.
     pub fn close(&self) -> Result<()> {
         self.image.as_ref().map_or(Ok(()), |image| image.close())
     }
 }
 
-/// Opens what `options` describes. `listed` are other files that the user named, which images may use as backing files.
+/// Opens the disk that `options` describe. `listed` are other files that the user named; images may use them as backing
+/// files.
 pub fn open_disk(options: &DiskOptions, allow_backing: BackingPolicy, listed: &[PathBuf]) -> Result<OpenedDisk> {
     open_disk_with(&EngineOpener::of_disk(options), options, allow_backing, listed)
 }
 
-/// As [`open_disk`], with files from `opener`.
+/// As [`open_disk`], but takes files from `opener`.
 pub fn open_disk_with(
     opener: &dyn Opener,
     options: &DiskOptions,
@@ -244,8 +245,7 @@ pub fn open_disk_with(
     filtered(Arc::clone(&image) as Arc<dyn Disk>, Some(image), options)
 }
 
-/// Opens the files of an image that is served once more, for [`Image::reopen`]: the layers that it has now, as `options`
-/// asked for the first of them.
+/// Opens the files of a running image again, for [`Image::reopen`]: its present layers, opened as `options` say.
 pub fn open_again(
     opener: &EngineOpener,
     options: &DiskOptions,
@@ -257,7 +257,7 @@ pub fn open_again(
     let mut options = options.clone();
     options.file = image.said_image_names().next();
     options.former_tops = image.former_tops();
-    // A scratch overlay that is kept is one of the layers.
+    // A kept scratch overlay is one of the layers.
     if options.keep.take().is_some() {
         options.snapshot = false;
     }
@@ -267,7 +267,7 @@ pub fn open_again(
     image::open(&image_options(&options, format, allow_backing, &listed)?, &opener).map_err(name_readonly)
 }
 
-/// Opens without locks what is the same file as one that is open for writing: our own locks would refuse it.
+/// Opens a file without locks if it is also open for writing: our own locks would refuse it.
 struct Again<'a> {
     opener: &'a EngineOpener,
     locked: Vec<(u64, u64)>,
@@ -309,7 +309,8 @@ fn image_options(
     }))
 }
 
-/// The index file of the scratch overlay that `options` ask to keep, if they do: named as the disk, or else as its image.
+/// Returns the index file of the scratch overlay that `options` keep, if they keep one. It is named after the disk, or
+/// else after the image.
 pub fn kept_overlay(options: &DiskOptions) -> Result<Option<PathBuf>> {
     let Some(directory) = &options.keep else { return Ok(None) };
     let image = || options.file.as_ref().and_then(FileName::path).and_then(Path::file_name);
@@ -323,7 +324,7 @@ pub fn kept_overlay(options: &DiskOptions) -> Result<Option<PathBuf>> {
     Ok(Some(directory.join(name)))
 }
 
-/// Where an image may be read though it cannot be written, says by which key a drive does so.
+/// Adds the drive's key to the error of an image that can only be read.
 fn name_readonly(error: Error) -> Error {
     match error.is_only_for_writing() {
         true => Error::new(error.kind(), format!("{error}, or set readonly=on to only read it")),
@@ -331,7 +332,7 @@ fn name_readonly(error: Error) -> Error {
     }
 }
 
-/// The disk, seen through its filters.
+/// Puts its filters over the disk.
 fn filtered(disk: Arc<dyn Disk>, image: Option<Arc<Image>>, options: &DiskOptions) -> Result<OpenedDisk> {
     let late = options.delay_ms.filter(|delay_ms| *delay_ms > 0);
     let late = late.map(|ms| FilterOptions::Delay(DelayOptions::of(Duration::from_millis(u64::from(ms)))));
@@ -348,7 +349,7 @@ fn filtered(disk: Arc<dyn Disk>, image: Option<Arc<Image>>, options: &DiskOption
         control.set_policies(Some(options.on_error), Some(options.on_no_space));
         control
     });
-    // Nearest to the guest: what is tried again passes the other filters again.
+    // Nearest to the guest: requests that are tried again pass the other filters again.
     if let Some(control) = &hold {
         disk = Arc::new(FilterDisk::new(disk, Hold::new(Arc::clone(control))));
     }

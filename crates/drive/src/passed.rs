@@ -1,4 +1,4 @@
-//! Descriptors that whoever started this program passed to it: by number, or by the name that a service manager gave them.
+//! Descriptors passed to this program at its start: found by number, or by the name that a service manager gave them.
 
 use block::{Error, ErrorKind, Result};
 use std::os::fd::RawFd;
@@ -6,9 +6,9 @@ use std::os::unix::fs::FileTypeExt;
 
 /// The first one (sd_listen_fds(3)).
 const FIRST: RawFd = 3;
-/// More than any manager passes.
+/// An upper limit of descriptors: no manager passes more.
 const COUNT_MAX: RawFd = 4096;
-/// What sd_listen_fds_with_names(3) calls a descriptor that nobody named.
+/// The name of unnamed descriptors in sd_listen_fds_with_names(3).
 const UNNAMED: &str = "unknown";
 
 /// Descriptors that a service manager passed, in its order: `LISTEN_FDS` of them from number 3 on, with the names in
@@ -17,7 +17,7 @@ const UNNAMED: &str = "unknown";
 pub struct PassedDescriptors(Vec<(RawFd, String)>);
 
 impl PassedDescriptors {
-    /// Those of this process; none where no manager passed some, or passed them to another process.
+    /// Returns the descriptors of this process; none if no manager passed any, or passed them to another process.
     pub fn of_this_process() -> Result<Self> {
         Self::read(std::process::id(), |name| std::env::var(name).ok())
     }
@@ -35,13 +35,13 @@ impl PassedDescriptors {
         Ok(Self((FIRST..FIRST + count).zip(names.map(named)).collect()))
     }
 
-    /// Numbers and names of those that are sockets.
+    /// Returns the numbers and names of the descriptors that are sockets.
     pub fn sockets(&self) -> impl Iterator<Item = (RawFd, &str)> {
         let sockets = self.0.iter().filter(|(number, _)| is_socket(*number).unwrap_or(false));
         sockets.map(|(number, name)| (*number, name.as_str()))
     }
 
-    /// The number of a descriptor that a user names by number or, if a manager passed it, by name.
+    /// Returns the number of a descriptor that a user names by number or, if a manager passed it, by name.
     pub fn number_of(&self, word: &str) -> Result<RawFd> {
         if let Ok(number) = word.parse::<RawFd>() {
             return if number >= 0 {
@@ -69,7 +69,7 @@ impl PassedDescriptors {
     }
 }
 
-/// Whether the open descriptor `number` is a socket; `None` where nothing is open.
+/// Whether the open descriptor `number` is a socket; `None` if nothing is open there.
 pub(crate) fn is_socket(number: RawFd) -> Option<bool> {
     let metadata = std::fs::metadata(format!("/proc/self/fd/{number}")).ok()?;
     Some(metadata.file_type().is_socket())

@@ -1,4 +1,4 @@
-//! Which options of a drive change while guests use it, and why the others do not.
+//! Which options of a drive can change while guests use it, and why the others cannot.
 
 use crate::help;
 use crate::keyval::{self, KeyValue};
@@ -6,23 +6,23 @@ use crate::options::{DiskOptions, DriveOptions};
 use crate::passed::PassedDescriptors;
 use block::{Error, ErrorKind, Result};
 
-/// What stands before a key of the filter `throttle`, as in QEMU's drive options.
+/// The prefix of keys of the filter `throttle`, as in QEMU's drive options.
 pub const THROTTLING: &str = "throttling.";
 
-/// How an option of a disk that guests use gets another value.
+/// How an option of a running disk changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunningChange {
-    /// A bound of the filter `throttle`.
+    /// It is a limit of the filter `throttle`.
     Limit,
-    /// What happens to requests that the storage fails.
+    /// It is a policy for requests that the storage fails.
     Policy,
-    /// The disk's files are opened anew.
+    /// The disk's files are opened again.
     Files,
 }
 
 const POLICIES: [&str; 2] = ["on-error", "on-no-space"];
 const FILES: [&str; 6] = ["cache", "engine", "l2-cache-size", "lock-timeout-s", "sqpoll", "sync"];
-/// Keys that stay as they are, and why.
+/// Keys that cannot change, and why.
 const FIXED: &[(&[&str], &str)] = &[
     (
         &["name", "id", "file", "fd", "format", "snapshot", "keep", "size"],
@@ -33,11 +33,11 @@ const FIXED: &[(&[&str], &str)] = &[
     (&["filter", "delay-ms"], "filters stay for as long as the disk is open"),
     (&["poll-max-us"], "the daemon's threads take it when they start"),
 ];
-/// Those of an export.
+/// Why an export's keys cannot change.
 const OF_EXPORT: &str = "it belongs to the disk's socket, and guests were told when they connected";
 
 impl RunningChange {
-    /// How this key of a drive changes. The error says why it does not, and which keys do.
+    /// Returns how this key of a drive changes. The error says why it cannot, and which keys can.
     pub fn of_key(key: &str) -> Result<Self> {
         if key.starts_with(THROTTLING) {
             return Ok(Self::Limit);
@@ -63,7 +63,8 @@ impl RunningChange {
 }
 
 impl DiskOptions {
-    /// The same disk with these options. All of them are such as open its files anew ([`RunningChange::Files`]).
+    /// Returns the options of this disk with these pairs changed. All keys must open the files again
+    /// ([`RunningChange::Files`]).
     pub fn with_files_as(&self, pairs: &[(&str, &str)]) -> Result<Self> {
         let mut drive = DriveOptions::from(self.clone());
         for (key, value) in pairs {
@@ -74,7 +75,7 @@ impl DiskOptions {
         Ok(drive.disk)
     }
 
-    /// The same disk, its files opened as `other` says.
+    /// Returns the options of this disk, with the file options of `other`.
     #[must_use]
     pub fn with_files_of(&self, other: &Self) -> Self {
         Self {

@@ -1,26 +1,26 @@
-//! What a guest is told of its disk instead of what the disk says.
+//! Properties that a guest sees instead of the disk's own.
 
 use crate::size::parse_size;
 use block::{Error, ErrorKind, Result};
 
-/// Values for the guest's eyes. Without one, the disk and its file speak for themselves. Whether they fit together and to
-/// the disk is known when the disk is exported.
+/// Properties set for the guest. If not set, those of the disk and its file are shown. Whether they fit together and
+/// fit the disk is checked when the disk is exported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct ShownOptions {
     /// Cylinders of the geometry.
     pub cylinders: Option<u16>,
-    /// Its heads.
+    /// Heads of the geometry.
     pub heads: Option<u8>,
-    /// Its sectors a track.
+    /// Sectors in a track of the geometry.
     pub sectors: Option<u8>,
     /// The smallest unit that the guest may address.
     pub logical_block_bytes: Option<u32>,
-    /// Writes smaller than it are slow.
+    /// Writes smaller than this are slow.
     pub physical_block_bytes: Option<u32>,
     /// Where the first physical block begins.
     pub alignment_offset_bytes: Option<u32>,
-    /// Smallest I/O that is efficient.
+    /// Smallest efficient I/O.
     pub minimum_io_bytes: Option<u32>,
     /// Best I/O size.
     pub optimal_io_bytes: Option<u32>,
@@ -30,9 +30,9 @@ pub struct ShownOptions {
     pub size_max_bytes: Option<u32>,
     /// Most data segments in a request.
     pub seg_max: Option<u16>,
-    /// Secure erases are offered.
+    /// Whether secure erase is offered.
     pub secure_erase: bool,
-    /// How the guest's cache begins: write-back or write-through.
+    /// Whether the guest's cache begins as write-back or as write-through.
     pub write_cache: Option<bool>,
 }
 
@@ -56,7 +56,7 @@ fn number<T: std::str::FromStr + From<u8> + PartialOrd>(key: &str, value: &str, 
 }
 
 impl ShownOptions {
-    /// Takes `key` if it is one of these; returns whether it is.
+    /// Sets `key` if it is one of these properties. Returns whether it is.
     pub(crate) fn set(&mut self, key: &str, value: &str) -> Result<bool> {
         match key {
             "cyls" => self.cylinders = number(key, value, "65535")?,

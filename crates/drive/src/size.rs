@@ -1,12 +1,12 @@
-//! Sizes as people who come from QEMU write and read them: binary units, one letter.
+//! Parses and prints sizes as QEMU does: binary units, one letter.
 
 use block::{Error, ErrorKind, Result};
 
 const TOO_LARGE: &str = "it is larger than any disk can be";
 const UNITS: [char; 7] = ['b', 'k', 'm', 'g', 't', 'p', 'e'];
 
-/// Reads `512`, `64k`, `1.5G`: a number, perhaps with a decimal point, and a binary unit (b, k, M, G, T, P, E); or `0x1000`.
-/// Blanks and a plus sign may stand before it.
+/// Parses `512`, `64k`, `1.5G`: a number, perhaps with a decimal point, and a binary unit (b, k, M, G, T, P, E); or
+/// `0x1000`. Blanks and a plus sign may come before it.
 pub fn parse_size(text: &str) -> Result<u64> {
     let said = without_sign(text);
     let fail = |why: &str| {
@@ -44,12 +44,12 @@ pub fn parse_size(text: &str) -> Result<u64> {
     let fraction = &fraction[..fraction.len().min(18)];
     let scale = 10u128.pow(fraction.len() as u32);
     let part: u128 = if fraction.is_empty() { 0 } else { fraction.parse().map_err(|_| too_large())? };
-    // To the nearest byte, as QEMU rounds.
+    // Rounded to the nearest byte, as QEMU does.
     let bytes = (u128::from(whole) << shift) + ((part << shift) + scale / 2) / scale;
     u64::try_from(bytes).ok().filter(possible).ok_or_else(too_large)
 }
 
-/// Whether this is a number, with a unit perhaps, but less than zero or more than any disk has.
+/// Whether this is a number, perhaps with a unit, but negative or larger than any disk.
 #[must_use]
 pub fn is_size_out_of_range(text: &str) -> bool {
     let said = text.trim_start_matches(|char: char| char.is_ascii_whitespace());
@@ -59,7 +59,7 @@ pub fn is_size_out_of_range(text: &str) -> bool {
     }
 }
 
-/// `1GB`, `1GiB` and `1 G` are written `1G`.
+/// Shortens the unit to one letter: `1GB`, `1GiB` and `1 G` become `1G`.
 fn with_one_letter(text: &str) -> Option<String> {
     let number = text.trim_end_matches(|char: char| char.is_ascii_alphabetic() || char == ' ');
     let unit = text.get(number.len()..)?.trim_start();
@@ -74,7 +74,7 @@ fn with_one_letter(text: &str) -> Option<String> {
     ((is_long || is_apart) && parse_size(&meant).is_ok()).then_some(meant)
 }
 
-/// Reads a whole number as C programs do: `16`, `0x10`, and octal `020`.
+/// Parses a whole number as C programs do: `16`, `0x10`, and octal `020`.
 pub fn parse_integer(text: &str) -> Result<u64> {
     let said = without_sign(text);
     let (digits, base) = match (hexadecimal(said), said.strip_prefix('0')) {
@@ -89,7 +89,7 @@ pub fn parse_integer(text: &str) -> Result<u64> {
     })
 }
 
-/// C's readers of numbers skip blanks, and a plus sign.
+/// Skips blanks and a plus sign, as C's number parsers do.
 fn without_sign(text: &str) -> &str {
     let text = text.trim_start_matches(|char: char| char.is_ascii_whitespace());
     text.strip_prefix('+').unwrap_or(text)
@@ -99,11 +99,11 @@ fn hexadecimal(text: &str) -> Option<&str> {
     text.strip_prefix("0x").or_else(|| text.strip_prefix("0X"))
 }
 
-/// `1 GiB`, `1.5 GiB`, `196 KiB`: three significant digits, as qemu-img prints sizes.
+/// Prints `1 GiB`, `1.5 GiB`, `196 KiB`: three significant digits, as qemu-img prints sizes.
 #[must_use]
 pub fn human_size(bytes: u64) -> String {
     const NAMES: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
-    // The unit in which the number stays below 1000 (so that three digits say it), as qemu-img chooses it.
+    // As in qemu-img, the unit keeps the number below 1000, so that three digits suffice.
     let mut index = 0;
     let mut value = bytes as f64;
     while value >= 1000.0 && index + 1 < NAMES.len() {

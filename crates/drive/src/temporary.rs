@@ -7,15 +7,15 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Files in the directory for temporary files (`TMPDIR`). They have no name from the beginning, so nothing is left of them
-/// when their process ends, however it ends.
+/// Makes files in the directory for temporary files (`TMPDIR`). They never have a name, so nothing is left of them when
+/// their process ends, however it ends.
 pub(crate) struct InTemporaryDirectory {
     directory: PathBuf,
     options: OpenOptions,
 }
 
 impl InTemporaryDirectory {
-    /// Opened with the engine of `options`. They are never made durable, so they go through the page cache.
+    /// Opens files with the engine of `options`. They are never made durable, so they go through the page cache.
     pub(crate) fn new(options: &OpenOptions) -> Self {
         let options = options.clone().with(|options| {
             options.read_only = false;

@@ -7,17 +7,18 @@ use image::{Rate, ThrottleGroup, ThrottleLimits};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-/// What a filter `throttle` is told.
+/// The options of a filter `throttle`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct ThrottleOptions {
-    /// Disks that name the same group share its limits. Without a name the limits are the disk's own.
+    /// The group whose limits the disk shares with others. Without a name, the disk has its own limits.
     pub group: Option<String>,
-    /// The limits. The last disk of a group that gives some sets them for all; one that gives none takes the group's.
+    /// The limits. In a group, the last disk that gives limits sets them for all. A disk that gives none takes the
+    /// group's.
     pub limits: ThrottleLimits,
 }
 
-/// A key, and the bound that it sets.
+/// A key, and the limit that it sets.
 type Bound = (&'static str, fn(&mut ThrottleLimits) -> &mut Rate);
 
 const BOUNDS: [Bound; 6] = [
@@ -28,7 +29,7 @@ const BOUNDS: [Bound; 6] = [
     ("bps-read", |limits| &mut limits.reads.bytes),
     ("bps-write", |limits| &mut limits.writes.bytes),
 ];
-/// What follows a bound's key where it says how much may come at once.
+/// The suffix of a limit's key for its burst.
 const BURST: &str = "-burst";
 pub(crate) const THROTTLE_KEYS: [&str; 13] = [
     "group",
@@ -46,11 +47,11 @@ pub(crate) const THROTTLE_KEYS: [&str; 13] = [
     "bps-write-burst",
 ];
 
-/// The groups that have a name. They live as long as a disk is in them.
+/// The named groups. They live as long as a disk is in them.
 static GROUPS: Mutex<BTreeMap<String, Weak<ThrottleGroup>>> = Mutex::new(BTreeMap::new());
 
 impl ThrottleOptions {
-    /// These limits, for one disk alone.
+    /// Makes options of these limits for one disk alone.
     #[must_use]
     pub fn of_limits(limits: ThrottleLimits) -> Self {
         Self { group: None, limits }
@@ -68,7 +69,7 @@ impl ThrottleOptions {
         Ok(options)
     }
 
-    /// Changes one limit: `iops-total`, `bps-read-burst`... Zero takes a bound away.
+    /// Changes one limit: `iops-total`, `bps-read-burst`... Zero removes a limit.
     pub fn set(&mut self, key: &str, value: &str) -> Result<()> {
         let (name, is_burst) = key.strip_suffix(BURST).map_or((key, false), |name| (name, true));
         let Some((_, bound)) = BOUNDS.iter().find(|(other, _)| *other == name) else {
@@ -85,7 +86,7 @@ impl ThrottleOptions {
         Ok(())
     }
 
-    /// The filter, as a drive option has it.
+    /// Returns the filter as a drive option.
     #[must_use]
     pub fn to_text(&self) -> String {
         let mut limits = self.limits;
@@ -105,7 +106,7 @@ impl ThrottleOptions {
         }
     }
 
-    /// The group that these options name, with their limits; one of its own where they name none.
+    /// Returns the group that these options name, with their limits; without a name, a new group.
     pub(crate) fn group(&self) -> Arc<ThrottleGroup> {
         let Some(name) = &self.group else { return ThrottleGroup::new(self.limits) };
         let mut groups = GROUPS.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,9 +1,9 @@
-//! A disk behind a vhost-user socket as a file: `vhost-user:/run/disk.sock`. Whatever works on a file works on it, with
-//! raw or any other format in it.
+//! Shows a disk behind a vhost-user socket as a file: `vhost-user:/run/disk.sock`. All that works on files works on it,
+//! with raw or any other format inside.
 //!
-//! A server has few rings, often one, and its clients are many threads. So one reactor owns the ring, and everybody else
-//! sends it requests. Their data are copied. Requests that are not whole blocks of the device are read, changed and
-//! written back there; whatever overlaps waits meanwhile.
+//! A server has few rings, often one, but its clients are many threads. So one reactor owns the ring, and the other
+//! threads send it requests. Their data are copied. Requests that are not whole blocks of the device are read, changed
+//! and written back there; overlapping requests wait meanwhile.
 
 use block::{
     Completion, Disk, DiskQueue, Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind,
@@ -22,9 +22,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Poll, Waker};
 
-/// Longer requests are carried out piece by piece.
+/// Longer requests are split into pieces of this size.
 const PIECE_BYTES: u64 = 1 << 20;
-/// How long a server that is busy with another client, or just starting, may let us wait.
+/// How long to wait for a server that is busy with another client, or is just starting.
 const WAIT_MS: u64 = 1_000;
 
 /// Connects to the server at `socket`.
@@ -86,7 +86,7 @@ impl File for VhostUserFile {
     }
 }
 
-/// What a request is to the thread that has the ring. Ranges are whole blocks, except those of writes.
+/// A request to the thread that owns the ring. Ranges are whole blocks, except those of writes.
 #[derive(Debug)]
 enum Wish {
     Read(AlignedBuf),
@@ -104,13 +104,13 @@ struct Call {
     answer: Arc<Answer>,
 }
 
-/// Where the end of a call is told.
+/// The place for a call's result.
 #[derive(Debug, Default)]
 struct Answer(Mutex<AnswerState>);
 
 #[derive(Debug, Default)]
 struct AnswerState {
-    /// With the memory of the call.
+    /// The result, with the call's memory.
     end: Option<(IoResult, AlignedBuf)>,
     waiter: Option<Waker>,
 }
@@ -140,7 +140,7 @@ impl Answer {
     }
 }
 
-/// The ring's thread, from everywhere.
+/// The handle of the ring's thread, for all threads.
 #[derive(Debug)]
 struct Remote {
     calls: Mutex<Sender<Call>>,
@@ -165,7 +165,7 @@ impl Remote {
         Ok(Self { calls: Mutex::new(calls), driver, block_bytes, thread })
     }
 
-    /// Carries out one wish.
+    /// Sends one request and waits for its end.
     async fn ask(&self, offset: u64, wish: Wish, priority: Priority) -> (IoResult, AlignedBuf) {
         let answer = Arc::new(Answer::default());
         let call = Call { offset, wish, priority, answer: Arc::clone(&answer) };
@@ -192,7 +192,7 @@ impl Remote {
             FileOp::Flush => self.ask(0, Wish::Flush, priority).await.0,
             FileOp::Discard { offset, length } => {
                 let range = inside(offset, length)?;
-                // Blocks that it covers in part stay.
+                // Blocks that the range covers only partly stay.
                 let (start, end) = (range.start.next_multiple_of(self.block_bytes), self.block_start(range.end));
                 match start < end {
                     true => self.ask(start, Wish::Discard { length: end - start }, priority).await.0,
@@ -265,12 +265,12 @@ impl Remote {
     }
 }
 
-/// A thread's way to the ring's thread.
+/// A thread's connection to the ring's thread.
 struct RemoteQueue {
     remote: Arc<Remote>,
-    /// Writes.
+    /// Whether writes are refused.
     refuses: bool,
-    /// None for a queue that waits.
+    /// `None` for a queue that blocks.
     ctx: Option<Rc<dyn ReactorCtx>>,
 }
 
@@ -288,31 +288,31 @@ impl FileQueue for RemoteQueue {
     }
 }
 
-/// A call that is being carried out.
+/// A call in progress.
 struct Active {
-    /// What it touches, in whole blocks.
+    /// The range that it touches, in whole blocks.
     range: Range<u64>,
     changes: bool,
-    /// Bytes of a write that is not whole blocks: written into what is being read.
+    /// A write of incomplete blocks: its bytes go into the blocks that are being read.
     patch: Option<(usize, AlignedBuf, OpFlags)>,
     buf: IoBuf,
     priority: Priority,
     answer: Arc<Answer>,
 }
 
-/// The ring's side of all calls.
+/// The ring's side: carries out all calls.
 struct Server {
     received: Receiver<Call>,
     queue: Box<dyn DiskQueue>,
     block_bytes: u64,
     waiting: VecDeque<Call>,
-    /// By tag; `None` where a tag is free.
+    /// Calls by tag; `None` if a tag is free.
     active: Vec<Option<Active>>,
     done: Vec<Completion>,
 }
 
 impl Server {
-    /// In whole blocks.
+    /// Returns the range of a call in whole blocks.
     fn range(&self, call: &Call) -> Range<u64> {
         let length = match &call.wish {
             Wish::Read(data) | Wish::Write(data, _) => data.len() as u64,
@@ -323,7 +323,8 @@ impl Server {
         start..(call.offset + length).next_multiple_of(self.block_bytes)
     }
 
-    /// Two that overlap and change the disk may not be carried out together if one of them changes parts of blocks.
+    /// Whether a call must wait. Overlapping calls that change the disk exclude each other if one changes parts of
+    /// blocks.
     fn must_wait(&self, call: &Call) -> bool {
         let range = self.range(call);
         let is_part = matches!(&call.wish, Wish::Write(data, _) if range.end - range.start != data.len() as u64);
@@ -372,7 +373,7 @@ impl Server {
     fn end(&mut self, Completion { tag, result }: Completion) {
         let Some(place) = self.active.get_mut(tag as usize) else { return };
         let Some(mut active) = place.take() else { return };
-        // The second half of a read-modify-write. What is left of the patch keeps others away.
+        // The second half of a read-modify-write. The empty rest of the patch keeps others away.
         if let Some((skip, bytes, flags)) = &mut active.patch
             && result.is_ok()
             && !bytes.is_empty()
@@ -395,7 +396,7 @@ impl Poller for Server {
         done.drain(..).for_each(|completion| self.end(completion));
         self.done = done;
         self.waiting.extend(self.received.try_iter());
-        // First come, first served: whatever has to wait keeps those behind it back.
+        // First come, first served: a call that has to wait also holds back those behind it.
         while let Some(call) = self.waiting.front()
             && !self.must_wait(call)
             && let range = self.range(call)
@@ -414,7 +415,7 @@ impl Poller for Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // Nobody waits for ever.
+        // All calls end, so that nobody waits for ever.
         let active = self.active.drain(..).flatten().map(|active| active.answer);
         let waiting = self.waiting.drain(..).chain(self.received.try_iter()).map(|call| call.answer);
         active.chain(waiting).for_each(|answer| answer.give(Err(IoError::EIO), AlignedBuf::zeroed(0)));

@@ -1,21 +1,21 @@
-//! Whether completed writes can be lost: the device's cache type, which may be switched while requests are in flight.
+//! The device's cache type: whether completed writes can be lost. It may be switched while requests are in flight.
 //!
-//! All of it is one word, so that a request can tell later whether anything has changed since it was sent.
+//! It is all in one word, so a request can see later whether anything has changed since it was sent.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Completed writes may be lost until a flush.
 const VOLATILE: u64 = 1;
-/// They could be lost before, and no flush has covered them since: switching does not make them durable (5.2.5.1).
+/// Earlier writes could be lost, and no flush has covered them since: switching does not make them durable (5.2.5.1).
 const OWED: u64 = 2;
-/// Counts switches.
+/// One switch: the bits from here up count switches.
 const SWITCH: u64 = 4;
 
 /// The cache type of a device.
 #[derive(Debug)]
 pub(crate) struct CacheType(AtomicU64);
 
-/// What the cache type was at some moment.
+/// The cache type at some moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct CacheMoment(u64);
 
@@ -46,7 +46,7 @@ impl CacheType {
         CacheMoment(self.0.load(Ordering::Acquire))
     }
 
-    /// The device was switched, or is just about to become volatile. Returns whether that is new.
+    /// Notes that the device was switched, or is just about to become volatile. Returns whether that is new.
     pub(crate) fn switch(&self, volatile: bool) -> bool {
         let switched = |word: u64| {
             let was = word & VOLATILE != 0;
@@ -57,10 +57,10 @@ impl CacheType {
         self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, switched).is_ok()
     }
 
-    /// A flush that was sent at `moment`, with nothing else in flight, has succeeded.
+    /// Notes that a flush has succeeded that was sent at `moment`, with nothing else in flight.
     pub(crate) fn flushed(&self, moment: CacheMoment) {
         if moment.0 & (VOLATILE | OWED) == OWED {
-            // If it was switched since, what is owed is another flush.
+            // If it was switched since, another flush is owed.
             let _ = self.0.compare_exchange(moment.0, moment.0 & !OWED, Ordering::AcqRel, Ordering::Relaxed);
         }
     }

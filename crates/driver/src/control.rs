@@ -1,9 +1,9 @@
-//! Holding all queues: freezing and restoring a device, and resetting it.
+//! Holds all queues: freezes, restores and resets a device.
 //!
-//! Rings live on their reactors' threads. A driver that wants them says so in one word, which each queue compares with its
-//! own once a turn. The queue then hands its ring over: at once for a reset, and when the device has ended what it has
-//! for a freeze. What is submitted meanwhile waits in line. When the word says so, queues take their rings back, which
-//! have begun anew, and go on with their lines.
+//! Rings live on their reactors' threads. A driver that wants the rings sets one word, which each queue compares with
+//! its own once a turn. The queue then hands its ring over: for a reset at once, and for a freeze when the device has
+//! ended its requests. What is submitted meanwhile waits in line. When the word is reset, queues take their renewed
+//! rings back and go on with their lines.
 
 use crate::driver::{Inner, queue_setup};
 use crate::queue::Core;
@@ -13,35 +13,35 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What queues are to do.
+/// What queues must do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(u8)]
 pub(crate) enum Hold {
     /// Carry out requests.
     #[default]
     None,
-    /// End what the device has, and keep the rest.
+    /// End the requests that the device has, and keep the rest.
     Freeze,
     /// End everything with an error.
     Reset,
 }
 
-/// Rings that no queue has.
+/// The rings that no queue has at the moment.
 #[derive(Debug, Default)]
 pub(crate) struct Rings {
-    /// Of queues that are not open.
+    /// Rings of queues that are not open.
     pub(crate) parked: Vec<Ring>,
-    /// Of open queues, while the driver holds them.
+    /// Rings of open queues, while the driver holds them.
     held: Vec<Ring>,
 }
 
-/// What conducts the queues.
+/// The control over all queues.
 #[derive(Debug, Default)]
 pub(crate) struct Control {
     hold: AtomicU8,
     rings: Mutex<Rings>,
     handed_over: Condvar,
-    /// Whether the device is frozen. Locked by whoever changes that.
+    /// Whether the device is frozen. Locked while that changes.
     frozen: Mutex<bool>,
 }
 
@@ -106,7 +106,7 @@ impl Inner {
             *frozen = false;
         }
         drop(frozen);
-        // Whatever the device said meanwhile.
+        // The device may have changed its configuration meanwhile.
         self.follow_config();
         Ok(())
     }
@@ -135,7 +135,7 @@ impl Inner {
             self.set_hold(Hold::None);
             return stopped;
         }
-        // The device touches no memory of ours any more.
+        // The device no longer touches our memory.
         for ring in self.control.rings().all() {
             (0..ring.forget_orphans()).for_each(|_| self.pool.orphan_done());
         }
@@ -179,14 +179,15 @@ impl Inner {
         self.session.start_ring(ring.index, &setup, &ring.fds)
     }
 
-    /// An open queue's ring, which the driver may take now.
+    /// Hands an open queue's ring to the driver.
     fn hand_over(&self, ring: Ring) {
         ring.tell_idle();
         self.control.rings().held.push(ring);
         self.control.handed_over.notify_all();
     }
 
-    /// A queue is dropped. Its ring goes to those that the next queue may have, after `leave`; it may be held.
+    /// Parks the ring of a dropped queue for the next one, after calling `leave` on it. The ring may be held by the
+    /// driver.
     pub(crate) fn park(&self, index: usize, ring: Option<Ring>, leave: impl FnOnce(&mut Ring)) {
         let mut rings = self.control.rings();
         let ring = ring.map(|mut ring| {
@@ -201,7 +202,7 @@ impl Inner {
 }
 
 impl Core {
-    /// Does what the driver wants of all queues. Costs a look once a turn.
+    /// Follows the driver's word. Costs one load in each turn.
     #[inline]
     pub(crate) fn follow_hold(&mut self) {
         if self.inner.control.hold() != self.held || self.draining.is_some() {
@@ -235,12 +236,12 @@ impl Core {
         }
     }
 
-    /// Takes the ring back. One that was kept comes from a freeze that was given up.
+    /// Takes the ring back. If the queue still has it, a freeze was given up.
     fn go_on(&mut self) {
         let kept = self.ring.take().or(self.draining.take());
         if kept.is_none() {
             self.ring = self.inner.control.rings().take_held(self.index);
-            // A ring that begins anew is not broken.
+            // A renewed ring is not broken.
             self.failed &= self.ring.is_none();
         } else {
             self.ring = kept;
@@ -256,7 +257,7 @@ impl Core {
     #[cold]
     pub(crate) fn harvest_draining(&mut self, done: &mut Vec<Completion>) -> usize {
         let before = done.len();
-        // Before the used ring, so that what the device completed before it went is seen.
+        // Read before the used ring, so that what the device completed before it went away is seen.
         let over = !self.failed && self.is_over();
         self.ring = self.draining.take();
         if !self.failed {

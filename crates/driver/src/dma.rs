@@ -5,7 +5,7 @@ use memory::{IoBuf, Mapping, PAGE_BYTES};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The free part of the shared memory. Handing out and taking back are slow-path work.
+/// The free part of the shared memory. It is used on slow paths only.
 #[derive(Debug)]
 pub(crate) struct DmaPool {
     mapping: Arc<Mapping>,
@@ -14,15 +14,15 @@ pub(crate) struct DmaPool {
 
 #[derive(Debug, Default)]
 struct Free {
-    /// By address, merged.
+    /// Free ranges, sorted by address and merged.
     ranges: Vec<Range<usize>>,
-    /// Requests whose queue was dropped while the device had them: it may still write to what they named.
+    /// Requests whose queue was dropped while the device had them. It may still write to their memory.
     orphans: usize,
-    /// Given back while there were orphans: nobody gets it before they are done.
+    /// Ranges given back while there were orphans. They are not handed out before the orphans are done.
     quarantine: Vec<Range<usize>>,
 }
 
-/// A buffer's claim on its range, given back when the last handle to the buffer goes.
+/// A buffer's claim on its range, given back with the last handle to the buffer.
 struct Claim {
     pool: Arc<DmaPool>,
     range: Range<usize>,
@@ -64,7 +64,7 @@ impl Free {
 }
 
 impl DmaPool {
-    /// Hands out `range` of the mapping, page by page.
+    /// Makes a pool of `range` of the mapping, in pages.
     pub(crate) fn new(mapping: Arc<Mapping>, range: Range<usize>) -> Arc<Self> {
         let free = Free { ranges: vec![range], ..Free::default() };
         Arc::new(Self { mapping, free: Mutex::new(free) })
@@ -74,7 +74,7 @@ impl DmaPool {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A page-aligned buffer; what it holds is whatever was there.
+    /// Allocates a page-aligned buffer, with its old contents.
     pub(crate) fn alloc(self: &Arc<Self>, length_bytes: usize) -> Result<IoBuf> {
         let none = || {
             let what = format!("no {length_bytes} bytes of shared memory left: give the driver more memory_bytes");
@@ -89,12 +89,12 @@ impl DmaPool {
         IoBuf::in_mapping(&self.mapping, range.start, length_bytes, Box::new(claim)).ok_or_else(none)
     }
 
-    /// `count` requests outlive their queue.
+    /// Notes that `count` requests outlive their queue.
     pub(crate) fn add_orphans(&self, count: usize) {
         self.lock().orphans += count;
     }
 
-    /// One of them is done.
+    /// Notes that an orphan is done.
     pub(crate) fn orphan_done(&self) {
         let mut free = self.lock();
         free.orphans = free.orphans.saturating_sub(1);

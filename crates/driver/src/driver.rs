@@ -1,4 +1,4 @@
-//! The connection as a disk: sets up rings and memory, hands queues out, takes them back.
+//! The connection as a disk: sets up rings and memory, hands queues out, and takes them back.
 
 use crate::cache::CacheType;
 use crate::control::{Control, Hold};
@@ -22,10 +22,10 @@ use std::sync::{Arc, Weak};
 use virtio::blk::features;
 use virtio::ring_access::{PackedPosition, RingLayout};
 
-/// What [`Driver::counters`] tells; they only grow.
+/// The counters of [`Driver::counters`]. They only grow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counters {
-    /// Times that the device was kicked: a system call each.
+    /// Times that the device was kicked; each takes a system call.
     pub kicks: u64,
     /// Times that a reactor asked for a callback before it slept, and woke.
     pub wakeups: u64,
@@ -39,7 +39,7 @@ pub struct Driver {
     pub(crate) inner: Arc<Inner>,
 }
 
-/// What queues share with their driver. The last of them to go ends the connection.
+/// What queues share with their driver. The last one to be dropped ends the connection.
 pub(crate) struct Inner {
     pub(crate) session: Session,
     pub(crate) options: DriverOptions,
@@ -62,7 +62,7 @@ impl std::fmt::Debug for Inner {
     }
 }
 
-/// Where ring `layout` lies.
+/// Returns the setup of the ring at `layout`.
 pub(crate) fn queue_setup(layout: &QueueLayout, size: u16, ring: RingLayout, mapping: &Mapping) -> QueueSetup {
     let base = mapping.as_ptr().as_ptr().addr() as u64;
     // Zero, and the wrap counter of the first turn (2.8.1).
@@ -71,7 +71,8 @@ pub(crate) fn queue_setup(layout: &QueueLayout, size: u16, ring: RingLayout, map
 }
 
 impl Driver {
-    /// Attaches to the vhost-user server at `path`. Waits for it: not to be called on a reactor that the server needs.
+    /// Attaches to the vhost-user server at `path`. It waits, so it must not be called on a reactor that the server
+    /// needs.
     pub fn connect(path: impl AsRef<Path>, options: DriverOptions) -> Result<Self> {
         options.check()?;
         let transport = VhostUser::connect(path.as_ref(), &options)?;
@@ -98,7 +99,7 @@ impl Driver {
             length_bytes: mapping.length_bytes() as u64,
         })?;
         let fds = layouts.iter().map(|_| QueueFds::new()).collect::<Result<Vec<_>>>()?;
-        // Before the first of them starts: the transport watches them from its next message on.
+        // Added before the first ring starts: the transport watches them from its next message on.
         session.link.add_queues(&fds);
         let mut rings = Vec::new();
         for (index, (layout, fds)) in layouts.iter().zip(&fds).enumerate() {
@@ -141,13 +142,14 @@ impl Driver {
         Ok(Self { inner })
     }
 
-    /// A page-aligned buffer in the shared memory: operations on it are not copied. It stays on the calling thread.
+    /// Allocates a page-aligned buffer in the shared memory. Operations on it are not copied. It stays on the calling
+    /// thread.
     pub fn alloc(&self, length_bytes: usize) -> Result<IoBuf> {
         self.inner.pool.alloc(length_bytes)
     }
 
-    /// Ends the connection in order. The device finishes what it has, and queues can still harvest that. Requests that
-    /// it never took fail, and so does everything after.
+    /// Ends the connection in order. The device finishes its requests, and queues can still harvest them. Requests that
+    /// it never took fail, and so do all later ones.
     pub fn disconnect(&self) -> Result<()> {
         self.inner.disconnect()
     }
@@ -158,9 +160,9 @@ impl Driver {
         self.inner.session.is_gone()
     }
 
-    /// Stops the device, as before a suspend. What it has ends first. Then its rings are dropped, and what is submitted
-    /// waits until [`Driver::restore`]. Queues cannot be opened meanwhile, and changes of the device's configuration are
-    /// not acted on.
+    /// Stops the device, as before a suspend. Its requests end first. Then its rings are dropped, and what is submitted
+    /// waits until [`Driver::restore`]. Meanwhile queues cannot be opened, and changes of the device's configuration
+    /// are ignored.
     ///
     /// Fails if requests in flight don't end within `answer_timeout_ms`; then all goes on as before. It waits, so it must
     /// not be called on a reactor that has a queue.
@@ -168,24 +170,25 @@ impl Driver {
         self.inner.freeze()
     }
 
-    /// Makes the rings anew after [`Driver::freeze`], sends what has waited, and looks for what the device changed.
+    /// Makes the rings anew after [`Driver::freeze`], sends what has waited, and reads what the device changed.
     pub fn restore(&self) -> Result<()> {
         self.inner.restore()
     }
 
-    /// Resets the device's queues, as a driver does that has lost its trust: everything submitted ends with an error,
-    /// and the rings begin anew. A queue that the device broke works again. It waits, as [`Driver::freeze`] does.
+    /// Resets the device's queues, as a driver does that no longer trusts the device. All submitted requests end with
+    /// an error, and the rings begin anew. A queue that the device broke works again. It waits, as [`Driver::freeze`]
+    /// does.
     pub fn reset(&self) -> Result<()> {
         self.inner.reset()
     }
 
-    /// What the device says of itself beside [`Disk::info`].
+    /// Returns facts about the device beyond [`Disk::info`].
     #[must_use]
     pub fn facts(&self) -> DeviceFacts {
         facts::facts(&self.inner.session, self.inner.lifetime)
     }
 
-    /// How often the driver had to ask the kernel for something.
+    /// Returns how often the driver needed the kernel, and how many requests have ended.
     #[must_use]
     pub fn counters(&self) -> Counters {
         let sum = |count: fn(&QueueFds) -> &AtomicU64| {
@@ -236,7 +239,7 @@ impl Disk for Driver {
         }
         let before = inner.cache.now().is_volatile();
         if volatile {
-            // Before the device knows: whatever it takes as volatile must find a flush.
+            // Set before the device knows: any write that it takes as volatile must be followed by a flush.
             inner.cache.switch(true);
         }
         if let Err(error) = inner.session.set_writeback(volatile) {
@@ -259,8 +262,8 @@ impl Inner {
         facts::info(&self.session, size_bytes, self.cache.now().is_volatile(), &self.serial)
     }
 
-    /// The device says that its configuration has changed: follows its size. What it says while it is frozen is looked at
-    /// when it is restored.
+    /// Follows the device's size when its configuration has changed. Changes while it is frozen are read when it is
+    /// restored.
     pub(crate) fn follow_config(&self) {
         if self.control.hold() != Hold::None {
             return;
@@ -276,7 +279,7 @@ impl Inner {
     }
 
     pub(crate) fn layout(&self, index: usize) -> QueueLayout {
-        // Rings are made from the layouts, one each.
+        // Each ring was made from its layout, so there is one.
         self.layouts.get(index).copied().unwrap_or_else(|| QueueLayout::new(0, 0, 0, 0))
     }
 
@@ -304,7 +307,7 @@ impl Drop for Inner {
     }
 }
 
-/// Each queue's part of the shared memory, one behind the other.
+/// Lays out each queue's part of the shared memory, one behind the other.
 fn layouts(session: &Session, options: &DriverOptions, max_segments: u32) -> Vec<QueueLayout> {
     let indirect = session.has(features::INDIRECT_DESC);
     let entries = if indirect { max_segments.saturating_add(2).min(options.queue_size.into()) } else { 0 };

@@ -1,4 +1,4 @@
-//! What the configuration space says of the device, with the defaults of the specification where it says nothing.
+//! Reads facts from the configuration space, with the specification's defaults for fields without their feature.
 
 use crate::DriverOptions;
 use crate::layout::BOUNCE_BYTES;
@@ -9,7 +9,7 @@ use block::{DiskInfo, Lifetime, Result, Topology};
 use virtio::blk::{BlkConfig, Geometry, features};
 use virtio::ring_access::RingLayout;
 
-/// What the device takes in one request, and what else it says of itself beside [`DiskInfo`].
+/// Facts about the device beyond [`DiskInfo`], such as the limits of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceFacts {
@@ -17,15 +17,15 @@ pub struct DeviceFacts {
     pub features: u64,
     /// Its rings are packed.
     pub packed: bool,
-    /// The most pieces of memory in a request: SEG_MAX, or one where it is absent or zero.
+    /// The most pieces of memory in a request: SEG_MAX, or one if that is absent or zero.
     pub max_segments: u32,
-    /// The longest of them: SIZE_MAX; `None` where there is no limit.
+    /// The longest piece: SIZE_MAX; `None` if there is no limit.
     pub max_segment_bytes: Option<u32>,
-    /// GEOMETRY, or 64 heads of 32 sectors and as many cylinders as the disk has then.
+    /// GEOMETRY, or else 64 heads of 32 sectors, and cylinders to match the disk's size.
     pub geometry: Geometry,
     /// First aligned logical block, in bytes.
     pub alignment_offset_bytes: u32,
-    /// How worn the storage is, where the device says so.
+    /// How worn the storage is, if the device says so.
     pub lifetime: Option<Lifetime>,
     /// The device serves [`block::Op::SecureErase`].
     pub secure_erase: bool,
@@ -52,7 +52,7 @@ pub(crate) fn facts(session: &Session, lifetime: Option<Lifetime>) -> DeviceFact
     }
 }
 
-/// What does not change between requests.
+/// Returns the rules for requests, which never change.
 pub(crate) fn rules(session: &Session) -> Rules {
     let config = session.config();
     // A device that has a feature and names no limit has none.
@@ -109,7 +109,7 @@ fn alignment_offset_bytes(session: &Session, config: &BlkConfig) -> u32 {
 }
 
 fn max_segments(session: &Session, config: &BlkConfig) -> u32 {
-    // 5.2.5: without SEG_MAX one segment.
+    // 5.2.5: without SEG_MAX, one segment.
     if session.has(features::SEG_MAX) { config.seg_max.max(1) } else { 1 }
 }
 
@@ -139,12 +139,12 @@ fn logical_block_bytes(session: &Session, config: &BlkConfig) -> u32 {
 }
 
 pub(crate) fn volatile_cache(session: &Session, config: &BlkConfig) -> bool {
-    // 5.2.5.2: with CONFIG_WCE the field tells; else a device that offers FLUSH has a cache to flush.
+    // 5.2.5.2: with CONFIG_WCE the field decides; else a device that offers FLUSH has a cache to flush.
     let writeback = !session.has(features::CONFIG_WCE) || config.writeback != 0;
     session.has(features::FLUSH) && writeback
 }
 
-/// Refuses what no driver could work with.
+/// Refuses a configuration that no driver could work with.
 pub(crate) fn check_config(session: &Session) -> Result<()> {
     let config = session.config();
     let block = logical_block_bytes(session, &config);

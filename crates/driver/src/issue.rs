@@ -1,5 +1,5 @@
-//! Makes one ring request of a part of an operation. Memory that the device shares is named directly, other memory goes
-//! through bounce buffers. Nothing is longer than the device accepts.
+//! Makes one ring request of a part of an operation. Memory that the device shares is named directly; other memory goes
+//! through bounce buffers. No request exceeds the device's limits.
 
 use crate::layout::GUEST_BASE;
 use crate::queue::{RangeRules, Rules};
@@ -12,7 +12,7 @@ use virtio::driver_ring::{AddError, Buffer};
 /// The most data in one ring request.
 pub(crate) const MAX_REQUEST_BYTES: usize = 1 << 20;
 
-/// Direction, first byte on the disk, how urgent, and the range of addresses that the device shares.
+/// Direction, first byte on the disk, priority, and the range of addresses that the device shares.
 pub(crate) struct Way {
     pub(crate) kind: u32,
     pub(crate) offset: u64,
@@ -20,19 +20,19 @@ pub(crate) struct Way {
     pub(crate) shared: (usize, usize),
 }
 
-/// Whether the device finds `segment` in the memory that it shares.
+/// Whether `segment` lies in the memory that the device shares.
 pub(crate) fn is_shared(segment: &Segment, shared: (usize, usize)) -> bool {
     shared_address(segment, shared).is_some()
 }
 
-/// Where the device finds `segment`, if it lies in the shared memory.
+/// Returns the guest physical address of `segment`, if it lies in the shared memory.
 fn shared_address(segment: &Segment, (start, length_bytes): (usize, usize)) -> Option<u64> {
     let skip = segment.as_ptr().addr().checked_sub(start)?;
     let fits = skip < length_bytes && segment.length_bytes() <= length_bytes - skip;
     fits.then(|| GUEST_BASE + skip as u64)
 }
 
-/// Issues one request for `data` from `skip` on; gives its bytes.
+/// Issues one request for `data` from `skip` on. Returns its bytes.
 pub(crate) fn issue_data(
     ring: &mut Ring,
     bounce: &[Window],
@@ -82,7 +82,8 @@ fn start_data(
     }
 }
 
-/// Pushes buffers for `data` from `skip` on where the device shares it; gives their bytes, zero where it must bounce.
+/// Pushes buffers for `data` from `skip` on, if the device shares that memory. Returns their bytes; zero if the data
+/// must bounce.
 fn push_direct(ring: &mut Ring, rules: &Rules, way: &Way, data: &Window, skip: usize) -> usize {
     let device_writes = way.kind == request_type::IN;
     if skip == 0
@@ -90,7 +91,7 @@ fn push_direct(ring: &mut Ring, rules: &Rules, way: &Way, data: &Window, skip: u
         && segment.length_bytes() <= MAX_REQUEST_BYTES.min(ring.max_segment_bytes as usize)
     {
         let Some(address) = shared_address(&segment, way.shared) else { return 0 };
-        // No longer than a segment of the device: it fits.
+        // It is no longer than the device's segments, so it fits.
         let length_bytes = segment.length_bytes() as u32;
         ring.buffers.push(Buffer { address, length_bytes, device_writes });
         return segment.length_bytes();
@@ -111,7 +112,7 @@ fn push_direct(ring: &mut Ring, rules: &Rules, way: &Way, data: &Window, skip: u
             total += length;
         }
     });
-    // A request is whole blocks: what was pushed too much is taken off its end.
+    // A request consists of whole blocks: the excess is taken off its end.
     let mut excess = if shared { total % rules.block_bytes as usize } else { total };
     total -= excess;
     while excess > 0
@@ -127,7 +128,7 @@ fn push_direct(ring: &mut Ring, rules: &Rules, way: &Way, data: &Window, skip: u
     total
 }
 
-/// Zeros from bounce buffers, for a device without write-zeroes.
+/// Writes zeros from bounce buffers, for a device without write-zeroes.
 pub(crate) fn issue_zeros(
     ring: &mut Ring,
     bounce: &[Window],
@@ -147,14 +148,14 @@ pub(crate) fn issue_zeros(
     start_data(ring, (request_type::OUT, Priority::NONE), at, owner, 0, length)
 }
 
-/// The first part of a range that one request may name.
+/// Returns the first part of a range, as much as one request may name.
 pub(crate) fn range_segment(offset: u64, length: u64, rules: RangeRules, block_bytes: u64, flags: u32) -> RangeSegment {
     let block_sectors = (block_bytes >> SECTOR_SHIFT).max(1);
     let most = (u64::from(rules.max_sectors) - u64::from(rules.max_sectors) % block_sectors).max(1);
     let (sector, left) = (offset >> SECTOR_SHIFT, length >> SECTOR_SHIFT);
     let mut sectors = left.min(most);
     if left > most {
-        // What follows begins where the device can work in whole units (5.2.5, `..._sector_alignment`).
+        // The rest begins where the device can work in whole units (5.2.5, `..._sector_alignment`).
         let past = (sector + sectors) % u64::from(rules.align_sectors.max(1));
         let is_cut = past < sectors && (sectors - past).is_multiple_of(block_sectors);
         sectors -= if is_cut { past } else { 0 };
@@ -168,8 +169,8 @@ pub(crate) fn issue_range(ring: &mut Ring, kind: u32, range: RangeSegment, owner
     Ok(u64::from(range.sector_count) << SECTOR_SHIFT)
 }
 
-/// Calls `copy` with each bounce buffer of a request, where its part of the data begins and how long it is at most,
-/// until it returns false.
+/// Calls `copy` for each bounce buffer of a request until it returns false. Its arguments are the buffer, where its
+/// part of the data begins, and the most bytes of that.
 pub(crate) fn copy_bounced(
     indices: &[u16],
     bounce: &[Window],

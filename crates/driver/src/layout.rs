@@ -1,8 +1,8 @@
-//! Where everything lies in the shared memory: a part for each queue, then the memory for buffers.
+//! The layout of the shared memory: a part for each queue, then the memory for buffers.
 //!
-//! Each descriptor head has a slot: the request's header, its indirect table, and the range of a discard. The header and
-//! the first three descriptors, all that most requests have, share a cache line. Status bytes lie apart, since the
-//! device writes them, and side by side, since it writes those of a batch one after the other.
+//! Each descriptor head has a slot: the request's header, its indirect table, and the range of a discard. The header
+//! and the first three descriptors, which are all that most requests have, share a cache line. Status bytes lie apart,
+//! because the device writes them, and side by side, because it writes those of a batch one after the other.
 
 use virtio::blk::{HEADER_BYTES, RANGE_SEGMENT_BYTES};
 use virtio::ring_access::{DESCRIPTOR_BYTES, RingAddresses, area_bytes};
@@ -10,7 +10,7 @@ use virtio::ring_access::{DESCRIPTOR_BYTES, RingAddresses, area_bytes};
 /// Guest physical address of the first byte: not zero, so that a forgotten address is noticed.
 pub(crate) const GUEST_BASE: u64 = 1 << 32;
 
-/// One bounce buffer.
+/// Bytes of a bounce buffer.
 pub(crate) const BOUNCE_BYTES: usize = 64 << 10;
 
 const PAGE_BYTES: usize = memory::PAGE_BYTES;
@@ -29,7 +29,7 @@ pub(crate) struct QueueLayout {
     pub(crate) status: usize,
     pub(crate) bounce: usize,
     pub(crate) bounce_count: u16,
-    /// One past the last byte.
+    /// The offset behind the last byte.
     pub(crate) end: usize,
 }
 
@@ -45,8 +45,8 @@ impl Cursor {
 }
 
 impl QueueLayout {
-    /// A queue of `size` entries from `start` on, with `entries` descriptors in each head's table (zero: no indirect
-    /// requests) and `bounce_bytes` of bounce buffers.
+    /// Lays out a queue of `size` entries from `start` on. Each head's table has `entries` descriptors (zero: no
+    /// indirect requests). There are `bounce_bytes` of bounce buffers.
     pub(crate) fn new(start: usize, size: u16, entries: u16, bounce_bytes: usize) -> Self {
         let mut cursor = Cursor(start);
         let (table_bytes, avail_bytes, used_bytes) = area_bytes(size);
@@ -63,7 +63,7 @@ impl QueueLayout {
         Self { table, avail, used, slots, slot_bytes, entries, status, bounce, bounce_count, end }
     }
 
-    /// The ring's areas, counted from `base`.
+    /// Returns the ring's areas, counted from `base`.
     pub(crate) fn ring(&self, base: u64) -> RingAddresses {
         let at = |offset: usize| base + offset as u64;
         RingAddresses { table: at(self.table), avail: at(self.avail), used: at(self.used) }
@@ -73,7 +73,7 @@ impl QueueLayout {
         HEADER_BYTES
     }
 
-    /// Where a slot keeps the range of a discard or write-zeroes.
+    /// Returns where a slot keeps the range of a discard or write-zeroes.
     pub(crate) fn range_in_slot(&self) -> usize {
         HEADER_BYTES + usize::from(self.entries) * DESCRIPTOR_BYTES
     }

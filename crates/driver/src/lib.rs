@@ -1,14 +1,14 @@
-//! The guest side: a virtio-blk driver over vhost-user, itself a Disk.
+//! The guest's side: a virtio-blk driver over vhost-user, which is itself a [`block::Disk`].
 //!
-//! It stands above the socket where a monitor and its guest would: [`Driver::connect`] speaks vhost-user with any
-//! server, shares memory with it and starts its rings; each [`block::Disk::open_queue`] gives one ring to a reactor's
-//! thread. The load generator, `ringdisk try` and the image commands (`vhost-user:SOCKET`) reach servers through it,
-//! Ringdisk's own and others alike. Another [`Transport`] leads to other devices.
+//! It takes the place of a monitor and its guest at the socket. [`Driver::connect`] speaks vhost-user with any server,
+//! shares memory with it, and starts its rings. Each [`block::Disk::open_queue`] gives one ring to a reactor's thread.
+//! The load generator, `ringdisk try` and the image commands (`vhost-user:SOCKET`) reach servers through it, Ringdisk's
+//! own and others. Another [`Transport`] leads to other devices.
 //!
 //! Memory from [`Driver::alloc`] is shared with the device, so operations on it are not copied.
 //!
-//! Two paths lead from a queue to its ring, see [`DriverPath`]. On both, a flush covers what has ended before it, durable
-//! writes are durable, and what does not fit into the ring waits in its place.
+//! Two paths lead from a queue to its ring, see [`DriverPath`]. On both, a flush covers all requests that ended before
+//! it, durable writes are durable, and what does not fit into the ring waits in its place.
 //!
 //! ```no_run
 //! # use {block as ringdisk_block, engine as ringdisk_engine};

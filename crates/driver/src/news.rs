@@ -1,4 +1,4 @@
-//! A thread that hears what the device says by itself: that its configuration, and so its size, has changed.
+//! A thread that receives the device's own messages: that its configuration, and so its size, has changed.
 
 use crate::transport::Link;
 use block::{Error, Result};
@@ -11,7 +11,7 @@ const CONFIG_CHANGE: u32 = 2;
 const VERSION: u32 = 1;
 const IS_REPLY: u32 = 4;
 const NEEDS_REPLY: u32 = 8;
-/// No message that we know is longer.
+/// The longest body that is accepted. No known message is longer.
 const MAX_BODY_BYTES: u32 = 4096;
 
 /// Our end of the device's channel. Dropping it ends the thread.
@@ -21,10 +21,10 @@ pub(crate) struct News {
 }
 
 impl News {
-    /// Tells `link` what it hears.
+    /// Starts the thread, which reports to `link`.
     pub(crate) fn start(channel: UnixStream, link: Weak<Link>) -> Result<Self> {
         let read = channel.try_clone().map_err(|error| Error::io("cannot duplicate a socket", error))?;
-        // Nobody joins it: it may be the one that drops the driver's last handle.
+        // Nobody joins the thread, because it may be the one that drops the driver's last handle.
         std::thread::Builder::new()
             .name("driver-news".into())
             .spawn(move || while let Ok(true) = hear(&read, &link) {})

@@ -1,4 +1,4 @@
-//! What happens where no memory can be had for a request: it waits, in its place, and goes on when memory is there.
+//! Tests of a lack of memory for a request: it waits, in its place, and goes on when memory is there.
 
 use crate::Driver;
 use crate::DriverPath;
@@ -54,7 +54,7 @@ fn run(path: DriverPath, requests: u64, refuses: impl Fn(u64) -> bool + Send + '
         queue.harvest(&mut done);
         idle += 1;
         assert!(idle < 1000, "{} requests never end", queue.in_flight());
-        // A reactor that is not told to go on sleeps, and nothing would wake it.
+        // A reactor that is not told to go on would sleep, and nothing would wake it.
         assert!(is_busy || queue.in_flight() == 0 || reactor.arm(), "requests wait, and the reactor sleeps");
     }
     assert!(done.iter().all(|done| done.result.is_ok()), "{done:?}");

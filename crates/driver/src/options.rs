@@ -1,4 +1,4 @@
-//! What a caller chooses about a connection.
+//! The options of a connection.
 
 use block::{Error, ErrorKind, Result};
 use std::str::FromStr;
@@ -6,7 +6,7 @@ use std::str::FromStr;
 /// How requests get from a queue to the ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DriverPath {
-    /// Straight: each operation is in the ring when its submission returns. The least work for a fast device.
+    /// Directly: each operation is in the ring when its submission returns. The least work for a fast device.
     #[default]
     Bio,
     /// Queued until the reactor's turn ends, sorted, and merged with neighbours. Fewer requests for a slow device.
@@ -14,7 +14,7 @@ pub enum DriverPath {
 }
 
 impl DriverPath {
-    /// Their names.
+    /// The names of the paths.
     pub const NAMES: [&'static str; 2] = ["bio", "request"];
 }
 
@@ -41,30 +41,30 @@ pub struct DriverOptions {
     pub queues: u16,
     /// Entries of each ring, a power of two.
     pub queue_size: u16,
-    /// Shared memory for [`crate::Driver::alloc`]; rings and bounce buffers come on top.
+    /// Bytes of shared memory for [`crate::Driver::alloc`]; rings and bounce buffers come on top.
     pub memory_bytes: usize,
-    /// Bounce buffers of each queue, for requests whose memory is not shared.
+    /// Bytes of bounce buffers for each queue, for requests whose memory is not shared.
     pub bounce_bytes: usize,
     /// How requests get to the ring.
     pub path: DriverPath,
-    /// Leave the device's calls on also while completions are being taken. This is slower; it is for measurements.
+    /// Leave callbacks on even while completions are being taken. This is slower; it is for measurements.
     pub keep_callbacks: bool,
-    /// Use EVENT_IDX where it is offered.
+    /// Use EVENT_IDX if it is offered.
     pub event_idx: bool,
-    /// Use indirect descriptors where they are offered.
+    /// Use indirect descriptors if they are offered.
     pub indirect: bool,
-    /// Use packed rings where they are offered.
+    /// Use packed rings if they are offered.
     pub packed: bool,
-    /// Do not ask for the serial number; the disk has none then.
+    /// Do not ask for the serial number; the disk then has none.
     pub without_serial: bool,
     /// Features ([`virtio::blk::features`]) that are not used though they are offered. VERSION_1 is always used.
     pub without_features: u64,
     /// How long to wait for the socket to appear and accept.
     pub wait_for_socket_ms: u64,
-    /// How long the server may take to answer a message, requests in flight included where it waits for them.
+    /// How long the server may take to answer a message. If it waits for requests in flight, their time counts, too.
     pub answer_timeout_ms: u64,
-    /// How long a queue may have requests in flight of which none ends, before the device counts as broken and they fail.
-    /// Zero waits for ever.
+    /// How long a queue may have requests in flight without any end. After that the device counts as broken, and they
+    /// fail. Zero waits for ever.
     pub request_timeout_ms: u64,
 }
 
@@ -95,7 +95,7 @@ const MIN_QUEUE_SIZE: u16 = 4;
 const MAX_QUEUE_SIZE: u16 = 1024;
 
 impl DriverOptions {
-    /// Changes some of them: `DriverOptions::default().with(|options| options.queues = 4)`.
+    /// Changes some options: `DriverOptions::default().with(|options| options.queues = 4)`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);

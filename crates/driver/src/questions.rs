@@ -1,4 +1,4 @@
-//! What the device answers before any queue is open: the disk's serial number, and how worn its storage is.
+//! Questions to the device before any queue is open: the disk's serial number, and how worn its storage is.
 
 use crate::ring::Ring;
 use crate::session::Session;
@@ -22,7 +22,7 @@ pub(crate) fn read_serial(
     Ok(String::from_utf8_lossy(text).into_owned())
 }
 
-/// Asks for the wear (GET_LIFETIME) where the device offers it.
+/// Asks for the wear (GET_LIFETIME), if the device offers it.
 pub(crate) fn read_lifetime(
     session: &Session,
     ring: &mut Ring,
@@ -41,7 +41,7 @@ pub(crate) fn read_lifetime(
 }
 
 struct Question {
-    /// For messages.
+    /// The name in messages.
     name: &'static str,
     /// Type of the request.
     kind: u32,
@@ -49,7 +49,7 @@ struct Question {
 }
 
 impl Question {
-    /// The answer; `None` where the device has none.
+    /// Asks, and returns the answer; `None` if the device has none.
     fn ask<const BYTES: usize>(
         &self,
         session: &Session,
@@ -78,7 +78,7 @@ impl Question {
             if !ring.enable_callbacks() {
                 let mut fds = [PollFd::new(&ring.fds.call, PollFlags::IN)];
                 let left = Timespec::try_from(left).ok();
-                // Whatever it says, the ring is looked at again.
+                // Whatever the result, the ring is looked at again.
                 let _ = poll(&mut fds, left.as_ref());
                 let _ = rustix::io::read(&ring.fds.call, &mut [0; 8]);
             }

@@ -1,18 +1,25 @@
-//! The bio path: each operation becomes one ring request, or several where the device's limits ask for it. The request
-//! path (see `scheduler`) stands before it.
+//! The bio path: each operation becomes one ring request, or several if the device's limits require it. The request
+//! path (see `scheduler`) comes before it.
 //!
 //! Operations are issued in the order of submission. One that does not fit into the ring, or finds no bounce buffer,
-//! waits in line, and so does everything after it. Thus nothing overtakes a flush. Memory that the device shares is
-//! named in the request directly; other memory is copied through bounce buffers.
+//! waits in line, and so do all later ones. So nothing overtakes a flush. Memory that the device shares is named in the
+//! request directly; other memory is copied through bounce buffers.
+
+mod active;
+mod rules;
+
+pub(crate) use active::Active;
+pub(crate) use rules::{RangeRules, Rules};
 
 use crate::DriverPath;
 use crate::cache::CacheMoment;
 use crate::control::Hold;
 use crate::driver::Inner;
-use crate::issue::{MAX_REQUEST_BYTES, Way, copy_bounced, issue_data, issue_range, issue_zeros, range_segment};
+use crate::issue::copy_bounced;
 use crate::layout::BOUNCE_BYTES;
 use crate::ring::{ORPHAN, Ring};
 use crate::scheduler::Scheduler;
+use active::Stage;
 use block::{Completion, DiskQueue, IoError, IoErrorKind, IoResult, Op, OpFlags, Poller, PollerId, ReactorCtx, Tag};
 use memory::{IoBuf, Window};
 use std::cell::RefCell;
@@ -21,72 +28,15 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use virtio::blk::{RangeSegment, RequestHeader, Status, request_type};
-use virtio::driver_ring::AddError;
-
-/// An operation that was submitted and has not completed.
-#[derive(Debug)]
-pub(crate) struct Active {
-    tag: Tag,
-    pub(crate) op: Op,
-    /// Bytes of it that were issued.
-    issued: u64,
-    /// Its requests in the ring.
-    parts: u32,
-    /// It has to be issued further: it is in line.
-    waiting: bool,
-    /// It is to be durable (FUA): where its data may be lost, a flush goes after them.
-    fua: bool,
-    stage: Stage,
-    pub(crate) result: IoResult,
-    /// The cache when the data of a durable write, or a flush, were issued.
-    sent_at: CacheMoment,
-}
-
-/// Where an operation stands. The next stage begins when all requests of the one before have succeeded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stage {
-    /// The flush before its data.
-    Preflush,
-    /// What it is about.
-    Data,
-    /// The flush after its data, or a flush itself.
-    Flush,
-}
-
-/// What requests need to know of the device.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Rules {
-    pub(crate) block_bytes: u64,
-    pub(crate) read_only: bool,
-    pub(crate) flush: bool,
-    pub(crate) discard: RangeRules,
-    pub(crate) secure_erase: RangeRules,
-    pub(crate) write_zeroes: RangeRules,
-}
-
-/// What a request for a range, without data, may be.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct RangeRules {
-    /// Zero where the device serves none.
-    pub(crate) max_sectors: u32,
-    /// Where a range is cut, it is cut at a multiple of this.
-    pub(crate) align_sectors: u32,
-}
-
-impl RangeRules {
-    pub(crate) fn is_served(self) -> bool {
-        self.max_sectors > 0
-    }
-}
+use virtio::blk::Status;
 
 /// A queue without its registration with the reactor.
 pub(crate) struct Core {
-    /// `None` once the queue was dropped, and while the driver holds all queues.
+    /// `None` when the queue was dropped, and while the driver holds all queues.
     pub(crate) ring: Option<Ring>,
-    /// The ring while it only ends what it has; see `control`.
+    /// The ring, while it only ends its requests in flight; see `control`.
     pub(crate) draining: Option<Ring>,
-    /// What the queue does at the driver's wish.
+    /// The driver's word that the queue follows at the moment.
     pub(crate) held: Hold,
     pub(crate) index: usize,
     pub(crate) inner: Arc<Inner>,
@@ -96,19 +46,19 @@ pub(crate) struct Core {
     pub(crate) line: VecDeque<u32>,
     /// On the request path only.
     pub(crate) scheduler: Option<Box<Scheduler>>,
-    /// Completed without the device.
+    /// Operations that were completed without the device.
     pub(crate) immediate: Vec<Completion>,
     pub(crate) in_flight: usize,
     /// The bounce buffers, by index.
     pub(crate) bounce: Vec<Window>,
     /// First address of the shared memory, and its bytes.
     pub(crate) shared: (usize, usize),
-    /// The device is gone or broke the ring: everything fails.
+    /// The device is gone or broke the ring: all operations fail.
     pub(crate) failed: bool,
     armed: bool,
     /// The ring was given back.
     is_parked: bool,
-    /// Callbacks stay on also while the used ring is drained, for measurements.
+    /// Callbacks stay on even while the used ring is drained, for measurements.
     keeps_callbacks: bool,
 }
 
@@ -148,7 +98,7 @@ impl Queue {
             ring: Some(ring),
         };
         let core = Rc::new(RefCell::new(core));
-        // Whatever fails from here on drops the core, which parks the ring.
+        // If anything fails from here on, the core is dropped, which parks the ring.
         let poller = ctx.add_poller(Rc::clone(&core) as Rc<RefCell<dyn Poller>>)?;
         Ok(Self { core, ctx: Rc::clone(ctx), poller })
     }
@@ -227,13 +177,13 @@ impl Poller for Core {
     }
 
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
-        // Also while the driver holds the ring: its descriptors stay.
+        // It is there even while the driver holds the ring, because the descriptors stay the same.
         self.inner.fds.get(self.index).map(|fds| fds.call.as_fd())
     }
 }
 
 impl Core {
-    /// Whether harvesting would give something.
+    /// Whether a harvest would return anything.
     fn has_news(&self) -> bool {
         let ring = self.ring.as_ref().or(self.draining.as_ref());
         let used = ring.is_some_and(Ring::has_used);
@@ -241,7 +191,7 @@ impl Core {
             || (!self.failed && (used || (self.in_flight > 0 && (self.is_over() || self.is_stuck()))))
     }
 
-    /// Something waits for memory or a place in the ring, and no completion is going to bring it.
+    /// Whether something waits for memory or a place in the ring although no completion will free any.
     fn is_stuck(&self) -> bool {
         let waits = !self.line.is_empty() || self.scheduler.as_ref().is_some_and(|scheduler| scheduler.waits());
         waits && self.ring.as_ref().is_some_and(|ring| ring.in_flight() == 0)
@@ -253,7 +203,7 @@ impl Core {
         self.inner.session.is_gone() || ring.is_some_and(given_up)
     }
 
-    /// Gives the ring back to the driver; requests in flight go on without an owner.
+    /// Gives the ring back to the driver. Requests in flight go on without an owner.
     fn park(&mut self) {
         if self.is_parked {
             return;
@@ -263,7 +213,7 @@ impl Core {
         inner.park(self.index, ring, |ring| {
             ring.publish();
             ring.disable_callbacks();
-            // Before the operations' buffers are dropped: the device may still write to them.
+            // Counted before the operations' buffers are dropped: the device may still write to them.
             inner.pool.add_orphans(ring.orphan_all());
         });
         self.is_parked = true;
@@ -280,7 +230,7 @@ impl Core {
         self.end_if_nothing_was_issued(index);
     }
 
-    /// An operation that no ring could hold, or that has nothing to do, ends with the next harvest.
+    /// Ends an operation that no ring could hold, or that has nothing to do, with the next harvest.
     pub(crate) fn end_if_nothing_was_issued(&mut self, index: u32) {
         if self.active.get(index as usize).is_some_and(|active| active.parts == 0) {
             let mut done = std::mem::take(&mut self.immediate);
@@ -289,7 +239,7 @@ impl Core {
         }
     }
 
-    /// Finds a place for an operation; `None` if it has ended already.
+    /// Finds a place for an operation. Returns `None` if it has ended already.
     #[inline]
     pub(crate) fn accept(&mut self, tag: Tag, op: Op) -> Option<u32> {
         self.in_flight += 1;
@@ -306,7 +256,7 @@ impl Core {
         let flags = if self.rules.flush { op.flags() } else { OpFlags::NONE };
         let stage = match op {
             Op::Flush => Stage::Flush,
-            // What has ended before is durable already where there is nothing to flush.
+            // If there is nothing to flush, earlier writes are durable already.
             _ if flags.is_preflush() && self.needs_flush() => Stage::Preflush,
             _ => Stage::Data,
         };
@@ -323,7 +273,7 @@ impl Core {
             }
             None => {
                 self.active.push(active);
-                // Whatever ends or waits together later has room.
+                // All of them may end or wait at once: room is made here.
                 self.free.reserve(self.active.len());
                 self.line.reserve(self.active.len().saturating_sub(self.line.len()));
                 if let Some(scheduler) = &mut self.scheduler {
@@ -347,7 +297,7 @@ impl Core {
         self.rules.flush && self.inner.cache.now().needs_flush()
     }
 
-    /// Whether the operation has to go to the device; refused operations are an error.
+    /// Returns whether the operation has to go to the device, or an error if it is refused.
     fn admit(&self, op: &Op) -> IoResult<bool> {
         if op.is_write() && self.rules.read_only {
             return Err(IoError::new(IoErrorKind::ReadOnly));
@@ -369,98 +319,12 @@ impl Core {
         }
     }
 
-    /// Issues what is left of an operation; false if something remains for later.
-    pub(crate) fn issue(&mut self, index: u32) -> bool {
-        let Some(ring) = &mut self.ring else { return false };
-        let Some(active) = self.active.get_mut(index as usize) else { return true };
-        if active.stage != Stage::Data && !Self::skip_flush(active, &self.inner) {
-            return Self::issue_flush(active, ring, &self.inner, index);
-        }
-        if active.fua && active.issued == 0 {
-            active.sent_at = self.inner.cache.now();
-        }
-        let length = active.op.range().map_or(0, |(_, length)| length);
-        loop {
-            if active.issued >= length || active.result.is_err() {
-                return true;
-            }
-            if !ring.has_room() {
-                return false;
-            }
-            let issued = match &active.op {
-                Op::Read { offset, data, priority } => {
-                    let way = Way { kind: request_type::IN, offset: *offset, priority: *priority, shared: self.shared };
-                    issue_data(ring, &self.bounce, &self.rules, way, data, active.issued as usize, index)
-                }
-                Op::Write { offset, data, priority, .. } => {
-                    let way =
-                        Way { kind: request_type::OUT, offset: *offset, priority: *priority, shared: self.shared };
-                    issue_data(ring, &self.bounce, &self.rules, way, data, active.issued as usize, index)
-                }
-                Op::Discard { offset, .. } => {
-                    let (most, block) = (self.rules.discard, self.rules.block_bytes);
-                    let range = range_segment(offset + active.issued, length - active.issued, most, block, 0);
-                    issue_range(ring, request_type::DISCARD, range, index)
-                }
-                Op::SecureErase { offset, .. } => {
-                    let (most, block) = (self.rules.secure_erase, self.rules.block_bytes);
-                    let range = range_segment(offset + active.issued, length - active.issued, most, block, 0);
-                    issue_range(ring, request_type::SECURE_ERASE, range, index)
-                }
-                Op::WriteZeroes { offset, may_unmap, .. } if self.rules.write_zeroes.is_served() => {
-                    let flags = if *may_unmap { RangeSegment::UNMAP } else { 0 };
-                    let (most, block) = (self.rules.write_zeroes, self.rules.block_bytes);
-                    let range = range_segment(offset + active.issued, length - active.issued, most, block, flags);
-                    issue_range(ring, request_type::WRITE_ZEROES, range, index)
-                }
-                Op::WriteZeroes { offset, .. } => {
-                    let left = usize::try_from(length - active.issued).unwrap_or(MAX_REQUEST_BYTES);
-                    issue_zeros(ring, &self.bounce, &self.rules, offset + active.issued, left, index)
-                }
-                Op::Flush => Ok(0),
-            };
-            match issued {
-                Ok(bytes) => {
-                    active.issued += bytes;
-                    active.parts += 1;
-                }
-                Err(AddError::Full) => return false,
-                Err(AddError::TooLong { .. }) => active.result = Err(IoError::EIO),
-            }
-        }
-    }
-
-    /// Its turn has come, and there is nothing to flush any more: another flush came before it. The flush after durable
-    /// data was found necessary when they ended.
-    #[cold]
-    fn skip_flush(active: &mut Active, inner: &Inner) -> bool {
-        let skips = active.stage == Stage::Preflush && !inner.cache.now().needs_flush();
-        if skips {
-            active.stage = Stage::Data;
-        }
-        skips
-    }
-
-    #[cold]
-    fn issue_flush(active: &mut Active, ring: &mut Ring, inner: &Inner, index: u32) -> bool {
-        // A flush can settle what is owed only if no write is in flight that it does not cover.
-        let is_alone = ring.in_flight() == 0 && inner.fds.len() == 1;
-        ring.begin();
-        let header = RequestHeader { kind: request_type::FLUSH, priority: 0, sector: 0 };
-        if ring.start(header, index, 0, 0).is_err() {
-            return false;
-        }
-        active.sent_at = if is_alone { inner.cache.now() } else { CacheMoment::default() };
-        active.parts += 1;
-        true
-    }
-
     fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {
         let before = done.len();
         if self.draining.is_some() {
             return self.harvest_draining(done);
         }
-        // Before the used ring, so that what the device completed before it went is seen.
+        // Read before the used ring, so that what the device completed before it went away is seen.
         let over = !self.failed && self.is_over();
         if !self.failed {
             self.drain(done);
@@ -530,7 +394,7 @@ impl Core {
         }
     }
 
-    /// A request whose queue was dropped, or one that several operations share.
+    /// Ends a request whose queue was dropped, or one that several operations share.
     #[cold]
     fn end_of_no_single(&mut self, head: u16, owner: u32, status: Status, done: &mut Vec<Completion>) {
         if owner != ORPHAN {
@@ -543,7 +407,7 @@ impl Core {
         self.inner.pool.orphan_done();
     }
 
-    /// Every request of the operation that was issued has ended, and nothing is left to issue.
+    /// Moves an operation on whose issued requests have all ended, and which has nothing left to issue.
     pub(crate) fn finish(&mut self, index: u32, done: &mut Vec<Completion>) {
         while self.next_stage(index) {
             if !self.line.is_empty() || self.held != Hold::None || !self.issue(index) {
@@ -552,34 +416,14 @@ impl Core {
             if self.active.get(index as usize).is_none_or(|active| active.parts > 0) {
                 return;
             }
-            // Nothing to issue, or no ring could hold it.
+            // There was nothing to issue, or no ring could hold it.
         }
         let Some(active) = self.active.get_mut(index as usize) else { return };
         let completion = Completion { tag: active.tag, result: active.result };
-        // The operation's memory is let go before its end is visible.
+        // The operation's memory is dropped before its end is visible.
         active.op = Op::Flush;
         self.free.push(index);
         done.push(completion);
-    }
-
-    /// Moves an operation on to what follows its stage; false if that is its end.
-    fn next_stage(&mut self, index: u32) -> bool {
-        let Some(active) = self.active.get_mut(index as usize).filter(|active| active.result.is_ok()) else {
-            return false;
-        };
-        active.stage = match active.stage {
-            Stage::Data if active.fua && active.sent_at.may_lose(self.inner.cache.now()) => Stage::Flush,
-            Stage::Data => return false,
-            Stage::Preflush => {
-                self.inner.cache.flushed(active.sent_at);
-                Stage::Data
-            }
-            Stage::Flush => {
-                self.inner.cache.flushed(active.sent_at);
-                return false;
-            }
-        };
-        true
     }
 
     /// Issues what waits in line, as far as it goes.
@@ -592,13 +436,13 @@ impl Core {
             let Some(active) = self.active.get_mut(index as usize) else { continue };
             active.waiting = false;
             if active.parts == 0 {
-                // It failed before its last part was issued.
+                // The operation failed before its last part was issued.
                 self.finish(index, done);
             }
         }
     }
 
-    /// Nothing comes from the device any more: everything submitted fails, also in the future.
+    /// Fails all operations, later ones too, because nothing comes from the device any more.
     pub(crate) fn fail_all(&mut self, why: &str, done: &mut Vec<Completion>) {
         self.failed = true;
         if self.in_flight > 0 {
@@ -608,8 +452,7 @@ impl Core {
         self.end_all(done);
     }
 
-    /// Everything that was submitted ends with an error. The device may go on writing to what it was given; see
-    /// `DmaPool`.
+    /// Ends all submitted operations with an error. The device may go on writing to their memory; see `DmaPool`.
     pub(crate) fn end_all(&mut self, done: &mut Vec<Completion>) {
         self.line.clear();
         if let Some(scheduler) = &mut self.scheduler {
@@ -628,7 +471,7 @@ impl Core {
     }
 }
 
-/// What a status means to the submitter.
+/// Returns what a status means to the submitter.
 pub(crate) fn result_of(status: Status) -> IoResult {
     match status {
         Status::Ok => Ok(()),

@@ -11,23 +11,24 @@ use virtio::blk::{HEADER_BYTES, RANGE_SEGMENT_BYTES, RangeSegment, RequestHeader
 use virtio::driver_ring::{AddError, Buffer, DriverRing, IndirectLayout, RingError};
 use virtio::ring_access::{LayoutError, RingAreas, RingLayout, SharedWords};
 
-/// Stands for the owner of a request whose queue was dropped.
+/// The owner of a request whose queue was dropped.
 pub(crate) const ORPHAN: u32 = u32::MAX;
-/// What a status byte holds before the device has written it: no status of the specification.
+/// The status byte before the device has written it. The specification has no such status.
 const STATUS_UNWRITTEN: u8 = 0xff;
 
-/// A device that polls begins with the first requests of a batch while the driver still adds the others.
+/// Requests are shown to the device in groups of this many, so that a device that polls begins with them while the
+/// driver still adds the others.
 const SHOW_EVERY: u16 = 8;
 
 /// What a request in flight belongs to.
 #[derive(Debug, Default)]
 pub(crate) struct Part {
-    /// The queue's name for the operation.
+    /// The operation's index in its queue.
     pub(crate) owner: u32,
     /// Where in the operation's data this part begins, and its bytes.
     pub(crate) skip_bytes: usize,
     pub(crate) length_bytes: usize,
-    /// What the device writes if it succeeds: data of a read, and the status.
+    /// Bytes that the device writes on success: data of a read, and the status.
     expected_bytes: u32,
     /// The bounce buffers it uses, in order.
     pub(crate) bounce: Vec<u16>,
@@ -48,7 +49,7 @@ pub(crate) struct Ring {
     slots: SharedWords,
     status: SharedWords,
     layout: QueueLayout,
-    /// By head.
+    /// The parts, by head.
     parts: Vec<Part>,
     bounce_free: Vec<u16>,
     /// The most data buffers in a request, and the longest of them.
@@ -56,18 +57,18 @@ pub(crate) struct Ring {
     pub(crate) max_segment_bytes: u32,
     /// The request being built: header, data, status.
     pub(crate) buffers: Vec<Buffer>,
-    /// Requests that have ended, and whether the watch does not know it yet.
+    /// Requests that have ended, and whether the watch has still to be told.
     ended: u64,
     untold: bool,
     /// Requests in flight without an owner.
     orphans: usize,
     pub(crate) limits: Limits,
-    /// Stands for a lack of memory: whether the next attempt to start a request is refused.
+    /// Simulates a lack of memory: whether the next attempt to start a request is refused.
     #[cfg(test)]
     pub(crate) refuse: Option<Box<dyn FnMut() -> bool + Send>>,
 }
 
-/// What was negotiated about rings, and what the device said about requests.
+/// The negotiated ring features, and the device's limits on requests.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     pub(crate) ring_layout: RingLayout,
@@ -78,7 +79,7 @@ pub(crate) struct Limits {
 
 const NO_BUFFER: Buffer = Buffer { address: 0, length_bytes: 0, device_writes: false };
 
-/// The ring's own memory, before the device knows of it.
+/// Makes the ring in shared memory, before the device knows of it.
 pub(crate) fn prepare(
     memory: &Arc<GuestMemory>,
     layout: &QueueLayout,
@@ -95,7 +96,7 @@ pub(crate) fn prepare(
 }
 
 impl Ring {
-    /// Puts the parts together. `ring` comes from [`prepare`], `fds` from starting it.
+    /// Makes a ring. `ring` comes from [`prepare`], and the device was given `fds`.
     pub(crate) fn new(
         index: usize,
         ring: DriverRing,
@@ -131,7 +132,7 @@ impl Ring {
         })
     }
 
-    /// Goes on with a ring that begins anew. The device is done with the old one.
+    /// Replaces the ring by a new one. The device is done with the old one.
     pub(crate) fn renew(&mut self, ring: DriverRing) {
         self.ring = ring;
         self.parts.iter_mut().for_each(|part| *part = Part::default());
@@ -140,14 +141,14 @@ impl Ring {
         self.tell_progress();
     }
 
-    /// What the watch looks at.
+    /// Tells the watch how far the ring is.
     pub(crate) fn tell_progress(&mut self) {
         self.untold = false;
         let progress = self.ended << 16 | u64::from(self.in_flight());
         self.fds.progress.store(progress, Ordering::Relaxed);
     }
 
-    /// Nobody waits for what is in flight.
+    /// Tells the watch that nobody waits for requests in flight.
     pub(crate) fn tell_idle(&self) {
         self.fds.progress.store(self.ended << 16, Ordering::Relaxed);
     }
@@ -163,12 +164,12 @@ impl Ring {
         self.buffers.push(NO_BUFFER);
     }
 
-    /// Data buffers pushed so far.
+    /// Returns how many data buffers were pushed so far.
     pub(crate) fn segments(&self) -> usize {
         self.buffers.len().saturating_sub(1)
     }
 
-    /// Whether another request can be started now.
+    /// Whether there is room for another request.
     pub(crate) fn has_room(&self) -> bool {
         self.ring.next_head().is_some()
     }
@@ -223,8 +224,8 @@ impl Ring {
         self.start(RequestHeader { kind, priority: 0, sector: 0 }, owner, 0, 0)
     }
 
-    /// Takes bounce buffers for the request that starts next, for at most `length_bytes`. Returns for how many bytes
-    /// there were buffers. [`Ring::start`] finds them by the request's head.
+    /// Takes bounce buffers for the next request, for at most `length_bytes`. Returns how many bytes they hold.
+    /// [`Ring::start`] finds them by the request's head.
     pub(crate) fn push_bounce(&mut self, length_bytes: usize, block_bytes: usize, device_writes: bool) -> usize {
         let Some(head) = self.ring.next_head() else { return 0 };
         let Some(part) = self.parts.get_mut(usize::from(head)) else { return 0 };
@@ -241,31 +242,31 @@ impl Ring {
         done
     }
 
-    /// Gives back what [`Ring::push_bounce`] took, where the request was not started after all.
+    /// Gives back what [`Ring::push_bounce`] took, if the request was not started after all.
     pub(crate) fn unpush_bounce(&mut self) {
         if let Some(head) = self.ring.next_head() {
             self.free_bounce(head);
         }
     }
 
-    /// Bounce buffers that are free now.
+    /// Returns how many bounce buffers are free.
     pub(crate) fn bounce_left(&self) -> usize {
         self.bounce_free.len()
     }
 
-    /// The bounce buffers of the request that starts next.
+    /// Returns the bounce buffers of the next request.
     pub(crate) fn next_bounce(&self) -> &[u16] {
         let part = self.ring.next_head().and_then(|head| self.parts.get(usize::from(head)));
         part.map_or(&[], |part| &part.bounce)
     }
 
-    /// Where in the shared memory the first of them lies.
+    /// Returns where in the shared memory the first of them lies.
     pub(crate) fn next_bounce_offset(&self) -> Option<usize> {
         let first = self.next_bounce().first()?;
         Some(self.layout.bounce + usize::from(*first) * BOUNCE_BYTES)
     }
 
-    /// What the request at `head` belongs to.
+    /// Returns what the request at `head` belongs to.
     pub(crate) fn part(&self, head: u16) -> Option<&Part> {
         self.parts.get(usize::from(head))
     }
@@ -277,8 +278,8 @@ impl Ring {
         }
     }
 
-    /// The next request that came back. A read of which the device says that it wrote another length than was
-    /// asked for has failed, whatever its status is: part of the buffer may be old (2.7.8.2).
+    /// Takes the next request that came back. A read has failed, whatever its status, if the device says that it wrote
+    /// another length than was asked for: part of the buffer may be old (2.7.8.2).
     pub(crate) fn pop(&mut self) -> Result<Option<Ended>, RingError> {
         let Some(used) = self.ring.pop_used()? else { return Ok(None) };
         self.ended = self.ended.wrapping_add(1);
@@ -321,7 +322,8 @@ impl Ring {
         self.ring.disable_callbacks();
     }
 
-    /// The queue is dropped or has failed: requests in flight have no owner from now on. Returns how many of them had one.
+    /// Makes requests in flight orphans, because their queue is dropped or has failed. Returns how many had an owner
+    /// before.
     pub(crate) fn orphan_all(&mut self) -> usize {
         for part in &mut self.parts {
             part.owner = ORPHAN;
@@ -332,12 +334,12 @@ impl Ring {
         self.orphans.saturating_sub(before)
     }
 
-    /// One of those has ended.
+    /// Notes that an orphan has ended.
     pub(crate) fn orphan_done(&mut self) {
         self.orphans = self.orphans.saturating_sub(1);
     }
 
-    /// The device is done with all of them. Returns how many there were.
+    /// Forgets all orphans, because the device is done with them. Returns how many there were.
     pub(crate) fn forget_orphans(&mut self) -> usize {
         std::mem::take(&mut self.orphans)
     }
@@ -349,7 +351,7 @@ impl std::fmt::Debug for Ring {
     }
 }
 
-/// How much of a bounce buffer a segment uses: whole blocks, no more than the device takes.
+/// Returns how much of a bounce buffer a segment uses: whole blocks, and no more than the device takes.
 pub(crate) fn bounce_segment_bytes(max_segment_bytes: u32, block_bytes: usize) -> usize {
     let most = BOUNCE_BYTES.min(max_segment_bytes as usize);
     most - most % block_bytes.max(1)

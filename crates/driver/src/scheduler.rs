@@ -1,13 +1,13 @@
 //! The request path: operations are queued, plugged until the reactor's turn ends, sorted, and merged with their
-//! neighbours. Then they go where those of the bio path go.
+//! neighbours. Then they go the way of the bio path.
 //!
-//! Reads and writes without flags are sorted and merged among themselves, up to what the device takes in one request, and
-//! to a mebibyte. Everything else (a flush, a write that is to be durable, a discard) keeps its place: what came before
-//! goes out before it, what came after goes out after it.
+//! Reads and writes without flags are sorted and merged among themselves, up to the device's limits for one request and
+//! to a mebibyte. All other operations (a flush, a durable write, a discard) keep their place: earlier ones go out
+//! before them, later ones after them.
 //!
-//! A batch goes out whole with the end of the turn that it came in, also if it is a single request: only a full ring or
-//! a lack of memory stops it. It goes on when something has ended. Meanwhile newcomers join those that wait, but not
-//! for ever: after some turns those that wait go first.
+//! A batch goes out whole at the end of its turn, even if it is a single request. Only a full ring or a lack of memory
+//! stops it, until something has ended. Meanwhile newcomers join the waiting operations. After a number of turns they
+//! no longer may, and the waiting ones go first.
 
 use crate::issue::{MAX_REQUEST_BYTES, Way, copy_bounced, is_shared, issue_data};
 use crate::queue::{Core, result_of};
@@ -18,9 +18,9 @@ use std::collections::VecDeque;
 use virtio::blk::{Status, request_type};
 use virtio::driver_ring::AddError;
 
-/// Marks the owner of a ring request that several operations share.
+/// A bit that marks the owner of a ring request that several operations share.
 const GROUP: u32 = 1 << 31;
-/// How often newcomers may join a batch that waits.
+/// How often newcomers may join a waiting batch.
 const JOINS_MAX: u8 = 16;
 /// Ends a list of members.
 const NONE: u32 = u32::MAX;
@@ -32,7 +32,7 @@ struct Entry {
     write: bool,
     offset: u64,
     length: usize,
-    /// In the ring, and whether the device shares their memory.
+    /// Segments in the ring, and whether the device shares their memory.
     segments: usize,
     shared: bool,
     priority: Priority,
@@ -40,21 +40,21 @@ struct Entry {
     arrival: u32,
 }
 
-/// Operations that became one request.
+/// Operations that were merged into one request.
 #[derive(Debug)]
 struct Group {
     first: u32,
     write: bool,
-    /// Their data, one behind the other; `None` when it has ended.
+    /// Their data, one behind the other; `None` when the request has ended.
     data: Option<Window>,
 }
 
 /// See the module's documentation.
 #[derive(Debug, Default)]
 pub(crate) struct Scheduler {
-    /// In order of arrival.
+    /// Operations in order of arrival.
     arrived: VecDeque<u32>,
-    /// Sorted; its front goes next.
+    /// Sorted operations; the front goes next.
     batch: VecDeque<Entry>,
     joins: u8,
     /// The ring was full, and nothing has ended since.
@@ -69,7 +69,7 @@ pub(crate) struct Scheduler {
 }
 
 impl Scheduler {
-    /// Makes room for so many operations at once.
+    /// Makes room for `count` operations at once.
     pub(crate) fn reserve(&mut self, count: usize) {
         self.arrived.reserve(count.saturating_sub(self.arrived.len()));
         self.batch.reserve(count.saturating_sub(self.batch.len()));
@@ -81,7 +81,7 @@ impl Scheduler {
         !self.arrived.is_empty() || !self.batch.is_empty()
     }
 
-    /// Something may have ended.
+    /// Lets a stopped batch go on, because something may have ended.
     pub(crate) fn restart(&mut self) {
         self.stopped = false;
     }
@@ -128,7 +128,7 @@ struct GroupLimits {
 }
 
 impl Core {
-    /// Takes an operation and queues it; it goes out with the end of the turn.
+    /// Queues an operation. It goes out at the end of the turn.
     pub(crate) fn enqueue(&mut self, tag: Tag, op: Op) {
         let Some(index) = self.accept(tag, op) else { return };
         if let Some(scheduler) = &mut self.scheduler {
@@ -145,7 +145,7 @@ impl Core {
     }
 
     fn dispatch_queued(&mut self) {
-        // Whatever is half sent goes first.
+        // A half-sent operation in line goes first.
         let is_stuck = self.ring.as_ref().is_some_and(|ring| ring.in_flight() == 0);
         let Some(mut scheduler) = self.scheduler.take() else { return };
         if is_stuck {
@@ -177,7 +177,7 @@ impl Core {
         Some(GroupLimits { segments: ring.max_segments, bounce_bytes })
     }
 
-    /// Moves what may be sorted from the front of the queue into the batch.
+    /// Moves operations that may be sorted from the front of the queue into the batch.
     fn collect(&self, scheduler: &mut Scheduler) {
         if scheduler.batch.is_empty() {
             scheduler.joins = 0;
@@ -197,7 +197,7 @@ impl Core {
         }
     }
 
-    /// A plain read or write as the batch knows it; `None` for what keeps its place.
+    /// Makes the batch's entry for a plain read or write; `None` for an operation that keeps its place.
     fn entry(&self, index: u32, arrival: usize) -> Option<Entry> {
         let active = self.active.get(index as usize)?;
         let (write, offset, data, priority) = match &active.op {
@@ -223,7 +223,7 @@ impl Core {
         }
     }
 
-    /// Sends the members as one request; on error nothing has changed.
+    /// Sends the members as one request. On error nothing has changed.
     fn send_group(&mut self, scheduler: &mut Scheduler) -> Result<(), AddError> {
         let Some(ring) = &mut self.ring else { return Err(AddError::Full) };
         let Some(first) = scheduler.members.first().copied() else { return Ok(()) };
@@ -270,7 +270,7 @@ impl Core {
         Ok(())
     }
 
-    /// A request that several operations share has ended: so have they.
+    /// Ends the operations that share a request which has ended.
     pub(crate) fn end_group(&mut self, head: u16, owner: u32, status: Status, done: &mut Vec<Completion>) {
         let Some(mut scheduler) = self.scheduler.take() else { return };
         let slot = owner & !GROUP;
@@ -280,7 +280,7 @@ impl Core {
                 self.copy_group(head, &data);
             }
             let (mut list, mut index) = (data.into_buf(), group.first);
-            // The operations' memory is let go before their end is visible.
+            // The operations' memory is dropped before their end is visible.
             list.regather(std::iter::empty());
             scheduler.spare.push(list);
             scheduler.free_groups.push(slot);
@@ -298,7 +298,7 @@ impl Core {
         self.scheduler = Some(scheduler);
     }
 
-    /// What a group has read into bounce buffers goes to its members.
+    /// Copies what a group has read into bounce buffers to its members.
     fn copy_group(&self, head: u16, data: &Window) {
         let Some((ring, part)) = self.ring.as_ref().and_then(|ring| Some((ring, ring.part(head)?))) else { return };
         let length_bytes = part.length_bytes;

@@ -1,4 +1,4 @@
-//! A device that is negotiated with, whatever leads to it.
+//! A negotiated connection, over any transport.
 
 use crate::DriverOptions;
 use crate::transport::{Link, QueueSetup, SharedMemory, Transport};
@@ -45,7 +45,7 @@ impl Session {
         Ok(())
     }
 
-    /// Reads the configuration space anew. Only what may change counts: queues rely on the rest.
+    /// Reads the configuration space again. Only fields that may change are taken over: queues rely on the rest.
     pub(crate) fn read_config(&self) -> Result<BlkConfig> {
         let BlkConfig { capacity_sectors, writeback, .. } = self.transport.read_config()?;
         let mut config = self.lock_config();
@@ -57,7 +57,7 @@ impl Session {
         self.config.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Writes the `writeback` field and reads back what became of it.
+    /// Writes the `writeback` field, and reads it back.
     pub(crate) fn set_writeback(&self, writeback: bool) -> Result<()> {
         self.transport
             .write_config(CONFIG_WRITEBACK_OFFSET, &[u8::from(writeback)])
@@ -73,7 +73,7 @@ impl Session {
         self.transport.start_queue(index, queue, fds.events())
     }
 
-    /// Stops ring `index`: when this returns the device is done with what was in flight.
+    /// Stops ring `index`. When this returns, the device is done with what was in flight.
     pub(crate) fn stop_ring(&self, index: usize) -> Result<()> {
         self.transport.stop_queue(index)
     }

@@ -9,24 +9,24 @@ use virtio::blk::BlkConfig;
 use virtio::ring_access::RingAddresses;
 use vmm_sys_util::eventfd::EventFd;
 
-/// A way to a virtio-blk device. All of it is slow path: requests go through the rings alone.
+/// A way to a virtio-blk device. It is slow path only: requests go through the rings.
 ///
 /// The driver calls [`Transport::attach`] first, negotiates, shares its memory, and starts its rings. Each may be stopped
 /// and started again.
 pub trait Transport: Send + Sync {
-    /// What messages call the device: a socket's path, an address on a bus.
+    /// Returns the device's name in messages: a socket's path, or an address on a bus.
     fn name(&self) -> String;
 
-    /// Gives the transport the driver's end of the connection, to say there what the device says by itself.
+    /// Gives the transport the driver's end of the connection, to report events of the device.
     fn attach(&self, link: &Arc<Link>) -> Result<()>;
 
-    /// The features that the device offers.
+    /// Returns the features that the device offers.
     fn offered_features(&self) -> Result<u64>;
 
-    /// The features that the driver has chosen of them.
+    /// Tells the device which features the driver has chosen.
     fn choose_features(&self, features: u64) -> Result<()>;
 
-    /// The most rings that can be started.
+    /// Returns the most rings that can be started.
     fn queues_max(&self) -> Result<u64>;
 
     /// Reads the configuration space. Fields that the device does not have are zero.
@@ -41,7 +41,8 @@ pub trait Transport: Send + Sync {
     /// Starts ring `index`.
     fn start_queue(&self, index: usize, queue: &QueueSetup, events: QueueEvents<'_>) -> Result<()>;
 
-    /// Stops ring `index`. When this returns the device is done with what it had taken, and touches the ring no more.
+    /// Stops ring `index`. When this returns, the device is done with the requests that it had taken, and no longer
+    /// touches the ring.
     fn stop_queue(&self, index: usize) -> Result<()>;
 
     /// Ends the connection.
@@ -57,31 +58,31 @@ pub struct SharedMemory<'a> {
     pub guest_address: u64,
     /// The same byte's address in this process.
     pub user_address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length_bytes: u64,
 }
 
-/// Where a ring lies, and how long it is.
+/// Where a ring lies, and how many entries it has.
 #[derive(Debug, Clone, Copy)]
 pub struct QueueSetup {
     /// Entries.
     pub size: u16,
-    /// Where it begins: zero in a split ring; in a packed one, by whose bits see [`virtio::ring_access::PackedPosition`].
+    /// Where it begins: zero for a split ring; for a packed one, the bits of a [`virtio::ring_access::PackedPosition`].
     pub first_position: u16,
-    /// By guest physical addresses.
+    /// The areas' guest physical addresses.
     pub guest_addresses: RingAddresses,
-    /// By addresses in this process.
+    /// The areas' addresses in this process.
     pub user_addresses: RingAddresses,
 }
 
 /// A ring's event descriptors. They stay the same when a ring is started again.
 #[derive(Debug, Clone, Copy)]
 pub struct QueueEvents<'a> {
-    /// The driver adds to it for the device.
+    /// The driver signals it for the device.
     pub kick: &'a EventFd,
-    /// The device adds to it for the driver.
+    /// The device signals it for the driver.
     pub call: &'a EventFd,
-    /// The device adds to it when it gives the ring up.
+    /// The device signals it when it gives up the ring.
     pub error: &'a EventFd,
 }
 
@@ -93,7 +94,7 @@ pub struct Link {
     gone: AtomicBool,
     queues: Mutex<Vec<Arc<QueueFds>>>,
     config_changed: OnceLock<Hears>,
-    /// A change that came before anybody heard.
+    /// A change that came before anybody listened.
     unheard: AtomicBool,
 }
 
@@ -104,13 +105,13 @@ impl std::fmt::Debug for Link {
 }
 
 impl Link {
-    /// The device is gone, or is left: every queue fails what it has in flight.
+    /// Ends the connection, because the device is gone or is left. Every queue fails its requests in flight.
     pub fn end(&self) {
         self.gone.store(true, Ordering::SeqCst);
         self.wake_all();
     }
 
-    /// The device says that its configuration has changed.
+    /// Reports that the device's configuration has changed.
     pub fn config_changed(&self) {
         match self.config_changed.get() {
             Some(hears) => hears(),
@@ -137,7 +138,7 @@ impl Link {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner).extend(queues.iter().cloned());
     }
 
-    /// Who hears of changes; the first call decides.
+    /// Sets who is told of changes. Only the first call has an effect.
     pub(crate) fn on_config_change(&self, hears: Hears) {
         let _ = self.config_changed.set(hears);
         if self.unheard.swap(false, Ordering::SeqCst) {

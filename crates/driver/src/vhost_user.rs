@@ -1,4 +1,4 @@
-//! The vhost-user conversation: features, configuration space, memory, rings. All of it is slow path.
+//! The vhost-user messages: features, configuration space, memory, rings. All of it is slow path.
 
 use crate::DriverOptions;
 use crate::news::News;
@@ -16,12 +16,12 @@ use vhost::vhost_user::{Frontend, VhostUserFrontend, VhostUserProtocolFeatures, 
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use virtio::blk::{BlkConfig, CONFIG_BYTES, features};
 
-/// The configuration space up to the write-zeroes fields: every device in use has that much, and some refuse to show
-/// more than they have. One that offers secure erases has the fields behind, too.
+/// The configuration space up to the write-zeroes fields. Every device in use has that much, and some refuse to return
+/// more than they have. A device that offers secure erases has the fields behind, too.
 const CONFIG_READ_BYTES: usize = 60;
-/// Rings that the vhost crate lets us name before the server has said how many there are.
+/// The most rings that the vhost crate lets us name before the server has said how many there are.
 const MAX_QUEUES: u64 = 256;
-/// Between two tries to connect.
+/// Pause between two tries to connect.
 const RETRY: Duration = Duration::from_millis(20);
 
 /// A device behind a socket.
@@ -40,7 +40,7 @@ pub(crate) struct VhostUser {
 }
 
 impl VhostUser {
-    /// Connects. Nothing is said yet.
+    /// Connects. Sends no message yet.
     pub(crate) fn connect(path: &Path, options: &DriverOptions) -> Result<Self> {
         let socket = connect(path, Duration::from_millis(options.wait_for_socket_ms))?;
         let duplicate = socket.try_clone().map_err(|error| Error::io("cannot duplicate a socket", error))?;
@@ -86,7 +86,7 @@ impl VhostUser {
             true => self.call("reading its queue count", |frontend| frontend.get_queue_num())?,
             false => 1,
         };
-        // Negotiated once: the first answer stays.
+        // Negotiated once, so the first answer stays.
         let _ = self.queues.set(queues);
         Ok(())
     }
@@ -117,7 +117,7 @@ impl Transport for VhostUser {
 
     fn attach(&self, link: &Arc<Link>) -> Result<()> {
         let socket = self.socket.try_clone().map_err(|error| Error::io("cannot duplicate a socket", error))?;
-        // Attached once: a second watch would end at once.
+        // Attached once. A second watch would be dropped, and so end, at once.
         let _ = self.watch.set(Watch::start(socket, Arc::clone(link), self.request_timeout)?);
         Ok(())
     }
@@ -129,7 +129,7 @@ impl Transport for VhostUser {
             return Err(self.error("the server does not offer PROTOCOL_FEATURES, which this driver needs".into()));
         }
         self.negotiate_protocol()?;
-        // Offered once: the first answer stays.
+        // Asked once, so the first answer stays.
         let _ = self.offered.set(offered);
         Ok(offered)
     }

@@ -1,6 +1,7 @@
-//! A thread that watches the connection: the server going away, rings that it gave up, answers that don't come.
+//! A thread that watches the connection. It notices a server that goes away, rings that it gave up, and missing
+//! answers.
 //!
-//! The vhost crate waits for an answer without limit, so a deadline is kept here: when it passes, the socket is shut
+//! The vhost crate waits for an answer without limit, so a deadline is kept here. When it passes, the socket is shut
 //! down and the wait ends with an error.
 
 use crate::transport::{Link, QueueEvents};
@@ -17,20 +18,21 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-/// One queue's descriptors: `kick` tells the device, `call` tells us, `error` says that the device gave the ring up.
+/// One queue's descriptors: `kick` notifies the device, `call` notifies us, and `error` says that the device gave up
+/// the ring.
 #[derive(Debug)]
 pub(crate) struct QueueFds {
     pub(crate) kick: OwnedFd,
     pub(crate) call: OwnedFd,
     pub(crate) error: OwnedFd,
-    /// The same, as the device gets them.
+    /// The same descriptors, in the form for the device.
     events: [EventFd; 3],
     /// The device signalled `error`, or was silent for too long.
     pub(crate) given_up: AtomicBool,
     /// Times that the device was kicked, and that the reactor slept and woke.
     pub(crate) kicks: AtomicU64,
     pub(crate) wakeups: AtomicU64,
-    /// Ends so far, and in the low 16 bits requests in flight. Told once a batch.
+    /// The number of ended requests, and in the low 16 bits those in flight. Updated once a batch.
     pub(crate) progress: AtomicU64,
 }
 
@@ -63,25 +65,25 @@ impl QueueFds {
         notify(&self.call);
     }
 
-    /// What the device gets.
+    /// Returns the descriptors for the device.
     pub(crate) fn events(&self) -> QueueEvents<'_> {
         let [kick, call, error] = &self.events;
         QueueEvents { kick, call, error }
     }
 
-    /// Nothing that the device does with the ring counts any more.
+    /// Gives the ring up: nothing that the device does with it counts any more.
     fn give_up(&self) {
         self.given_up.store(true, Ordering::SeqCst);
         self.wake();
     }
 }
 
-/// Adds one to an event descriptor. It can only fail by being full, and then it is readable anyway.
+/// Signals an event descriptor. This fails only if its counter is full, and then it is readable anyway.
 pub(crate) fn notify(fd: &OwnedFd) {
     let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
 }
 
-/// How long each queue has not moved though it has requests in flight.
+/// How long each queue has made no progress although it has requests in flight.
 #[derive(Debug, Default)]
 struct Silence(Vec<(u64, Option<Instant>)>);
 
@@ -108,12 +110,12 @@ struct Shared {
     stop: AtomicBool,
     timed_out: AtomicBool,
     deadline: Mutex<Option<Instant>>,
-    /// How long a device may have requests and end none.
+    /// How long a device may have requests in flight without ending any.
     request_timeout: Option<Duration>,
     link: Arc<Link>,
 }
 
-/// Dropping it ends the thread.
+/// The running watch. Dropping it ends the thread.
 #[derive(Debug)]
 pub(crate) struct Watch {
     shared: Arc<Shared>,
@@ -139,12 +141,12 @@ impl Watch {
         &self.shared.link
     }
 
-    /// Ends the connection: every queue fails what it has in flight.
+    /// Ends the connection. Every queue fails its requests in flight.
     pub(crate) fn hang_up(&self) {
         self.shared.hang_up();
     }
 
-    /// Whether it ended because an answer did not come.
+    /// Whether the connection ended because an answer did not come.
     pub(crate) fn timed_out(&self) -> bool {
         self.shared.timed_out.load(Ordering::Acquire)
     }
@@ -203,7 +205,7 @@ impl Shared {
             }
             let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
             if ready.first() == Some(&true) {
-                // Only empties it: what there is to know is in the shared fields.
+                // Only empties it: the news is in the shared fields.
                 let _ = rustix::io::read(&self.poke, &mut [0; 8]);
             }
             if ready.get(1) == Some(&true) {
@@ -215,7 +217,7 @@ impl Shared {
         }
     }
 
-    /// A device that has requests and ends none is given up, queue by queue.
+    /// Gives up each queue whose device has requests in flight and ends none.
     fn give_up_silent(&self, queues: &[Arc<QueueFds>], silence: &mut Silence, limit: Duration) {
         for (index, queue) in queues.iter().enumerate() {
             let progress = queue.progress.load(Ordering::Relaxed);
@@ -228,7 +230,7 @@ impl Shared {
         }
     }
 
-    /// How long to sleep: until a deadline, and a few times within the longest silence.
+    /// Returns how long to sleep: until a deadline, and a few times within the request timeout.
     fn patience(&self, deadline: Option<Instant>) -> Option<Timespec> {
         let until = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let look = self.request_timeout.map(|limit| limit / 4);

@@ -1,24 +1,24 @@
 //! The bottom of the path: engines that move bytes between memory and the host's files, and the reactor that drives
 //! them.
 //!
-//! A [`Reactor`] is one thread. It owns one instance of each engine in use (io_uring, Linux AIO, a pool of threads),
-//! looks at its pollers, runs its tasks, submits what they pushed in one call an engine and turn, and routes the
-//! completions back. [`open`] gives a file whose queues ([`block::FileQueue`]) push to the engine that its options, or
-//! the kernel's abilities, chose.
+//! A [`Reactor`] is one thread. It owns one instance of each engine in use (io_uring, Linux AIO, a pool of threads). In
+//! each turn it polls its pollers, runs its tasks, submits what they pushed in one call for each engine, and routes the
+//! completions back. [`open`] returns a file whose queues ([`block::FileQueue`]) push to the engine that its options,
+//! or the kernel's abilities, choose.
 //!
-//! Rooms, from the ground up; each uses those before it only:
+//! Folders, from the ground up; each uses only those before it:
 //!
-//! * `base`: one call of the kernel, the interfaces of Linux AIO, options, counters.
+//! * `base`: one system call, the interfaces of Linux AIO, options, counters.
 //! * `file`: an open file, shared by all reactors.
-//! * `request`: an action on a file with its memory, and what results mean for it.
-//! * `route`: who carries a request out. Nobody else decides that.
+//! * `request`: an action on a file with its memory, and what its results mean.
+//! * `route`: decides who carries a request out. Nothing else decides that.
 //! * `workers`, `aio`, `uring`: the engines.
 //! * `queue`: turns a file's operations into requests.
-//! * `open`: opening and making files.
+//! * `open`: opens and creates files.
 //! * `reactor`: the thread that drives it all.
 //!
-//! What a queue promises above what the kernel does: any alignment works, short transfers are resumed, nothing that the
-//! kernel may still write to is ever freed.
+//! A queue promises more than the kernel does: any alignment works, short transfers are resumed, and no memory is freed
+//! that the kernel may still write to.
 //!
 //! ```
 //! # use block as ringdisk_block;

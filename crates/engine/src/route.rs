@@ -1,17 +1,17 @@
-//! Who carries a transfer out: the engine's own queue in the kernel, the reactor itself, or a worker, and how.
+//! Decides who carries out a request, and how: the engine's own queue in the kernel, the reactor itself, or a worker.
 //!
 //! The reactor never waits, and a ring never makes the kernel start a thread:
 //!
-//! * What io_uring cannot do without waiting it hands to worker threads of the kernel's. The last of them stays as long as
-//!   the ring and wakes up every five seconds, so a daemon that was busy once would never be idle again. So a ring is given
-//!   reads from a page cache that reads what is missing while nobody waits, and otherwise requests that must not wait
-//!   (`RWF_NOWAIT`). Where those would have to wait (holes, space to be found, a busy device), the kernel refuses them,
+//! * io_uring hands what would wait to kernel worker threads. The last of them stays as long as the ring and wakes up
+//!   every five seconds. So a daemon that was busy once would never be idle again. So a ring gets only two kinds of
+//!   requests: reads from a page cache that reads what is missing without a thread, and requests that must not wait
+//!   (`RWF_NOWAIT`). If those would have to wait (holes, space to be found, a busy device), the kernel refuses them,
 //!   and a worker carries them out.
-//! * What always waits goes to a worker at once: syncs, what changes extents and lengths, durable writes through the page
-//!   cache, and writes to a page cache that takes none that must not wait.
-//! * A file in memory never waits, on a host without swap: the reactor copies what is short.
-//! * Writes to the page cache of a file are serialized: the kernel takes them one by one, and workers that waited there for
-//!   each other would spin. So are all changes of a file in memory.
+//! * What always waits goes to a worker at once: syncs, changes of extents and lengths, durable writes through the page
+//!   cache, and writes to a page cache that does not take `RWF_NOWAIT`.
+//! * On a host without swap, a file in memory never waits: the reactor carries out short transfers itself.
+//! * Writes to the page cache of a file are serialized: the kernel takes them one by one, and workers that waited for
+//!   each other there would spin. All changes of a file in memory are serialized, too.
 
 use crate::base::call::Action;
 use crate::base::options::EngineKind;
@@ -19,29 +19,29 @@ use crate::file::open_file::{Storage, Traits};
 use crate::request::queue_file::QueueFile;
 use std::sync::atomic::Ordering;
 
-/// What the page cache has is copied while the reactor submits. A longer copy goes to a worker: it would hold up every
-/// other disk of the reactor.
+/// The longest copy from or to the page cache that a ring is given: the kernel copies while the reactor submits. A
+/// longer copy would hold up every other disk of the reactor, so it goes to a worker.
 const INLINE_COPY_BYTES_MAX: usize = 1 << 20;
 
-/// What matters beside the file, and may change from one request to the next.
+/// What else decides, and may change from one request to the next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Now {
-    /// Requests that must not wait are worth a try.
+    /// The file is not known to refuse requests that must not wait.
     pub(crate) takes_nowait: bool,
-    /// The file system needs no tables of its own to find the file's blocks.
+    /// The file system need not read tables of its own to find the file's blocks.
     pub(crate) extents_ready: bool,
-    /// The engine has refused it, or is not to be asked.
+    /// The engine has refused the request, or is not to be asked.
     pub(crate) declined: bool,
-    /// The longest transfer of a file in memory that the reactor carries out itself.
+    /// The longest transfer to or from a file in memory that the reactor carries out itself.
     pub(crate) inline_bytes: usize,
-    /// It needs a call, and that would wait for workers that change the file in memory.
+    /// The request needs a system call, which would wait for workers that change the file in memory.
     pub(crate) waits_for_workers: bool,
-    /// Workers may give requests to the kernel by `io_submit`.
+    /// Workers may submit requests by `io_submit`.
     pub(crate) io_submit: bool,
 }
 
 impl Now {
-    /// For a request that its engine is asked for first.
+    /// Makes the conditions for a request that its engine is asked first.
     #[inline]
     pub(crate) fn of(target: &QueueFile) -> Self {
         Self {
@@ -58,11 +58,11 @@ impl Now {
 /// How a worker carries a request out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum How {
-    /// By a call of its own.
+    /// By a system call of its own.
     Call,
-    /// By one `io_submit` with those that wait behind it. They end one after the other while that lasts.
+    /// By one `io_submit`, together with those that wait behind it. They end one after the other during the call.
     Batch,
-    /// It only begins it, by one `io_submit` with those that wait behind it.
+    /// The worker only begins it, by one `io_submit` together with those that wait behind it.
     Begin,
 }
 
@@ -71,13 +71,13 @@ pub(crate) enum How {
 pub(crate) enum Route {
     /// The engine that serves the file, in its ring or context.
     Engine,
-    /// The reactor, by a copy where that can be and by a call elsewhere.
+    /// The reactor, by a copy if possible, else by a system call.
     Reactor,
-    /// A worker; not beside another that is serialized with it.
+    /// A worker. If serialized, no other such request on the file is carried out at the same time.
     Worker { how: How, serialized: bool },
 }
 
-/// Decides. `length_bytes` is what is moved, zeroed or freed.
+/// Decides who carries the action out. `length_bytes` are moved, zeroed or freed.
 #[inline]
 pub(crate) fn route(file: Traits, action: Action, length_bytes: usize, now: Now) -> Route {
     if !now.declined && suits_engine(file, action, length_bytes, now) {
@@ -129,7 +129,7 @@ fn by_worker(file: Traits, action: Action, now: Now) -> Route {
     let is_write = matches!(action, Action::Write { .. });
     let serialized = ends_in_turn(file, action);
     match file.storage {
-        // One worker begins a file's writes: the next waits for little but the one before.
+        // One worker at a time begins a file's writes: a second one would mostly wait for the first.
         Storage::Direct if begins && action.is_transfer() => Route::Worker { how: How::Begin, serialized: is_write },
         Storage::PageCache { writes_end_in_call: true, .. } if serialized && now.io_submit => {
             Route::Worker { how: How::Batch, serialized }
@@ -138,22 +138,22 @@ fn by_worker(file: Traits, action: Action, now: Now) -> Route {
     }
 }
 
-/// Whether workers carry it out after one another, from one end to the next.
+/// Whether workers carry such requests out one after the other, each until its end.
 pub(crate) fn ends_in_turn(file: Traits, action: Action) -> bool {
     match file.storage {
         Storage::Memory => changes_memory(action),
-        // A durable one lets others go ahead while it is made durable.
+        // A durable write lets others go ahead while it is made durable.
         Storage::PageCache { .. } => action == Action::Write { durable: false },
         Storage::CachedDevice | Storage::Direct => false,
     }
 }
 
-/// Whether it changes a file in memory: the kernel lets one do so at a time.
+/// Whether it changes a file in memory: the kernel allows one change at a time.
 fn changes_memory(action: Action) -> bool {
     matches!(action, Action::Write { .. } | Action::Fallocate { .. } | Action::Truncate | Action::CopyFrom { .. })
 }
 
-/// The `RWF_` flags for a transfer that io_uring is given.
+/// Returns the `RWF_` flags for a transfer by io_uring.
 #[inline]
 pub(crate) fn ring_flags(file: Traits, action: Action) -> i32 {
     match (file.storage, action) {
@@ -202,7 +202,8 @@ mod tests {
         }
     }
 
-    /// A row a storage and engine: short and long reads, short and long writes, a durable write, a sync, a change.
+    /// One row for each storage and engine: short and long reads, short and long writes, a durable write, a sync, a
+    /// change.
     fn table(now: Now) -> String {
         let engines = [EngineKind::IoUring, EngineKind::LinuxAio, EngineKind::Threads];
         let storages = [
@@ -260,7 +261,7 @@ direct  threads    call    call    call    call    call    call    call
         assert_eq!(table(FIRST), expected, "\n{}", table(FIRST));
     }
 
-    /// What the engine has refused, or was not asked for.
+    /// Requests that the engine has refused, or was not asked for.
     #[test]
     fn who_carries_out_what_the_engine_does_not() {
         let declined = table(Now { declined: true, ..FIRST });

@@ -6,11 +6,11 @@
 //!
 //! * [`NbdServer`]: a listening socket, its exports and its connections. A thread accepts; each connection lives on a reactor.
 //! * [`NbdExport`]: a disk, with the name and the description that clients see.
-//! * `users`: the connections of an export, which can be taken away, and what they have counted.
-//! * [`Limits`]: what clients can make the server hold.
-//! * [`Handshake`]: what a client negotiates, without a socket.
-//! * `connection`: one client on one reactor; `requests`: what it has in flight; `output`: its replies; `status`: what lies
-//!   where, and what bitmaps say was written, asked on a thread of the connection's own.
+//! * `users`: the connections of an export, which can be removed, and their counters.
+//! * [`Limits`]: bounds the memory that clients can make the server hold.
+//! * [`Handshake`]: the negotiation with a client, without a socket.
+//! * `connection`: one client on one reactor; `requests`: its requests in flight; `output`: its replies; `status`:
+//!   answers queries for block status and bitmaps, on a thread of the connection's own.
 //!
 //! The layouts of messages are in `nbd-wire`.
 //!

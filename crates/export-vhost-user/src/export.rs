@@ -18,18 +18,18 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use virtio_blk::{Counter, Device, DeviceOptions, Overrides, QueueLatency, RingStats};
 
-/// How long a session's thread may take to end where it waits for no request: longer than any call that its peer cannot
-/// hold up.
+/// How long a session's thread may take to end if it waits for no request. Calls that its peer cannot hold up are
+/// shorter.
 const END_PATIENCE: Duration = Duration::from_secs(5);
 
-/// How long a peer may take to read an answer when the export is to end.
+/// How long a peer may take to read an answer when the export ends.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(1);
 
-/// How long a peer may take over the rest of a message, or to make room for an answer: it has a disk as long as it lives,
-/// so on a busy host it gets time.
+/// How long a peer may take to send the rest of a message, or to make room for an answer. Long, because it loses its
+/// disk otherwise, and the host may be busy.
 const MESSAGE_PATIENCE: Duration = Duration::from_secs(30);
 
-/// How a disk is exported.
+/// The options of an export.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ExportOptions {
@@ -43,16 +43,16 @@ pub struct ExportOptions {
     pub read_only: bool,
     /// The socket's permissions.
     pub mode: u32,
-    /// The number of the socket's group; that of this process where not given.
+    /// The number of the socket's group; by default that of this process.
     pub group: Option<u32>,
-    /// The reactor of the first queue; the others follow round robin. Lets several exports share reactors evenly.
+    /// The reactor of the first queue; the others follow round robin. So several exports can share reactors evenly.
     pub first_reactor: usize,
     /// Packed rings are offered, too.
     pub packed: bool,
-    /// What the guest is told instead of what the disk says.
+    /// Properties that the guest is told instead of the disk's own.
     pub overrides: Overrides,
-    /// Register the guest's memory with the engines that can, where that pays. Its pages are pinned then: the guest must
-    /// not return memory to its host and take it back (a balloon, free page reporting).
+    /// Register the guest's memory with the engines that can use that. Its pages are then pinned, so the guest must not
+    /// return memory to its host and take it back (a balloon, free page reporting).
     pub fixed_buffers: bool,
 }
 
@@ -82,7 +82,7 @@ pub struct Export {
     thread: Option<JoinHandle<()>>,
 }
 
-/// See [`Export::surrender`].
+/// Gives up an export's requests; see [`Export::surrender`].
 #[derive(Clone)]
 pub struct Surrender(Arc<ServedDevice>);
 
@@ -99,9 +99,9 @@ struct Shared {
     device: Arc<Device>,
     stopping: AtomicBool,
     config_changed: AtomicBool,
-    /// Gets the thread out of its wait.
+    /// Wakes the thread.
     wake: OwnedFd,
-    /// The peer being served: shut down to get the thread out of an answer that the peer does not read.
+    /// The peer being served. It is shut down if it does not read an answer, to free the thread.
     peer: Mutex<Option<UnixStream>>,
 }
 
@@ -118,7 +118,8 @@ impl Export {
         Self::serve(socket, device, reactors, &options)
     }
 
-    /// Serves `disk` on a socket that somebody else made and listens on (a service manager). Its file is theirs, too.
+    /// Serves `disk` on a listening socket that another program made (a service manager). That program also owns the
+    /// socket's file.
     pub fn adopt(
         listener: OwnedFd,
         disk: Arc<dyn Disk>,
@@ -179,18 +180,18 @@ impl Export {
         Ok(Self { shared, served, socket, thread: Some(thread) })
     }
 
-    /// What each ring has done.
+    /// Returns the counters of each ring.
     #[must_use]
     pub fn stats(&self) -> Vec<RingStats> {
         self.shared.device.stats()
     }
 
-    /// Has rings that are awake look for their oldest requests, for [`Export::latency`].
+    /// Asks rings that are awake to look for their oldest requests, for [`Export::latency`].
     pub fn ask_for_oldest(&self) {
         self.shared.device.ask_for_oldest();
     }
 
-    /// How long the requests of its guests take.
+    /// Returns how long the requests of its guests take.
     #[must_use]
     pub fn latency(&self) -> QueueLatency {
         self.shared.device.latency()
@@ -202,13 +203,13 @@ impl Export {
         self.shared.peer.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    /// Ends the session, if there is one, and waits for its requests in flight; removes the socket.
+    /// Ends the session, if there is one, waits for its requests in flight, and removes the socket.
     pub fn stop(mut self) {
         self.end();
     }
 
-    /// How to have [`Export::stop`] wait no longer: requests in flight end with errors, and what the storage does later
-    /// reaches the guest's memory no more. Stays valid when the export is gone.
+    /// Returns a handle that makes [`Export::stop`] wait no longer. Requests in flight then end with errors, and the
+    /// storage no longer reaches the guest's memory. The handle stays valid when the export is gone.
     #[must_use]
     pub fn surrender(&self) -> Surrender {
         Surrender(Arc::clone(&self.served))
@@ -220,8 +221,8 @@ impl Export {
         self.shared.wake();
         let name = self.shared.device.name();
         if !self.ends_within(&thread, ANSWER_PATIENCE) {
-            // The peer does not read an answer. Only here: a peer that sees the session end while requests are in flight
-            // takes them for lost and asks them again of whoever serves next.
+            // The peer does not read an answer. The session is cut only now: a peer that sees it end while requests are
+            // in flight repeats them at the next server.
             if let Some(peer) = self.shared.peer.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
                 let _ = peer.shutdown(std::net::Shutdown::Both);
             }
@@ -240,8 +241,8 @@ impl Export {
         }
     }
 
-    /// Waits until the thread has ended, or until it has spent `patience` on something else than requests in flight. For
-    /// those it may wait for ever.
+    /// Waits until the thread has ended, or has spent `patience` on something other than requests in flight. For those
+    /// it may wait for ever. Returns whether it has ended.
     fn ends_within(&self, thread: &JoinHandle<()>, patience: Duration) -> bool {
         let mut since = Instant::now();
         while !thread.is_finished() {
@@ -268,7 +269,8 @@ impl Drop for Export {
     }
 }
 
-/// The kernel keeps 15 bytes of it: of a path, the last part says the most. The standard library panics on a zero byte.
+/// Returns the thread's name. The kernel keeps 15 bytes, so of a path only the last part is used. The standard library
+/// panics on a zero byte.
 fn thread_name(name: &str) -> String {
     let name = name.trim_end_matches('/');
     format!("vu-{}", name.rsplit('/').next().unwrap_or(name).replace('\0', ""))
@@ -304,15 +306,15 @@ struct Server {
     socket: Arc<ListenSocket>,
     served: Arc<ServedDevice>,
     shared: Arc<Shared>,
-    /// For the log: a peer that comes again and again cannot fill it.
+    /// Counters for the log, so that a peer that connects again and again cannot fill it.
     sessions: Counter,
     failed_sessions: Counter,
     failed_accepts: Counter,
     rests: Counter,
 }
 
-/// How long the export serves nobody after a session whose peer made a reactor wait. Each such session costs the reactor's
-/// other disks up to 40 ms, and its peer may come again at once.
+/// The pause after a session whose peer made a reactor wait. Each such session costs the reactor's other disks up to 40
+/// ms, and its peer may connect again at once.
 #[derive(Debug, Default)]
 struct Pause {
     times: u32,
@@ -321,11 +323,10 @@ struct Pause {
 impl Pause {
     const FIRST: Duration = Duration::from_secs(1);
     const LONGEST: Duration = Duration::from_secs(64);
-    /// A session of this length that made nobody wait shows that the peer means no harm.
+    /// After a session of this length, earlier ones are forgiven.
     const FORGIVEN_AFTER: Duration = Duration::from_secs(300);
 
-    /// A session of this length has ended. How long nobody is served, where it has `blocked` a reactor. The time that it went
-    /// well before counts, too.
+    /// Returns the pause after a session of this length, if it has blocked a reactor.
     fn after(&mut self, lasted: Duration, has_blocked: bool) -> Option<Duration> {
         if lasted >= Self::FORGIVEN_AFTER {
             self.times = 0;
@@ -333,7 +334,7 @@ impl Pause {
         has_blocked.then(|| self.next())
     }
 
-    /// One more such session has ended.
+    /// Returns the pause after one more such session.
     fn next(&mut self) -> Duration {
         let pause = Self::FIRST.saturating_mul(1_u32.checked_shl(self.times).unwrap_or(u32::MAX));
         self.times = self.times.saturating_add(1);
@@ -382,14 +383,14 @@ impl Server {
                     if let Some(times) = self.failed_accepts.add_to_log() {
                         tracing::warn!(disk = %name, times, "cannot accept a peer: {error}");
                     }
-                    // Out of descriptors, say: not a reason to spin.
+                    // Out of descriptors, for example, which is no reason to spin.
                     std::thread::sleep(Duration::from_millis(100));
                 }
             }
         }
     }
 
-    /// Serves a peer until its session ends. Says how it ended, and whether the peer made a reactor wait.
+    /// Serves a peer until its session ends. Returns how it ended, and whether the peer made a reactor wait.
     fn serve_peer(&self, stream: UnixStream) -> (Result<()>, bool) {
         match SessionEvents::new().map(Arc::new) {
             Ok(events) => (self.serve_session(stream, &events), events.has_blocked()),
@@ -400,7 +401,7 @@ impl Server {
     fn serve_session(&self, stream: UnixStream, events: &Arc<SessionEvents>) -> Result<()> {
         let setup = |error| Error::io("cannot set the connection up", error);
         stream.set_nonblocking(false).map_err(setup)?;
-        // A peer that does not read its answers keeps nobody waiting but itself.
+        // A peer that does not read its answers keeps only itself waiting.
         stream.set_write_timeout(Some(MESSAGE_PATIENCE)).map_err(setup)?;
         let watched = stream.try_clone().map_err(setup)?;
         self.shared.set_peer(Some(stream.try_clone().map_err(setup)?));
@@ -423,7 +424,7 @@ impl Server {
             let (news, limit) = peer.news(listener);
             let wanted = [Some(stream), Some(self.shared.wake.as_fd()), Some(events.as_fd()), news];
             let [message, ..] = wait_readable(&wanted.into_iter().flatten().collect::<Vec<_>>(), limit);
-            // Calm before looking: a wish that comes later wakes the next wait.
+            // The wake is taken back before looking: a later event wakes the next wait.
             self.shared.calm();
             if self.shared.is_stopping() {
                 return Ok(());
@@ -445,13 +446,13 @@ impl Server {
         }
     }
 
-    /// What the guest has asked so far.
+    /// Returns how many requests the guest has sent so far.
     fn requests(&self) -> u64 {
         self.shared.device.stats().iter().map(|ring| ring.requests).fold(0, u64::saturating_add)
     }
 
-    /// Waits until the message that has begun is there as a whole, or nothing more can come, or the export stops. A part
-    /// of one is not received: its descriptors would be ours, and one of them may be the peer's own end of the session.
+    /// Waits until the whole message has arrived, or nothing more can come, or the export stops. A part of a message is
+    /// not received: its descriptors would be ours, and one of them may be the peer's own end of the session.
     fn wait_for_whole_message(&self, stream: BorrowedFd<'_>, peer: &PeerWatch) -> Result<()> {
         let begun = Instant::now();
         while !own_messages::is_whole(stream) && !self.shared.is_stopping() {
@@ -465,10 +466,10 @@ impl Server {
     }
 }
 
-/// Serves nobody for a while, or until the export stops.
+/// Waits for `pause`, or until the export stops.
 fn rest(wake: &OwnedFd, is_stopping: impl Fn() -> bool, pause: Duration) {
     let begun = Instant::now();
-    // Looks before it waits: the session may have taken the wake that says so.
+    // It looks before it waits: the session may have taken the wake-up of the stop.
     while !is_stopping()
         && let Some(left) = pause.checked_sub(begun.elapsed()).filter(|left| !left.is_zero())
     {
@@ -477,7 +478,7 @@ fn rest(wake: &OwnedFd, is_stopping: impl Fn() -> bool, pause: Duration) {
     }
 }
 
-/// Waits until one of the descriptors is readable (or hung up), for `limit` at most, and says which are. After an
+/// Waits until one of the descriptors is readable (or hung up), for `limit` at most, and returns which are. After an
 /// interruption none is.
 fn wait_readable(fds: &[BorrowedFd<'_>], limit: Option<Duration>) -> [bool; 4] {
     let mut polled: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();

@@ -1,12 +1,13 @@
 //! The vhost-user front end: serves a [`block::Disk`] as a virtio-blk device on a Unix socket.
 //!
-//! The device itself, with the data path, is `virtio-blk`; here is the wire session that sets it up and takes it down.
+//! The device itself, with the data path, is in `virtio-blk`. This crate has the wire session that sets it up and takes
+//! it down.
 //!
 //! * [`Export`]: a socket, and a thread that speaks the protocol with one peer at a time.
-//! * `session`: what that peer has set up; `wire`: its messages (the only file that names the `vhost` crate; `own_messages`
-//!   are those that the crate does not do).
-//! * `queue_fds`: the descriptors through which a queue and its peer tell each other something; `notifier` writes to them,
-//!   `watched_call` sees to it that this does not wait.
+//! * `session`: what that peer has set up. `wire`: its messages; this is the only file that names the `vhost` crate.
+//!   `own_messages`: messages that the crate does not handle.
+//! * `queue_fds`: the descriptors through which a queue and its peer notify each other. `notifier` writes to them, and
+//!   `watched_call` interrupts a write that waits.
 //!
 //! ```no_run
 //! # use block as ringdisk_block;

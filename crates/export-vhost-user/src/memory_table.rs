@@ -1,4 +1,4 @@
-//! The peer's memory: regions added and removed by message, mapped into one address space that rings use.
+//! The peer's memory: regions, added and removed by messages, and mapped into one address space for the rings.
 
 use block::{Error, ErrorKind, Result};
 use memory::{GuestMemory, GuestRegion, MappingShare, RegionSpec};
@@ -6,11 +6,10 @@ use rustix::fs::{FileType, fstat};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-/// Most regions of one peer. Each is a mapping of ours.
+/// The most regions of one peer. Each is a mapping of ours.
 pub(crate) const MAX_REGIONS: usize = 256;
 
-/// Most memory of one peer, by address space: several peers together must not use up what there is for all, so one may have
-/// an eighth.
+/// The most address space of one peer: an eighth of the total, so that several peers together do not use it up.
 const MAX_BYTES: u64 = 8 << 40;
 
 /// The regions as the peer names them, and the address space made of them.
@@ -37,8 +36,8 @@ fn place(spec: &RegionSpec) -> String {
     format!("{:#x}+{:#x} at file offset {:#x}", spec.guest_address, spec.length_bytes, spec.file_offset)
 }
 
-/// Memory lies in a file that has it all, or in a device. Other things can be mapped, too, but may keep alive what they
-/// hold: an io_uring, say, in which the peer has registered its end of this session.
+/// Checks that the region lies in a file that is long enough, or in a device. Other objects can be mapped, too, but may
+/// keep alive what they hold: for example an io_uring in which the peer has registered its end of this session.
 fn check_file(spec: &RegionSpec, file: &OwnedFd) -> Result<()> {
     let stat = fstat(file).map_err(|error| Error::io("cannot look at a memory file of the peer's", error.into()))?;
     let end = spec.file_offset.checked_add(spec.length_bytes);
@@ -54,12 +53,12 @@ fn check_file(spec: &RegionSpec, file: &OwnedFd) -> Result<()> {
 }
 
 impl MemoryTable {
-    /// No memory yet, and the share that it is going to come from.
+    /// Makes an empty table. Its memory will come from `share`.
     pub(crate) fn new(share: &Arc<MappingShare>) -> Self {
         Self { regions: Vec::new(), share: Arc::clone(share) }
     }
 
-    /// The table that replaces this one: all of it is mapped, or nothing changes.
+    /// Makes the table that replaces this one. Either all of it is mapped, or nothing changes.
     pub(crate) fn replaced_by(&self, regions: Vec<(RegionSpec, OwnedFd)>) -> Result<Self> {
         check_limits(regions.iter().map(|(spec, _)| spec))?;
         let regions = regions.into_iter().map(|(spec, file)| map(&self.share, spec, &file)).collect::<Result<_>>()?;
@@ -70,7 +69,7 @@ impl MemoryTable {
         Self { regions, share: Arc::clone(&self.share) }
     }
 
-    /// This table with one region more.
+    /// Makes this table with one more region.
     pub(crate) fn with(&self, spec: RegionSpec, file: &OwnedFd) -> Result<Self> {
         check_limits(self.regions.iter().map(|(spec, _)| spec).chain([&spec]))?;
         let mut regions = self.regions.clone();
@@ -78,7 +77,7 @@ impl MemoryTable {
         Ok(self.of(regions))
     }
 
-    /// This table without a region.
+    /// Makes this table without a region.
     pub(crate) fn without(&self, spec: &RegionSpec) -> Result<Self> {
         let mut regions = self.regions.clone();
         let Some(index) = regions.iter().position(|(other, _)| same(other, spec)) else {
@@ -92,7 +91,7 @@ impl MemoryTable {
         Ok(self.of(regions))
     }
 
-    /// The address space of all regions.
+    /// Returns the address space of all regions.
     pub(crate) fn address_space(&self) -> Result<Arc<GuestMemory>> {
         let regions = self.regions.iter().map(|(_, region)| region.clone()).collect();
         let memory = GuestMemory::new(regions);

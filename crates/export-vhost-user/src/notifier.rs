@@ -1,4 +1,4 @@
-//! The descriptors through which a ring tells its guest something.
+//! The descriptors through which a ring notifies its guest.
 
 use crate::watched_call::WatchedCall;
 use block::{Error, ErrorKind, Result};
@@ -12,26 +12,27 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::{SocketAddr, UnixStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What the kernel calls an event descriptor.
+/// The kernel's name of an event descriptor.
 const EVENT_DESCRIPTOR: &CStr = c"anon_inode:[eventfd]";
 
-/// What the peer passes a descriptor for.
+/// The purpose of a descriptor that the peer passes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// It tells us of requests.
+    /// The peer notifies us of requests.
     Kick,
-    /// We tell it of ended requests.
+    /// We notify the peer of ended requests.
     Call,
-    /// We tell it of faults.
+    /// We notify the peer of faults.
     Err,
 }
 
-/// Refuses what is neither an event descriptor nor (where we write) a pipe, nor (for calls, where User Mode Linux passes
-/// one) a socket of a pair. To write to anything else, to watch it, or to close it may wait for somebody, and the peer can
-/// be that somebody. Nobody reads kicks, which an event descriptor adds up: a pipe would be full one day, and its guest wait.
+/// Refuses a descriptor of the wrong kind. An event descriptor serves every purpose, and a pipe those for which we
+/// write. For calls a socket of a pair is allowed, too, because User Mode Linux passes one. Writing to anything else,
+/// watching it or closing it may wait, perhaps for the peer. Kicks are never read, and an event descriptor adds them
+/// up; a pipe would become full and make its guest wait.
 pub(crate) fn check_kind(purpose: Purpose, fd: Option<&OwnedFd>) -> Result<()> {
     let Some(fd) = fd else { return Ok(()) };
-    // Only this name tells event descriptors from the kernel's other files without a type.
+    // Only this name distinguishes event descriptors from the kernel's other files without a type.
     let name = readlink(format!("/proc/self/fd/{}", fd.as_raw_fd()), Vec::new()).ok();
     check_named(purpose, fd, name.as_deref())
 }
@@ -52,7 +53,7 @@ fn check_named(purpose: Purpose, fd: &OwnedFd, name: Option<&CStr>) -> Result<()
         (FileType::Directory, _) => "a directory".into(),
         (FileType::CharacterDevice | FileType::BlockDevice, _) => "a device".into(),
         (_, Some(name)) => format!("{:?}", name.to_string_lossy()),
-        // Without /proc it may be one.
+        // Without /proc it may be an event descriptor.
         (_, None) => return Ok(()),
     };
     let (of, others) = match purpose {
@@ -68,7 +69,7 @@ fn is_unix_stream(fd: &OwnedFd) -> bool {
     socket_domain(fd) == Ok(AddressFamily::UNIX) && socket_type(fd) == Ok(SocketType::STREAM)
 }
 
-/// Refuses a channel for our own messages that is anything but a socket of a pair.
+/// Refuses a channel for our own messages if it is not a socket of a pair.
 pub(crate) fn check_channel(fd: &OwnedFd) -> Result<()> {
     match is_unix_stream(fd) && is_of_pair(fd) {
         true => Ok(()),
@@ -76,37 +77,37 @@ pub(crate) fn check_channel(fd: &OwnedFd) -> Result<()> {
     }
 }
 
-/// Has a socket of the peer's receive nothing any more, and forgets what waits in it: that may be anything the peer has,
-/// its end of this session, too, which would stay open for as long as we keep the socket. We only send there.
+/// Makes a socket of the peer's receive nothing more, and drops what waits in it. That may be any descriptor of the
+/// peer, even its end of this session, which would stay open for as long as we keep the socket. We only send there.
 pub(crate) fn seal(fd: &OwnedFd) {
-    // Fails for what is no socket, and queues nothing.
+    // Fails for other files, in which no descriptors wait.
     if shutdown(fd, Shutdown::Read).is_ok() {
-        // Descriptors that come along are closed by the kernel, as there is no room for them.
+        // The kernel closes descriptors that come along, because there is no room for them.
         while recv(fd, &mut [0; 4096][..], RecvFlags::DONTWAIT).is_ok_and(|(_, length)| length > 0) {}
     }
 }
 
 /// Whether a Unix socket is connected, and neither end has a name. A socket with a name may be the peer's own end of a
-/// session: while we keep it open, that session never ends, also when the peer is gone.
+/// session. While we keep it open, that session never ends, even if the peer is gone.
 fn is_of_pair(fd: &OwnedFd) -> bool {
     let Ok(socket) = fd.try_clone().map(UnixStream::from) else { return false };
     let ends = [socket.local_addr(), socket.peer_addr()];
     ends.iter().all(|end| end.as_ref().is_ok_and(SocketAddr::is_unnamed))
 }
 
-/// How a descriptor is told something without waiting for the peer.
+/// How a descriptor is notified without waiting for the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
     /// An event descriptor takes nearly 2^64 notifications before it is full.
     Event,
-    /// A pipe that was left blocking is full one day, if nobody reads it: it is asked first.
+    /// A pipe in blocking mode may become full, if nobody reads it. So it is polled first.
     BlockingPipe,
     Pipe,
-    /// The call itself says that it must not wait.
+    /// The flags of the call say that it must not wait.
     Socket,
 }
 
-/// The peer makes notifications wait.
+/// The peer made a notification wait.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Blocked;
 
@@ -116,12 +117,13 @@ pub(crate) struct Notifier {
     fd: OwnedFd,
     way: Way,
     calls: WatchedCall,
-    /// A notification had to wait.
+    /// A notification had to wait, so there are no more.
     blocked: AtomicBool,
 }
 
 impl Notifier {
-    /// Looks at the descriptor, which may wait for its file system: not to be called on a reactor.
+    /// Makes a notifier. Looking at the descriptor may wait for its file system, so this must not be called on a
+    /// reactor.
     pub(crate) fn new(fd: OwnedFd) -> Result<Self> {
         let stat = fstat(&fd).map_err(|error| Error::io("cannot look at a descriptor of the peer's", error.into()))?;
         let blocking = fcntl_getfl(&fd).map_or(true, |flags| !flags.contains(OFlags::NONBLOCK));
@@ -134,8 +136,8 @@ impl Notifier {
         Ok(Self { fd, way, calls: WatchedCall::new()?, blocked: AtomicBool::new(false) })
     }
 
-    /// Tells the peer. A full descriptor has told it already, and a closed pipe has nobody to tell. A peer that tried to
-    /// keep us in the call is told nothing any more.
+    /// Notifies the peer. A full descriptor has notified it already, and a closed pipe has no reader. A peer that kept
+    /// us in the call is not notified any more.
     pub(crate) fn notify(&self) -> std::result::Result<(), Blocked> {
         if self.blocked.load(Ordering::Relaxed) {
             return Err(Blocked);
@@ -148,7 +150,7 @@ impl Notifier {
             Way::BlockingPipe if !self.has_room() => {}
             Way::Event | Way::Pipe | Way::BlockingPipe => {
                 let written = self.calls.make(|| write(&self.fd, &bytes));
-                // Nothing else is evidence: a thread that got no processor for a while looks the same from outside.
+                // Only this is evidence. From outside, a thread without a processor looks the same.
                 if written == Err(Errno::INTR) {
                     self.blocked.store(true, Ordering::Relaxed);
                     return Err(Blocked);

@@ -1,10 +1,12 @@
-//! Messages that we receive or send ourselves because the `vhost` crate does not: looked at before that crate sees them.
+//! Messages that we receive or send ourselves because the `vhost` crate cannot. They are looked at before that crate
+//! sees them.
 //!
-//! * A memory table whose message is longer than its regions. User Mode Linux always sends room for two, also when it
-//!   shares one; the crate refuses a length that disagrees with the count.
-//! * The channel for our own messages to the peer: the crate takes it, but cannot send a configuration change through it.
+//! * A memory table whose message is longer than its regions. User Mode Linux always sends room for two, even if it
+//!   shares one. The crate refuses a length that disagrees with the count.
+//! * The channel for our own messages to the peer. The crate takes it, but cannot send a configuration change through
+//!   it.
 //!
-//! Every other message is left where it is.
+//! All other messages are left to the crate.
 
 use block::{Error, ErrorKind, Result};
 use memory::RegionSpec;
@@ -16,7 +18,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 
 const SET_MEM_TABLE: u32 = 5;
 const SET_BACKEND_REQ_FD: u32 = 21;
-/// Of our messages to the peer.
+/// A message from us to the peer.
 const CONFIG_CHANGE: u32 = 2;
 const VERSION: u32 = 1;
 const IS_REPLY: u32 = 4;
@@ -24,9 +26,9 @@ const NEEDS_REPLY: u32 = 8;
 const HEADER_BYTES: usize = 12;
 const COUNT_BYTES: usize = 8;
 const REGION_BYTES: usize = 32;
-/// A message as long as this, or longer, is none.
+/// A message must be shorter than this.
 const MESSAGE_BYTES_MAX: usize = 0x1001;
-/// Descriptors in one message at most.
+/// The most descriptors in one message.
 const MAX_FDS: usize = 32;
 
 /// A message, received.
@@ -36,15 +38,15 @@ pub(crate) struct OwnMessage {
     pub(crate) content: Content,
 }
 
-/// What it says.
+/// The content of a message.
 pub(crate) enum Content {
     /// The peer's memory.
     Memory(Vec<(RegionSpec, OwnedFd)>),
-    /// Where our own messages go.
+    /// The channel for our own messages.
     PeerChannel(OwnedFd),
 }
 
-/// Receives the next message if it is one of ours; leaves it where it is if not.
+/// Receives the next message if it is handled here; otherwise leaves it in the socket.
 pub(crate) fn receive(stream: BorrowedFd<'_>) -> Result<Option<OwnMessage>> {
     let mut begin = [0; HEADER_BYTES + COUNT_BYTES];
     let peeked = recv(stream, &mut begin[..], RecvFlags::PEEK).map_or(0, |(_, length)| length);
@@ -65,8 +67,8 @@ pub(crate) fn receive(stream: BorrowedFd<'_>) -> Result<Option<OwnMessage>> {
     Ok(Some(OwnMessage { kind, needs_reply: flags & NEEDS_REPLY != 0, content }))
 }
 
-/// Whether the next message can be received without waiting for the rest of it; true also where nothing more comes, and
-/// where its length is such that it is refused.
+/// Whether the next message can be received without waiting for the rest of it. Also true if nothing more comes, or if
+/// its length will be refused.
 pub(crate) fn is_whole(stream: BorrowedFd<'_>) -> bool {
     if has_hung_up(stream) {
         return true;
@@ -77,11 +79,11 @@ pub(crate) fn is_whole(stream: BorrowedFd<'_>) -> bool {
     };
     let length_bytes = u32_at(&header, 8) as usize;
     let needed_bytes = match length_bytes {
-        // The crate refuses it without a look at the rest.
+        // The crate refuses it without receiving the rest.
         MESSAGE_BYTES_MAX.. => HEADER_BYTES,
         _ => length_bytes.saturating_add(HEADER_BYTES),
     };
-    // Descriptors cut what can be peeked at: a header with some in its middle is never whole.
+    // A peek ends at descriptors, so a header with some in its middle is never whole.
     peeked == 0 || (peeked == HEADER_BYTES && there >= needed_bytes as u64)
 }
 
@@ -138,14 +140,14 @@ impl OwnMessage {
         send_words(stream, &[kind, VERSION | IS_REPLY, 8, u32::from(!taken), 0])
     }
 
-    /// Its number, for the reply.
+    /// Returns its number, for the reply.
     pub(crate) fn kind(&self) -> u32 {
         self.kind
     }
 }
 
-/// Tells the peer that the configuration space has changed. No answer is asked for: the peer reads the configuration
-/// through the session before it would give one.
+/// Tells the peer that the configuration space has changed. No answer is asked for, because the peer would first read
+/// the configuration through the session.
 pub(crate) fn send_config_change(channel: BorrowedFd<'_>) -> Result<()> {
     send_words(channel, &[CONFIG_CHANGE, VERSION, 0])
 }
@@ -158,7 +160,7 @@ fn send_words(stream: BorrowedFd<'_>, words: &[u32]) -> Result<()> {
     Ok(())
 }
 
-/// A number of the machine's own byte order, as the protocol has them; zero behind the end.
+/// Reads a number in the machine's byte order, as the protocol has them; zero behind the end.
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
     bytes.get(at..).and_then(|rest| rest.first_chunk()).map_or(0, |chunk| u32::from_ne_bytes(*chunk))
 }

@@ -1,4 +1,4 @@
-//! The descriptors through which a queue and its peer tell each other something: vhost-user's [`Transport`].
+//! The descriptors through which a queue and its peer notify each other: vhost-user's [`Transport`].
 
 use crate::notifier::{Blocked, Notifier};
 use crate::session::{Ending, SessionEvents};
@@ -17,7 +17,8 @@ pub(crate) struct QueueFds {
 }
 
 impl QueueFds {
-    /// Called on the session's thread: looking at a descriptor may wait for the peer.
+    /// Takes the descriptors. The notifiers are made on the session's thread, because looking at a descriptor may wait
+    /// for the peer.
     pub(crate) fn new(
         kick: Option<OwnedFd>,
         call: Option<Notifier>,
@@ -27,19 +28,20 @@ impl QueueFds {
         Self { kick, call, err, events }
     }
 
-    /// The peer's new descriptor for notifications. It is told at once: what was told through the old one may be lost.
+    /// Sets the peer's new descriptor for notifications, and notifies it at once: a notification through the old one
+    /// may be lost.
     pub(crate) fn set_call(&mut self, call: Option<Notifier>) {
         self.call = call;
         self.notify();
     }
 
-    /// The peer's new descriptor for faults.
+    /// Sets the peer's new descriptor for faults.
     pub(crate) fn set_err(&mut self, err: Option<Notifier>) {
         self.err = err;
     }
 
-    /// A peer that has let us wait once is told nothing more: it may have one such descriptor for each of its queues, and
-    /// pass new ones.
+    /// Notifies the peer, unless it made us wait once: it may have one such descriptor for each of its queues, and pass
+    /// new ones.
     fn tell(&self, notifier: &Notifier) {
         if !self.events.is_ending() && notifier.notify() == Err(Blocked) {
             self.events.end_session(Ending::Blocking);

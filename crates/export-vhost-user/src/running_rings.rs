@@ -1,8 +1,8 @@
-//! The rings that run, where the session's thread and its export both reach them.
+//! The running rings, which the session's thread and its export both reach.
 //!
-//! A peer passes descriptors, and a call on one may never end: closing a file of the peer's own FUSE file system, say, or a
-//! socket that lingers. Only the session's thread makes such calls. When it is held up while the export is to end, the
-//! export ends the rings without it, so that the disk can be closed.
+//! A peer passes descriptors, and a call on one may never end: closing a file of the peer's own FUSE file system, for
+//! example, or a socket that lingers. Only the session's thread makes such calls. If it is held up when the export
+//! ends, the export ends the rings without it, so that the disk can be closed.
 
 use crate::queue_fds::QueueFds;
 use block::{Error, ErrorKind, Result};
@@ -11,7 +11,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use virtio_blk::{RunningQueue, StoppedQueue, StoppingQueue};
 
-/// So often a thread that waits for requests in flight looks whether it is to give them up.
+/// How often a thread that waits for requests in flight looks whether it must give them up.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// See the module.
@@ -26,9 +26,9 @@ struct State {
     running: BTreeMap<usize, RunningQueue<QueueFds>>,
     /// Calls of [`RunningRings::stop_where`] that wait for requests in flight.
     stopping: usize,
-    /// Nothing starts any more.
+    /// No ring starts any more.
     closed: bool,
-    /// Requests in flight are waited for no longer.
+    /// Requests in flight are no longer waited for.
     gives_up: bool,
 }
 
@@ -45,7 +45,7 @@ impl RunningRings {
         self.lock().running.contains_key(&index)
     }
 
-    /// Starts a ring. Fails when the export has ended meanwhile.
+    /// Starts a ring. Fails if the export has ended meanwhile.
     pub(crate) fn start(&self, index: usize, start: impl FnOnce() -> Result<RunningQueue<QueueFds>>) -> Result<()> {
         let mut state = self.lock();
         if state.closed {
@@ -56,14 +56,15 @@ impl RunningRings {
         Ok(())
     }
 
-    /// Changes how a ring that runs reaches its peer.
+    /// Changes how a running ring reaches its peer.
     pub(crate) fn change(&self, index: usize, change: impl FnOnce(&mut QueueFds) + Send + 'static) {
         if let Some(queue) = self.lock().running.get(&index) {
             queue.change_transport(change);
         }
     }
 
-    /// Stops the rings that `which` names, all at once, and waits for their requests in flight; says where each goes on.
+    /// Stops the rings that `which` names, all at once, and waits for their requests in flight. Returns where each goes
+    /// on.
     pub(crate) fn stop_where(&self, which: impl Fn(usize) -> bool) -> Vec<(usize, StoppedQueue)> {
         let stopping: Vec<(usize, StoppingQueue<QueueFds>)> = {
             let mut state = self.lock();
@@ -82,7 +83,7 @@ impl RunningRings {
         stopped
     }
 
-    /// Waits for the requests in flight of these rings, or gives them up when somebody says so.
+    /// Waits for the requests in flight of these rings, or gives them up if [`RunningRings::give_up`] is called.
     fn drained(&self, mut stopping: Vec<(usize, StoppingQueue<QueueFds>)>) -> Vec<(usize, StoppedQueue)> {
         let mut stopped = Vec::new();
         while let Some((_, first)) = stopping.first_mut() {
@@ -97,7 +98,7 @@ impl RunningRings {
         stopped
     }
 
-    /// Requests in flight are waited for no longer: the storage hangs, and the disk is removed.
+    /// Ends all waiting for requests in flight, because the storage hangs and the disk is removed.
     pub(crate) fn give_up(&self) {
         self.lock().gives_up = true;
     }
@@ -107,7 +108,7 @@ impl RunningRings {
         self.lock().stopping > 0
     }
 
-    /// Stops all rings for good; when this returns none runs.
+    /// Stops all rings for good. When this returns, none runs.
     pub(crate) fn close(&self) {
         self.lock().closed = true;
         self.stop_where(|_| true);
@@ -117,9 +118,9 @@ impl RunningRings {
     }
 }
 
-/// Ends what is in flight on these rings with errors, then cuts the guest's memory off from what the storage may still do.
+/// Ends requests in flight on these rings with errors, then cuts the guest's memory off from the storage.
 fn give_up(mut rings: Vec<(usize, StoppingQueue<QueueFds>)>) {
-    // Those that have drained meanwhile need nothing.
+    // Rings that have drained meanwhile need not be given up.
     let drained = rings.extract_if(.., |(_, ring)| ring.is_drained_within(Duration::ZERO));
     drained.for_each(|(_, ring)| {
         ring.wait();

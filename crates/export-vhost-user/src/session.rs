@@ -1,8 +1,9 @@
-//! What one peer has set up: memory, features, rings. Runs on the export's thread; the rings run on their reactors.
+//! What one peer has set up: memory, features, rings. The session runs on the export's thread, and the rings on their
+//! reactors.
 //!
-//! A ring runs while it is started (it has a kick message since it was last stopped) and enabled, and its memory and
-//! addresses are known. Whatever changes what a running ring uses stops it first: no more requests are taken, those in
-//! flight are awaited, then the change is made and the ring goes on where it was.
+//! A ring runs while it is started (a kick message came since it was last stopped) and enabled, and its memory and
+//! addresses are known. A change of what a running ring uses stops it first. No more requests are taken, and those in
+//! flight are awaited. Then the change is made, and the ring goes on where it was.
 
 use crate::memory_table::{MAX_REGIONS, MemoryTable};
 use crate::notifier::{Blocked, Notifier, Purpose, check_kind, seal};
@@ -29,7 +30,7 @@ const MAX_CONFIG_BYTES: u32 = 256;
 pub(crate) enum Ending {
     /// The peer shrank a file of its memory.
     MemoryLost,
-    /// The peer keeps those who notify it waiting.
+    /// The peer made a notification wait.
     Blocking,
 }
 
@@ -42,7 +43,7 @@ impl Ending {
     }
 }
 
-/// What a session's queues tell its thread.
+/// Events that a session's queues report to its thread.
 #[derive(Debug)]
 pub(crate) struct SessionEvents {
     wake: OwnedFd,
@@ -56,7 +57,7 @@ impl SessionEvents {
         Ok(Self { wake, ending: OnceLock::new() })
     }
 
-    /// The session has to end.
+    /// Tells the thread that the session has to end.
     pub(crate) fn end_session(&self, ending: Ending) {
         if self.ending.set(ending).is_ok() {
             let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
@@ -88,20 +89,20 @@ impl SessionEvents {
 struct Ring {
     size: u16,
     addresses: Option<RingAddresses>,
-    /// Where it goes on; a new ring begins where rings of its layout do.
+    /// Where it goes on. `None` for a new ring, which begins at its layout's default.
     base: Option<u32>,
     kick: Option<OwnedFd>,
     call: Option<OwnedFd>,
     err: Option<OwnedFd>,
     started: bool,
     enabled: bool,
-    /// Stopped by itself, or could not start.
+    /// Why it stopped by itself, or could not start.
     halt: Option<Halt>,
 }
 
 impl Ring {
-    /// The peer has stopped it. Until it names the new addresses nothing starts: what lies at the old ones may be something
-    /// else by now. All monitors name them at each start.
+    /// Forgets the start, because the peer has stopped the ring. It does not start before the peer names addresses
+    /// again: at the old ones there may be something else. All monitors name them at each start.
     fn forget_start(&mut self) {
         self.started = false;
         self.halt = None;
@@ -119,16 +120,16 @@ fn notifier(fd: &Option<OwnedFd>, what: &str) -> Result<Option<Notifier>> {
     copy(fd, what)?.map(Notifier::new).transpose()
 }
 
-/// What all sessions of an export share.
+/// What all sessions of an export share: the device, and how it is served.
 pub(crate) struct Served {
     pub(crate) device: Arc<Device>,
     pub(crate) reactors: Vec<Arc<dyn ReactorHandle>>,
     pub(crate) first_reactor: usize,
-    /// The peers' memory is to be registered with the engines.
+    /// The peers' memory is registered with the engines.
     pub(crate) fixed_buffers: bool,
-    /// The rings that run.
+    /// The running rings.
     pub(crate) running: RunningRings,
-    /// What the peers may map, one after the other.
+    /// The share of mappings that the peers use, one after the other.
     pub(crate) share: Arc<MappingShare>,
     /// Times that each queue could not start.
     pub(crate) failed_starts: Vec<Counter>,
@@ -173,7 +174,7 @@ impl Session {
         self.ring(index)
     }
 
-    /// Starts every ring that should run and does not.
+    /// Starts all rings that should run and do not.
     fn start_ready(&mut self) {
         for index in 0..self.rings.len() {
             if let Err(error) = self.start_if_ready(index) {
@@ -182,7 +183,7 @@ impl Session {
                     tracing::warn!(disk = %name, queue = index, times, "the queue cannot start: {error}");
                 }
                 if let Some(ring) = self.rings.get_mut(index) {
-                    // What else can go wrong there is tried again with the memory, too: it harms nobody.
+                    // Other failures are also tried again at the next change of the memory, which does no harm.
                     ring.halt = Some(Halt::Unreachable);
                     if let Ok(Some(err)) = notifier(&ring.err, "an error")
                         && err.notify() == Err(Blocked)
@@ -222,16 +223,17 @@ impl Session {
         served.running.start(index, || RunningQueue::start(reactor, setup))
     }
 
-    /// Moves all rings over to another memory map, when their requests in flight are done.
+    /// Moves all rings to another memory map, after their requests in flight.
     fn change_memory(&mut self, table: MemoryTable) -> Result<()> {
         let memory = table.address_space()?;
         if self.served.fixed_buffers {
-            // Here, because it takes long; registering what is there already does not.
+            // It takes long, so it is done here. Registering pages that are in memory is quick.
             memory.populate();
         }
         self.stop_where(|_| true);
         (self.table, self.memory) = (table, memory);
-        // What was out of reach may be there now. No request was taken that was not done, so each ring goes on where it was.
+        // Memory that was out of reach may be there now. All requests that were taken are done, so each ring goes on
+        // where it was.
         for ring in self.rings.iter_mut().filter(|ring| ring.halt == Some(Halt::Unreachable)) {
             ring.halt = None;
         }
@@ -239,7 +241,7 @@ impl Session {
         Ok(())
     }
 
-    /// The peer sets the ring up anew: what stopped it is forgotten.
+    /// Changes the setup of a ring, for the peer. What stopped it is forgotten.
     fn set_up(&mut self, index: u32, change: impl FnOnce(&mut Ring)) -> Result<()> {
         let ring = self.stop_one(index)?;
         ring.halt = None;
@@ -264,12 +266,12 @@ impl Backend for Session {
         if features != self.acked_features {
             self.stop_where(|_| true);
             if RingLayout::from_bits(features) != self.layout() {
-                // Where rings of the other layout went on means nothing to these.
+                // Positions of the other layout have no meaning in this one.
                 self.rings.iter_mut().for_each(|ring| ring.base = None);
             }
             self.acked_features = features;
         }
-        // Without protocol features there is no message to enable a ring: all of them are.
+        // Without protocol features there is no message to enable rings, so all are enabled.
         if features & PROTOCOL_FEATURES == 0 {
             self.rings.iter_mut().for_each(|ring| ring.enabled = true);
         }
@@ -316,7 +318,7 @@ impl Backend for Session {
             let message = format!("ring {ring} cannot begin at entry {base}");
             return Err(Error::new(ErrorKind::Protocol, message));
         }
-        // Of a packed ring the lower half says where it begins; some peers say no more.
+        // For a packed ring the lower half says where it begins, and some peers set nothing more.
         if (base ^ new_base(layout)) & 0xffff != 0 {
             self.served.device.taken_over();
         }
@@ -349,8 +351,8 @@ impl Backend for Session {
             self.served.running.change(index, |fds| fds.set_call(call));
         }
         let ring = self.ring(ring)?;
-        // Last, so that the reactor's copy of the old one is not the last: closing that may wait, for a socket that was
-        // sent through this one, say.
+        // This comes last, so that the reactor's copy of the old descriptor is not the last one. Closing the last one
+        // may wait, for example for a socket that was sent through this one.
         ring.call = fd;
         Ok(())
     }
@@ -407,13 +409,13 @@ impl Backend for Session {
         self.stop_where(|_| true);
         self.rings.iter_mut().for_each(|ring| *ring = Ring::default());
         self.acked_features = 0;
-        // The cache stays as the guest set it: the monitor goes on showing that byte to the next driver.
+        // The cache stays as the guest set it, because the monitor shows that byte to the next driver.
         self.served.device.negotiated(0);
         Ok(())
     }
 }
 
-/// Where a new ring begins.
+/// Returns where a new ring begins.
 fn new_base(layout: RingLayout) -> u32 {
     match layout {
         RingLayout::Split => 0,
@@ -426,14 +428,14 @@ impl Session {
         RingLayout::from_bits(self.acked_features)
     }
 
-    /// Once a ring has run, where rings go on tells nothing of programs before us.
+    /// Tells the device if a ring has run. Then the position of a ring says nothing of earlier programs.
     fn settle(&self) {
         if !self.served.running.is_empty() {
             self.served.device.settle();
         }
     }
 
-    /// Ends the session: every request in flight is awaited, then the peer's memory is let go.
+    /// Ends the session. Waits for all requests in flight, then drops the peer's memory.
     pub(crate) fn close(&mut self) {
         self.settle();
         self.stop_where(|_| true);

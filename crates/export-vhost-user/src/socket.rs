@@ -1,5 +1,5 @@
-//! The socket that an export listens on: made so that nobody connects before its mode is set, never taken from somebody
-//! who still listens.
+//! The socket that an export listens on. Nobody can connect before its mode is set, and it is never taken from a
+//! process that still listens.
 
 use block::{Error, ErrorKind, Result};
 use rustix::fs::{FileType, Mode, chmod, stat};
@@ -11,10 +11,10 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
-/// What a Unix socket's address holds, without its end mark.
+/// The longest path of a Unix socket, without its end mark.
 const MAX_PATH_BYTES: usize = 107;
 
-/// Peers that may wait while one is served.
+/// How many peers may wait while one is served.
 const BACKLOG: i32 = 16;
 
 /// Who may connect to a socket.
@@ -22,11 +22,11 @@ const BACKLOG: i32 = 16;
 pub(crate) struct Access {
     /// The permissions of its file.
     pub(crate) mode: u32,
-    /// The number of its file's group, if it is to be another than ours.
+    /// The number of its file's group, if that is not ours.
     pub(crate) group: Option<u32>,
 }
 
-/// A listening socket, and its file if it is ours to remove.
+/// A listening socket, and its file if this object removes it.
 #[derive(Debug)]
 pub struct ListenSocket {
     pub(crate) listener: UnixListener,
@@ -36,7 +36,7 @@ pub struct ListenSocket {
 #[derive(Debug)]
 struct OwnFile {
     path: PathBuf,
-    /// Device and inode: a successor may have put its own socket there.
+    /// Device and inode, because a successor may have put its own socket there.
     identity: (u64, u64),
 }
 
@@ -59,7 +59,7 @@ impl ListenSocket {
         let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
             .map_err(|error| failed("make", error))?;
         bind(&fd, &address).map_err(|error| failed("create", error))?;
-        // Until it listens, connecting is refused: group and mode are right before anybody gets in.
+        // Before it listens, connecting is refused. So group and mode are set before the first peer connects.
         let listening = set_group(path, access.group).and_then(|()| {
             chmod(path, Mode::from_raw_mode(access.mode & 0o777))
                 .and_then(|()| listen(&fd, BACKLOG))
@@ -72,18 +72,18 @@ impl ListenSocket {
         Ok(Self { listener: UnixListener::from(fd), file })
     }
 
-    /// As `bind`, with this mode and the group of this process.
+    /// Creates a listening socket at `path` with this mode and the group of this process.
     pub fn of_mode(path: &Path, mode: u32) -> Result<Self> {
         Self::bind(path, Access { mode, group: None })
     }
 
-    /// What to accept from.
+    /// Returns the listener to accept from.
     #[must_use]
     pub fn listener(&self) -> &UnixListener {
         &self.listener
     }
 
-    /// A socket that somebody else made and listens on already (a service manager). Every other kind is refused.
+    /// Takes over a listening Unix stream socket that another program made (a service manager). Refuses other kinds.
     pub(crate) fn adopt(socket: OwnedFd) -> Result<Self> {
         let no =
             |why: &str| Error::new(ErrorKind::BadOption, format!("the socket that was passed cannot be used: {why}"));
@@ -101,7 +101,7 @@ impl ListenSocket {
     }
 }
 
-/// Gives the socket's file to another group.
+/// Changes the group of the socket's file.
 fn set_group(path: &Path, group: Option<u32>) -> Result<()> {
     let Some(group) = group else { return Ok(()) };
     std::os::unix::fs::lchown(path, None, Some(group)).map_err(|error| {
@@ -112,7 +112,7 @@ fn set_group(path: &Path, group: Option<u32>) -> Result<()> {
 }
 
 impl ListenSocket {
-    /// Removes the file, if it is ours and still that of this socket.
+    /// Removes the file, if it is ours and still belongs to this socket.
     pub(crate) fn remove(&self) {
         let Some(file) = &self.file else { return };
         if stat(&file.path).is_ok_and(|now| (now.st_dev, now.st_ino) == file.identity) {
@@ -127,7 +127,7 @@ impl Drop for ListenSocket {
     }
 }
 
-/// Removes what an earlier run left behind; refuses where somebody listens, or where something else lies.
+/// Removes the socket that an earlier run left behind. Fails if a process listens on it, or if the file is no socket.
 fn remove_stale(path: &Path) -> Result<()> {
     let Ok(found) = rustix::fs::lstat(path) else { return Ok(()) };
     if FileType::from_raw_mode(found.st_mode) != FileType::Socket {

@@ -1,8 +1,8 @@
-//! When a newcomer takes the place of a peer that is gone though its socket is not.
+//! Decides when a newcomer takes the place of a peer that is gone although its socket is not.
 //!
-//! A socket stays connected as long as anybody holds its other end, and a peer can leave that in places where nobody
-//! closes it: in the queue of a socket that is never read, say. So the process that connected is watched, too. When it
-//! has exited, somebody else waits to be served, and the guest has asked nothing for a while, the session ends. See
+//! A socket stays connected as long as its other end is held anywhere. A peer can leave that end where nobody closes
+//! it, such as in the queue of a socket that is never read. So the process that connected is watched, too. The session
+//! ends when that process has exited, another peer waits, and the guest has sent no request for some time. See
 //! `docs/decisions/0058-gone-peers.md`.
 
 use memory::{PeerProcess, peer_process};
@@ -10,20 +10,21 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// For so long the guest has to ask nothing while somebody waits. A monitor may have got its socket from a process that
-/// has exited since: then its guest's requests show that it lives.
+/// How long the guest must send no request while another peer waits. A monitor may have got its socket from a process
+/// that has exited since. Then its guest's requests show that it lives.
 pub(crate) const QUIET: Duration = Duration::from_secs(5);
-/// How often the requests are counted meanwhile.
+/// How often the requests are counted while another peer waits.
 const LOOK_AGAIN: Duration = Duration::from_millis(250);
 
-/// What is known of one peer.
+/// The state of one peer.
 #[derive(Debug)]
 enum State {
-    /// The process that connected lives, as far as anybody knows.
+    /// The process that connected lives, as far as is known.
     Alive(Option<OwnedFd>),
-    /// It has exited.
+    /// The process has exited.
     Exited,
-    /// Besides, somebody waits to be served, and the guest has made this many requests since.
+    /// The process has exited, and another peer has waited since then. The guest had made this many requests at that
+    /// time.
     Contested { since: Instant, requests: u64 },
 }
 
@@ -44,7 +45,7 @@ impl PeerWatch {
         Self { state, quiet }
     }
 
-    /// What becomes readable when there is news, if anything does, and when to look at the latest.
+    /// Returns a descriptor that becomes readable when there is news, if there is one, and when to look at the latest.
     pub(crate) fn news<'a>(&'a self, listener: BorrowedFd<'a>) -> (Option<BorrowedFd<'a>>, Option<Duration>) {
         match &self.state {
             State::Alive(process) => (process.as_ref().map(AsFd::as_fd), None),
@@ -62,14 +63,14 @@ impl PeerWatch {
         }
     }
 
-    /// The peer has sent something.
+    /// Notes that the peer has sent a message.
     pub(crate) fn heard(&mut self) {
         if let State::Contested { .. } = self.state {
             self.state = State::Exited;
         }
     }
 
-    /// Looks at all there is: the peer has made `requests` so far. Returns whether its session is to end.
+    /// Updates the state; `requests` is how many the guest has made so far. Returns whether the session must end.
     pub(crate) fn look(&mut self, listener: BorrowedFd<'_>, requests: u64) -> bool {
         if let State::Alive(_) = self.state {
             if !self.has_exited() {

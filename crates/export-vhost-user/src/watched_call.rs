@@ -1,10 +1,10 @@
-//! Calls on a peer's descriptor that the peer could make wait, and the thread that gets us out of them.
+//! Calls on a peer's descriptor that the peer could make wait, and the thread that interrupts them.
 //!
-//! An event descriptor is one object that the peer and we share. It can clear the non-blocking flag and fill the counter
-//! between any two steps of ours, so no check before a write proves that the write returns. Writing by another thread, or
-//! through a call that cannot wait, would cost each notification more than the write itself. So the reactor writes, and one
-//! thread for the whole process looks from time to time whether a call has begun and not come back: it interrupts that call.
-//! While nobody calls, that thread sleeps.
+//! The peer and we share an event descriptor. The peer can clear the non-blocking flag and fill the counter between any
+//! two steps of ours, so no check before a write proves that the write returns. Writing from another thread, or by a
+//! call that cannot wait, would cost more than the write itself. So the reactor writes. One thread for the whole
+//! process looks from time to time for a call that has begun and not returned, and interrupts it. While there are no
+//! calls, that thread sleeps.
 
 use block::{Error, Result};
 use memory::InterruptHandle;
@@ -13,8 +13,9 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::Thread;
 use std::time::Duration;
 
-/// A call is interrupted when it has been seen twice; so the reactor is held up for twice as long at most. A thread that
-/// had no processor for so long is interrupted too, which harms nothing: only a call that waits comes back with `EINTR`.
+/// How often the thread looks. It interrupts a call that it has seen twice, so the reactor is held up for twice this
+/// time at most. A thread that had no processor for so long is interrupted too, which does no harm: only a call that
+/// waits returns `EINTR`.
 pub(crate) const PERIOD: Duration = Duration::from_millis(20);
 
 /// One descriptor's calls, made by one thread.
@@ -26,16 +27,16 @@ pub(crate) struct WatchedCall {
 
 #[derive(Debug, Default)]
 struct State {
-    /// The thread that calls.
+    /// The thread that makes the calls.
     thread: OnceLock<InterruptHandle>,
-    /// Calls begun and ended: odd while one is going on.
+    /// Counts begins and ends of calls: odd during a call.
     steps: AtomicU64,
-    /// The steps when the watch looked last.
+    /// The value of `steps` at the watch's last look.
     seen: AtomicU64,
 }
 
 impl WatchedCall {
-    /// For calls that one thread is going to make. Starts the watch, the first time.
+    /// Prepares for calls that one thread will make. The first time, starts the watch.
     pub(crate) fn new() -> Result<Self> {
         let watch = Watch::get()?;
         let state = Arc::<State>::default();
@@ -43,7 +44,7 @@ impl WatchedCall {
         Ok(Self { state, watch })
     }
 
-    /// Makes a call. Where it waits too long it comes back with `EINTR`.
+    /// Makes a call. If it waits too long, it returns `EINTR`.
     pub(crate) fn make<T>(&self, call: impl FnOnce() -> T) -> T {
         let state = &self.state;
         if state.thread.get().is_none()
@@ -52,7 +53,8 @@ impl WatchedCall {
             let _ = state.thread.set(thread);
         }
         let steps = state.steps.load(Ordering::Relaxed);
-        // In one order with the watch's look before it sleeps: either it sees this step, or we see that it sleeps.
+        // Sequentially consistent with the watch's last look before it sleeps: either it sees this step, or we see that
+        // it sleeps.
         state.steps.store(steps.wrapping_add(1), Ordering::SeqCst);
         self.watch.wake();
         let result = call();
@@ -102,7 +104,7 @@ impl Watch {
                 continue;
             }
             self.awake.store(false, Ordering::SeqCst);
-            // A call that began meanwhile may not have seen that we are about to sleep.
+            // A call that began meanwhile may not have seen that the watch is about to sleep.
             if self.look() {
                 self.awake.store(true, Ordering::SeqCst);
             }
@@ -112,7 +114,8 @@ impl Watch {
         }
     }
 
-    /// Interrupts what has not come back since the last look. Returns whether anybody calls, or has called since.
+    /// Interrupts calls that have not returned since the last look. Returns whether there is a call, or was one since
+    /// then.
     fn look(&self) -> bool {
         let mut busy = false;
         self.calls().retain(|call| {

@@ -1,5 +1,5 @@
-//! The protocol's messages. The only file that names the `vhost` crate, whose interface changes often: everything else
-//! sees [`Backend`] and [`Connection`].
+//! The protocol's messages. Only this file names the `vhost` crate, whose interface changes often. All else sees
+//! [`Backend`] and [`Connection`].
 
 use crate::notifier::{check_channel, seal};
 use crate::own_messages::{self, Content, OwnMessage};
@@ -19,11 +19,11 @@ use vhost::vhost_user::{
 };
 use virtio::ring_access::RingAddresses;
 
-/// What the messages ask of whoever serves them.
+/// Serves the messages.
 pub(crate) trait Backend {
-    /// The virtio features on offer.
+    /// Returns the offered virtio features.
     fn features(&self) -> u64;
-    /// The peer's choice among them.
+    /// Takes the peer's choice among the features.
     fn set_features(&mut self, features: u64) -> Result<()>;
     /// Replaces the peer's memory.
     fn set_memory(&mut self, regions: Vec<(RegionSpec, OwnedFd)>) -> Result<()>;
@@ -31,46 +31,46 @@ pub(crate) trait Backend {
     fn add_memory(&mut self, region: RegionSpec, file: OwnedFd) -> Result<()>;
     /// Removes a region.
     fn remove_memory(&mut self, region: RegionSpec) -> Result<()>;
-    /// Regions that can be added.
+    /// Returns how many regions a peer may have.
     fn memory_slots(&self) -> u64;
-    /// Entries of a ring.
+    /// Sets a ring's number of entries.
     fn set_ring_size(&mut self, ring: u32, size: u32) -> Result<()>;
-    /// Where a ring is, in the peer's address space.
+    /// Sets where a ring lies in the peer's address space.
     fn set_ring_addresses(&mut self, ring: u32, addresses: RingAddresses) -> Result<()>;
-    /// Where a ring begins. Of a split ring that is an entry of the available ring.
+    /// Sets where a ring begins. For a split ring that is an entry of the available ring.
     fn set_ring_base(&mut self, ring: u32, base: u32) -> Result<()>;
-    /// Stops a ring; returns where it goes on.
+    /// Stops a ring. Returns where it goes on.
     fn stop_ring(&mut self, ring: u32) -> Result<u32>;
-    /// The descriptor that tells of new requests, and starts the ring; without one, the ring is polled.
+    /// Starts a ring, with the descriptor that notifies us of new requests. Without one, the ring is polled.
     fn set_ring_kick(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()>;
-    /// The descriptor to tell of ended requests.
+    /// Sets the descriptor that is notified of ended requests.
     fn set_ring_call(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()>;
-    /// The descriptor to tell of faults.
+    /// Sets the descriptor that is notified of faults.
     fn set_ring_err(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()>;
-    /// Whether a started ring is served.
+    /// Sets whether a started ring is served.
     fn enable_ring(&mut self, ring: u32, enabled: bool) -> Result<()>;
-    /// Rings that can be set up.
+    /// Returns how many rings can be set up.
     fn queue_count(&self) -> u64;
-    /// Bytes of the configuration space.
+    /// Returns bytes of the configuration space.
     fn config(&self, offset: u32, length_bytes: u32) -> Result<Vec<u8>>;
     /// Writes to the configuration space.
     fn set_config(&mut self, offset: u32, bytes: &[u8]) -> Result<()>;
     /// Stops all rings.
     fn stop_all(&mut self) -> Result<()>;
-    /// Back to the state at the beginning of the session.
+    /// Resets to the state at the beginning of the session.
     fn reset(&mut self) -> Result<()>;
 }
 
-/// How one message ended.
+/// What follows after one message.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Served {
     /// More may come.
     Message,
-    /// The peer has gone.
+    /// The peer has disconnected.
     Disconnected,
 }
 
-/// One peer's connection, and who serves it.
+/// One peer's connection, and the backend that serves it.
 pub(crate) struct Connection<B: Backend> {
     handler: BackendReqHandler<Mutex<Adaptor<B>>>,
     adaptor: Arc<Mutex<Adaptor<B>>>,
@@ -84,8 +84,8 @@ impl<B: Backend> Connection<B> {
         Self { handler: BackendReqHandler::from_stream(stream, Arc::clone(&adaptor)), adaptor }
     }
 
-    /// Receives and serves one message from `stream`, which is the connection; waits for it to be whole. An error ends
-    /// the session.
+    /// Receives and serves one message from `stream`, which is the connection. Waits for the whole message. An error
+    /// ends the session.
     pub(crate) fn serve_one(&mut self, stream: BorrowedFd<'_>) -> Result<Served> {
         if let Some(message) = own_messages::receive(stream)? {
             return self.serve_own(stream, message);
@@ -126,15 +126,15 @@ impl<B: Backend> Connection<B> {
         taken.map(|()| Served::Message)
     }
 
-    /// The configuration space has changed: tells the peer, or does so when it opens its channel. A peer that never does
-    /// does not want to know.
+    /// Tells the peer that the configuration space has changed, at once or when it opens its channel. A peer without a
+    /// channel is not told.
     pub(crate) fn config_changed(&self) {
         let mut adaptor = self.lock();
         adaptor.owes_news = true;
         adaptor.tell_of_config();
     }
 
-    /// Looks after the backend between messages.
+    /// Accesses the backend between messages.
     pub(crate) fn with_backend<T>(&self, look: impl FnOnce(&mut B) -> T) -> T {
         look(&mut self.lock().backend)
     }
@@ -149,11 +149,11 @@ struct Adaptor<B> {
     backend: B,
     /// Why the message was refused: the crate's errors carry no text of ours.
     refused: Option<Error>,
-    /// The session goes on all the same.
+    /// The refusal does not end the session.
     harmless: bool,
-    /// Messages that ask for an answer get one.
+    /// Messages that ask for an answer get one (REPLY_ACK).
     replies: bool,
-    /// Where our own messages to the peer go.
+    /// The channel for our own messages to the peer.
     peer_channel: Option<OwnedFd>,
     /// The configuration space has changed since the session began, and the peer was not told.
     owes_news: bool,
@@ -304,7 +304,7 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Adaptor<B> {
 
     fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> WireResult<()> {
         let result = self.backend.set_config(offset, bytes);
-        // A guest may write anything there through a monitor that passes it on: no reason to hang up.
+        // A guest may write anything there through a monitor that passes it on, so the session goes on.
         self.harmless = result.is_err();
         self.told(result)
     }

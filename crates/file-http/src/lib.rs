@@ -1,13 +1,14 @@
-//! A file on a web server, read in parts: `https://HOST/PATH`. Whatever reads a file reads it, with any format in it.
+//! A file on a web server, read in parts: `https://HOST/PATH`. All code that reads files can read it, with any image
+//! format.
 //!
-//! The file is pinned when it is opened: its entity tag, or its length and date. A file that changes at its server is an
-//! error from then on, never a mix of two.
+//! The file is pinned when it is opened: its entity tag, or its length and date. If the file changes at its server,
+//! every read fails from then on. Reads never mix two versions.
 //!
 //! * [`open`]: asks the server, or the cache, and gives the file.
 //! * [`HttpUrl`]: where the file is, and how it is read.
-//! * `remote`: parts of the file from its server, asked for again until a time limit; `client`: one request; `answer`: what
-//!   the server's headers say; `secrets`: how a user is made known to it.
-//! * `blocks`: blocks in memory, those on their way, and read-ahead; `cache`: blocks on the local disk.
+//! * `remote`: parts of the file from its server, retried until a time limit; `client`: one request; `answer`: the
+//!   server's headers; `secrets`: the user's credentials.
+//! * `blocks`: blocks in memory, blocks being fetched, and read-ahead; `cache`: blocks on the local disk.
 
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]

@@ -3,14 +3,15 @@
 //! Stands between `image`, which walks chains and moves payload, and `block`'s [`MetaIo`](block::MetaIo), through which
 //! the tables are read and written. Payload never passes through here.
 //!
-//! * Reads and overwrites ask [`Qcow2::lookup_plain`] and [`Qcow2::begin_overwrite`], which answer for most, then
-//!   [`Qcow2::lookup`] and [`Qcow2::lookup_overwrite`]: no lock, no wait, no allocation.
+//! * Reads and overwrites ask [`Qcow2::lookup_plain`] and [`Qcow2::begin_overwrite`], which suffice for most. Others
+//!   ask [`Qcow2::lookup`] and [`Qcow2::lookup_overwrite`]. All of them take no lock, do not wait and do not allocate.
 //! * A write that needs space is two-step: [`Qcow2::prepare_write`], data written by the caller,
 //!   [`Qcow2::commit_write`]. A dropped [`Allocation`] gives its space back.
-//! * Compressed clusters likewise: [`Qcow2::prepare_compressed`], [`Qcow2::commit_compressed`].
-//! * Each of these notes what changes in the image's persistent bitmaps; [`Qcow2::close`] writes those back.
+//! * Compressed clusters are written in the same two steps: [`Qcow2::prepare_compressed`],
+//!   [`Qcow2::commit_compressed`].
+//! * Each write is noted in the image's persistent bitmaps; [`Qcow2::close`] writes the bitmaps back.
 //! * [`Qcow2::flush`] makes everything durable, in the order that keeps the image valid at every moment. Nothing is
-//!   synced in between.
+//!   synced between flushes.
 
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]

@@ -1,24 +1,25 @@
-//! A raw image that nobody uses: made, and made longer or shorter.
+//! Makes raw images and changes their sizes, while nobody uses them.
 
 use block::{Error, ErrorKind, File, MetaIo, Result, SECTOR_BYTES};
 use memory::AlignedBuf;
 use std::ops::Range;
 
-/// How much is allocated at once.
+/// The most bytes that are allocated at once.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// What becomes of added space.
+/// What added space becomes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NewSpace {
-    /// It is a hole.
+    /// A hole.
     Hole,
-    /// The host keeps space for it.
+    /// Space that the host reserves.
     Allocated,
-    /// Zeros are written to it.
+    /// Written zeros.
     Zeros,
 }
 
-/// Makes a raw image in an empty file, durably: all of it is a hole. A block device keeps its length, which must suffice.
+/// Makes a raw image in an empty file, durably: all of it is a hole. A block device keeps its length, which must
+/// suffice.
 pub async fn create(io: &MetaIo, file: &dyn File, size_bytes: u64) -> Result<()> {
     let name = &file.info().name;
     let bad = |what: String| Error::new(ErrorKind::BadOption, format!("'{name}': {what}"));
@@ -37,9 +38,9 @@ pub async fn create(io: &MetaIo, file: &dyn File, size_bytes: u64) -> Result<()>
     io.flush().await.map_err(failed)
 }
 
-/// Makes a raw image `size_bytes` long. The new part reads as zeros. Cuts data off only with `shrink`. `watch` is told of
-/// bytes that are allocated, and of how many in all; it returns whether to go on. The change is durable when this returns.
-/// If there is no space, or `watch` gave up, the image is as it was.
+/// Makes a raw image `size_bytes` long. The new part reads as zeros. Cuts data off only with `shrink`. `watch` is told
+/// how many bytes are allocated and how many will be; it returns whether to go on. The change is durable when this
+/// returns. If there is no space, or `watch` gives up, the image is unchanged.
 pub async fn resize(
     io: &MetaIo,
     file: &dyn File,
@@ -61,12 +62,12 @@ pub async fn resize(
         return Err(bad("Preallocation can only be used for growing images"));
     }
     let failed = |error| Error::with_source(ErrorKind::Io, format!("cannot resize '{name}'"), error);
-    // The size first: whatever happens afterwards, the disk is the old one or the new one.
+    // The size is set first: whatever happens afterwards, the disk has its old size or its new one.
     io.set_length(size_bytes).await.map_err(failed)?;
     if space != NewSpace::Hole
         && let Err(error) = fill(io, name, old_bytes..size_bytes, space, watch).await
     {
-        // It only reads as zeros.
+        // Best effort: the added space only reads as zeros.
         let _ = io.set_length(old_bytes).await;
         return Err(error);
     }

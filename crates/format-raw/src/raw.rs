@@ -5,18 +5,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A raw image of a file or block device.
 ///
-/// A disk is a whole number of sectors. Where the file ends inside its last sector, the rest of that sector reads as
-/// zeros; the file is made longer, durably, before the first write there, so that the sector is never torn.
+/// A disk is a whole number of sectors. If the file ends inside its last sector, the rest of that sector reads as
+/// zeros. Before the first write there, the file is extended, durably, so that the sector is never torn.
 #[derive(Debug)]
 pub struct Raw {
     size_bytes: u64,
-    /// Where the sector begins in which the file ends; the size of the disk if the file ends between sectors.
+    /// Start of the sector in which the file ends; the size of the disk if the file ends between sectors.
     ragged_from: u64,
     padded: AtomicBool,
 }
 
 impl Raw {
-    /// A raw image over a file of this length.
+    /// Makes a raw image over a file of this length.
     #[must_use]
     pub fn new(file_length_bytes: u64) -> Self {
         let size_bytes = file_length_bytes.checked_next_multiple_of(SECTOR_BYTES).unwrap_or(file_length_bytes);
@@ -25,13 +25,13 @@ impl Raw {
         Self { size_bytes, ragged_from, padded: AtomicBool::new(padded) }
     }
 
-    /// Capacity of the disk.
+    /// Returns the size of the disk.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes
     }
 
-    /// Where the first part of the range lies. A sector in which the file ends is a part of its own.
+    /// Looks up the first part of the range. A sector in which the file ends is a part of its own.
     #[must_use]
     pub fn lookup(&self, offset: u64, length_bytes: u64) -> Mapped {
         let length_bytes = match self.ragged_from.checked_sub(offset) {
@@ -41,27 +41,27 @@ impl Raw {
         Mapped { extent: Extent::Data { file: 0, offset }, length_bytes }
     }
 
-    /// Whether [`Raw::lookup`] gives the whole range, which is not empty, at once.
+    /// Whether [`Raw::lookup`] returns the whole range at once. The range is not empty.
     #[inline]
     #[must_use]
     pub fn is_in_one_piece(&self, offset: u64, length_bytes: u64) -> bool {
         length_bytes > 0 && (offset.saturating_add(length_bytes) <= self.ragged_from || offset >= self.ragged_from)
     }
 
-    /// What is behind the end of the file for a part that begins at `offset`: nothing that could be missing, except in
-    /// the sector in which the file ends.
+    /// Says what a read at `offset` means behind the end of the file: missing data, except in the sector in which the
+    /// file ends.
     #[must_use]
     pub fn past_end(&self, offset: u64) -> PastEnd {
         if offset >= self.ragged_from { PastEnd::Zeros } else { PastEnd::Fails }
     }
 
-    /// Whether the file must be made as long as the disk before a write that ends at `end`.
+    /// Whether the file must be extended to the size of the disk before a write that ends at `end`.
     #[must_use]
     pub fn needs_padding(&self, end: u64) -> bool {
         end > self.ragged_from && !self.padded.load(Ordering::Acquire)
     }
 
-    /// The file is as long as the disk, durably.
+    /// Notes that the file has the size of the disk, durably.
     pub fn set_padded(&self) {
         self.padded.store(true, Ordering::Release);
     }

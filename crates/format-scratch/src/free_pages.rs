@@ -1,15 +1,15 @@
-//! Pages of the data that were used and are free.
+//! Pages of the data that were used and are free again.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// How many runs are looked at for one that is long enough.
+/// How many runs are examined to find one that is long enough.
 const LOOKED_AT: usize = 64;
 
-/// Runs of pages, apart from each other.
+/// Runs of free pages, with used pages between them.
 #[derive(Debug, Default)]
 pub(crate) struct FreePages {
-    /// From the first page to the one behind the last.
+    /// First page -> the page behind the last.
     runs: BTreeMap<u64, u64>,
 }
 
@@ -31,14 +31,14 @@ impl FreePages {
         self.runs.insert(start, end);
     }
 
-    /// A run of `count` pages.
+    /// Takes a run of `count` pages.
     pub(crate) fn take_whole(&mut self, count: u64) -> Option<Range<u64>> {
         let mut looked_at = self.runs.iter().take(LOOKED_AT);
         let start = looked_at.find(|(start, end)| end.saturating_sub(**start) >= count).map(|(start, _)| *start)?;
         self.take_from(start, count)
     }
 
-    /// A run of at most `count` pages.
+    /// Takes a run of at most `count` pages.
     pub(crate) fn take_part(&mut self, count: u64) -> Option<Range<u64>> {
         let start = *self.runs.keys().next()?;
         self.take_from(start, count)

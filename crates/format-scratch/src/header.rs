@@ -1,4 +1,4 @@
-//! What a kept overlay says of itself, in the first page of its index.
+//! The header of a kept overlay, in the first page of its index.
 //!
 //! | bytes | what |
 //! |---|---|
@@ -7,8 +7,8 @@
 //! | 12 | bytes of a page: 4096 |
 //! | 16 | bytes of the disk, which are those of the layer below |
 //! | 24, 26, 28 | bytes of the three names |
-//! | 32 | pages of the index that were zeroed or written, durably: what is behind them says nothing |
-//! | 512 | the name of the file below, its format (empty where it was guessed), the name of the data file |
+//! | 32 | pages of the index that were zeroed or written, durably; pages behind them are ignored |
+//! | 512 | the name of the file below, its format (empty if guessed), the name of the data file |
 //!
 //! Numbers are little-endian.
 
@@ -16,27 +16,27 @@ use crate::layout::{MAX_DISK_BYTES, PAGE_BYTES};
 use block::{Error, ErrorKind, Result};
 use memory::AlignedBuf;
 
-/// What the index of a kept overlay begins with.
+/// The first bytes of a kept overlay's index.
 pub const MAGIC: [u8; 8] = *b"RingScr\x01";
 
 const VERSION: u32 = 1;
 const NAMES_AT: usize = 512;
 
-/// What a kept overlay says of itself. It never changes.
+/// A kept overlay's description of itself. It never changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Header {
     /// The size of the disk, and of the disk below.
     pub size_bytes: u64,
-    /// The file that it rests on, as its path.
+    /// The path of the file below.
     pub backing_file: String,
-    /// Its format, if its user said that.
+    /// The format of the file below, if the user gave one.
     pub backing_format: Option<String>,
-    /// The file of the data, beside the index.
+    /// The name of the data file, which lies beside the index.
     pub data_file: String,
 }
 
 impl Header {
-    /// The first page of an index of which `pages` are believed.
+    /// Encodes the first page of an index with `pages` valid pages.
     pub(crate) fn encode(&self, name: &str, pages: u64) -> Result<AlignedBuf> {
         let mut page = AlignedBuf::zeroed(PAGE_BYTES as usize);
         let format = self.backing_format.as_deref().unwrap_or_default();
@@ -68,7 +68,7 @@ impl Header {
         Ok(page)
     }
 
-    /// Reads the first page of the index `name`; also how many pages of that are believed.
+    /// Decodes the first page of the index `name`. Also returns the number of valid pages.
     pub(crate) fn decode(name: &str, page: &[u8]) -> Result<(Self, u64)> {
         let bad = |what: String| Error::new(ErrorKind::BadImage, format!("'{name}': {what}"));
         let short = || bad("the header of the scratch overlay is cut off".to_owned());
@@ -126,7 +126,7 @@ mod tests {
             for at in 0..40 {
                 let mut damaged = page.to_vec();
                 damaged[at] ^= 0x80;
-                // What it then says is not what was said, and nothing panics.
+                // The damaged page never decodes to the same header, and nothing panics.
                 let is_unused = (30..32).contains(&at);
                 assert!(is_unused || Header::decode("x", &damaged).ok() != Some((header.clone(), 77)), "{at}");
             }

@@ -10,37 +10,37 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// In the directory: no table, the layer below has all of the part.
+/// Directory entry: no table; the layer below has the whole part.
 const NO_TABLE: u32 = 0;
-/// In the directory: no table, all of the part is zero.
+/// Directory entry: no table; the whole part is zero.
 const ZERO_PART: u32 = u32::MAX;
 
-/// The words, read without a lock. Whoever changes them holds the lock of the overlay's state.
+/// The words of the index, read without a lock. Whoever changes them holds the lock of the overlay's state.
 #[derive(Debug)]
 pub(crate) struct Index {
-    /// For each part of the disk, the page of its table in the index.
+    /// For each part of the disk, its directory entry or the page of its table in the index.
     directory: Box<[AtomicU32]>,
     words: MappedWords,
-    /// Pages before the first group.
+    /// The number of pages before the first group.
     pub(crate) header_pages: u64,
 }
 
-/// What a part of the disk has.
+/// The mapping of a part of the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Part {
-    /// The same for each of its pages.
+    /// All pages of the part have this word.
     All(u32),
-    /// A table at this page of the index.
+    /// The part has a table, at this page of the index.
     Table(u32),
 }
 
 impl Index {
-    /// An empty index in an empty file, for a disk of this size.
+    /// Makes an empty index in an empty file, for a disk of this size.
     pub(crate) fn new(file: BorrowedFd<'_>, size_bytes: u64) -> io::Result<Self> {
         Self::of_words(size_bytes, |count| MappedWords::new(file, count))
     }
 
-    /// An empty index in memory.
+    /// Makes an empty index in memory.
     pub(crate) fn in_memory(size_bytes: u64) -> io::Result<Self> {
         Self::of_words(size_bytes, MappedWords::in_memory)
     }
@@ -58,7 +58,7 @@ impl Index {
         Ok(Self { directory: directory.into_boxed_slice(), words, header_pages })
     }
 
-    /// A page of it could not be had: nothing that it says is believed any more.
+    /// Whether a page of the index could not be read. Nothing in the index is then valid.
     #[inline]
     pub(crate) fn is_lost(&self) -> bool {
         self.words.is_poisoned()
@@ -87,13 +87,13 @@ impl Index {
         self.directory.get(usize::try_from(part).ok()?)
     }
 
-    /// The words of a page of the index; none behind its end.
+    /// Returns the words of a page of the index; none behind its end.
     pub(crate) fn page(&self, page: u64) -> impl Iterator<Item = &AtomicU32> {
         let first = page.saturating_mul(TABLE_WORDS);
         (first..first.saturating_add(TABLE_WORDS)).filter_map(|word| self.at(word))
     }
 
-    /// The word of a page of the disk.
+    /// Returns the word of a page of the disk.
     #[inline]
     pub(crate) fn word(&self, page: u64) -> u32 {
         match self.part(page / TABLE_WORDS) {
@@ -104,7 +104,7 @@ impl Index {
         }
     }
 
-    /// Publishes the word of a page whose part has a table; returns the one before.
+    /// Publishes the word of a page whose part has a table. Returns the former word.
     pub(crate) fn set(&self, page: u64, word: u32) -> Option<u32> {
         match self.part(page / TABLE_WORDS) {
             Part::All(_) => None,
@@ -112,8 +112,8 @@ impl Index {
         }
     }
 
-    /// Gives a part that has no table the table number `table`, whose space is reserved and zero. Returns the pages of the
-    /// index that have changed.
+    /// Gives a part without a table the table number `table`, whose space is reserved and zero. Returns the pages of
+    /// the index that have changed.
     pub(crate) fn give_table(&self, part: u64, table: u64) -> Option<[u64; 2]> {
         let (page, owner) = place_of_table(self.header_pages, table);
         let entry = u32::try_from(page).ok().filter(|page| *page != ZERO_PART)?;
@@ -128,21 +128,21 @@ impl Index {
         Some([page, owner / TABLE_WORDS])
     }
 
-    /// A table that was read lies at this page; `None` where there is no such part.
+    /// Notes that a part's table was read and lies at this page; `None` if there is no such part.
     pub(crate) fn has_table(&self, part: u64, page: u64) -> Option<()> {
         let entry = u32::try_from(page).ok().filter(|page| *page != ZERO_PART)?;
         self.entry(part)?.store(entry, Ordering::Release);
         Some(())
     }
 
-    /// All of a part that has no table is zero, or shows what is below.
+    /// Marks a part without a table as zero, or as left to the layer below.
     pub(crate) fn set_part(&self, part: u64, is_zero: bool) {
         if let Some(entry) = self.entry(part) {
             entry.store(if is_zero { ZERO_PART } else { NO_TABLE }, Ordering::Release);
         }
     }
 
-    /// The bit that says for a later opening whether a part is zero as a whole.
+    /// Returns the bit that marks, for a later opening, a part that is wholly zero.
     pub(crate) fn zero_bit(&self, part: u64) -> bool {
         let (word, bit) = place_of_zero_bit(part);
         self.at(word).is_some_and(|word| word.load(Ordering::Relaxed) & bit != 0)
@@ -160,7 +160,7 @@ impl Index {
         at / TABLE_WORDS
     }
 
-    /// Where the first part of a range lies, which is not empty.
+    /// Looks up the first part of a range, which is not empty.
     #[inline]
     pub(crate) fn lookup(&self, offset: u64, length_bytes: u64) -> Mapped {
         let skip = offset % PAGE_BYTES;
@@ -174,7 +174,7 @@ impl Index {
         };
         while reached.saturating_mul(PAGE_BYTES) < end {
             page = reached;
-            // Parts without a table are passed in one step.
+            // Parts without a table are skipped in one step.
             let whole = if page.is_multiple_of(TABLE_WORDS) { self.part(page / TABLE_WORDS) } else { Part::Table(0) };
             match whole {
                 Part::All(word) if word == first => reached = page.saturating_add(TABLE_WORDS),

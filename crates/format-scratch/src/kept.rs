@@ -1,11 +1,11 @@
-//! Overlays that outlive their process: what a flush makes durable, and in which order.
+//! Overlays that outlive their process: what a flush makes durable, and in what order.
 //!
-//! The index that requests use is in memory. A flush takes the pages of it that have changed, makes the data durable, writes
-//! those pages to the index file, and makes that durable. So:
+//! Requests use the index in memory. A flush takes the index's changed pages, makes the data durable, writes those
+//! pages to the index file, and makes them durable. So:
 //!
 //! * A word in the file never names data that are not durable, whatever part of a page a power cut leaves.
-//! * Pages of the data that were freed are used again only when the file no longer names them.
-//! * What leads to tables (the owners, the bits of parts that are zero) is written when the tables are durable.
+//! * Freed pages of the data are used again only when the file no longer names them.
+//! * Pages that refer to tables (the owners, the bits of zero parts) are written when the tables are durable.
 
 use crate::header::Header;
 use crate::index::Part;
@@ -18,29 +18,30 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Pages of the index that are copied and written between two syncs of the data: they take this much memory at once.
+/// The most pages of the index that are copied and written between two syncs of the data. Their copies are in memory at
+/// once.
 const BATCH_PAGES: usize = 1024;
 /// The longest write, in pages.
 const WRITE_PAGES: u64 = 64;
 
-/// What makes an overlay outlive its process.
+/// The state of an overlay that outlives its process.
 pub(crate) struct Kept {
     pub(crate) header: Header,
-    /// Nothing has changed since the last flush. Cleared before a change is published.
+    /// Whether nothing has changed since the last flush. Cleared before a change is published.
     is_clean: AtomicBool,
 }
 
-/// What is not in the index file.
+/// The changes that the index file lacks.
 #[derive(Debug, Default)]
 pub(crate) struct Unwritten {
     is_kept: bool,
-    /// Pages of the index.
+    /// Changed pages of the index.
     pages: BTreeSet<u64>,
-    /// The number of the last change.
+    /// The number of the latest change.
     pub(crate) change: u64,
-    /// The number of the last change that is durable.
+    /// The number of the latest durable change.
     pub(crate) durable: u64,
-    /// A flush is under way.
+    /// Whether a flush is under way.
     is_flushing: bool,
 }
 
@@ -49,7 +50,7 @@ impl Unwritten {
         Self { is_kept, ..Self::default() }
     }
 
-    /// These pages of the index are about to change, or have. The lock is held until they have.
+    /// Notes that these pages of the index have changed, or are about to. The lock is held until they have.
     pub(crate) fn note(&mut self, pages: impl IntoIterator<Item = u64>) {
         if self.is_kept {
             self.change = self.change.saturating_add(1);
@@ -65,15 +66,15 @@ impl Kept {
 }
 
 impl Inner {
-    /// Pages of the index are about to change. The lock is held until they have.
+    /// Notes that pages of the index are about to change. The lock is held until they have.
     fn note(&self, state: &mut State, pages: impl IntoIterator<Item = u64>) {
         let Some(kept) = &self.kept else { return };
-        // Whoever sees what has changed sees this, too.
+        // Whoever sees the change also sees this.
         kept.is_clean.store(false, Ordering::Relaxed);
         state.unwritten.note(pages);
     }
 
-    /// The same, of the words of the part's table.
+    /// As [`Inner::note`], for the words of the part's table.
     pub(crate) fn note_table(&self, state: &mut State, part: u64) {
         if self.kept.is_some()
             && let Part::Table(page) = self.index.part(part)
@@ -82,7 +83,7 @@ impl Inner {
         }
     }
 
-    /// A part without a table becomes zero, or shows what is below.
+    /// Makes a part without a table zero, or leaves it to the layer below.
     pub(crate) fn set_part(&self, state: &mut State, part: u64, is_zero: bool) {
         if self.kept.is_some() {
             let changed = self.index.set_zero_bit(part, is_zero);
@@ -91,7 +92,7 @@ impl Inner {
         self.index.set_part(part, is_zero);
     }
 
-    /// A copy of pages of the index that follow each other.
+    /// Copies adjacent pages of the index.
     fn copy(&self, pages: Range<u64>) -> AlignedBuf {
         let count = pages.end.saturating_sub(pages.start);
         let mut copy = AlignedBuf::zeroed(usize::try_from(count.saturating_mul(PAGE_BYTES)).unwrap_or(0));
@@ -101,7 +102,7 @@ impl Inner {
         copy
     }
 
-    /// Copies of these pages, with the place of each run.
+    /// Copies these pages, and returns each run with its place.
     fn copies(&self, pages: impl Iterator<Item = u64>) -> Vec<(u64, AlignedBuf)> {
         let mut runs: Vec<Range<u64>> = Vec::new();
         for page in pages {
@@ -123,10 +124,10 @@ async fn write(io: &MetaIo, copies: Vec<(u64, AlignedBuf)>) -> IoResult {
     Ok(())
 }
 
-/// The one flush that is under way. What it does not bring to its end is left for the next.
+/// The flush that is under way. What it does not finish is left for the next.
 struct Flush<'a> {
     inner: &'a Inner,
-    /// All that it began with.
+    /// The changed pages when it began.
     pages: BTreeSet<u64>,
     change: u64,
 }
@@ -142,7 +143,7 @@ impl Drop for Flush<'_> {
 }
 
 impl<'a> Flush<'a> {
-    /// Waits for the one before; then takes what has changed, and copies what leads to tables.
+    /// Waits for the flush before; then takes the changed pages, and copies those that refer to tables.
     async fn begin(inner: &'a Inner) -> (Self, Vec<(u64, AlignedBuf)>) {
         let mut begin = || {
             let mut state = inner.lock();
@@ -151,7 +152,7 @@ impl<'a> Flush<'a> {
             }
             state.unwritten.is_flushing = true;
             let pages = std::mem::take(&mut state.unwritten.pages);
-            // While the lock is held: they lead to no table that is newer than what this flush writes.
+            // These copies are made under the lock: they refer to no table that is newer than what this flush writes.
             let leading = inner.copies(pages.iter().copied().filter(|page| inner.leads_to_tables(*page)));
             Some((Self { inner, pages, change: state.unwritten.change }, leading))
         };
@@ -176,21 +177,20 @@ impl Inner {
 }
 
 impl Scratch {
-    /// What a kept overlay says of itself.
+    /// Returns the header of a kept overlay.
     #[must_use]
     pub fn header(&self) -> Option<&Header> {
         self.inner.kept.as_ref().map(|kept| &kept.header)
     }
 
-    /// Whether what was looked up before this call will be found there after a power cut, too. What is thrown away counts as
-    /// durable.
+    /// Whether the mappings looked up before this call survive a power cut. A temporary overlay counts as durable.
     #[inline]
     #[must_use]
     pub fn is_mapping_durable(&self) -> bool {
         self.inner.kept.as_ref().is_none_or(|kept| kept.is_clean.load(Ordering::Acquire))
     }
 
-    /// The next durable write takes along what was not flushed.
+    /// Makes the next durable write also flush what was not flushed.
     pub fn flush_with_next_write(&self) {
         self.inner.note(&mut self.inner.lock(), []);
     }
@@ -224,7 +224,7 @@ impl Scratch {
         Ok(())
     }
 
-    /// Makes a kept overlay forget whole parts of a range, so that what is below shows. No request is in flight.
+    /// Makes a kept overlay forget whole parts of a range, so that the layer below shows. No request is in flight.
     pub fn reveal(&self, offset: u64, length_bytes: u64) {
         let inner = &*self.inner;
         let end = offset.saturating_add(length_bytes).min(inner.size_bytes);

@@ -1,78 +1,80 @@
-//! Where things are in the two files.
+//! The layout of the two files.
 //!
-//! The index file is a row of pages of 1024 words each. Page 0 is the header's (see `header`; only a kept overlay has one).
-//! Behind it lies a bit for each part of the disk that is zero as a whole and has no table, rounded up to pages. Then come
-//! groups: a page that names owners, then up to 1024 *tables*. The owner page has a word for each table of its group: the number of the part of the
-//! disk that the table is for, plus one. A table has a word for each of the 1024 pages (4 MiB) of its part. Words are
+//! The index file is a row of pages of 1024 words each. Page 0 is the header (see `header`; only a kept overlay has
+//! one). Then come the bits for the parts of the disk, rounded up to pages: a bit marks a part without a table that is
+//! wholly zero. Then come groups: a page of owners, then up to 1024 *tables*. The owner page has a word for each table
+//! of its group: the number of the table's part of the disk, plus one. A table has a word for each of the 1024 pages (4
+//! MiB) of its part. Words are little-endian on every machine that Ringdisk runs on.
 //! little-endian on every machine that Ringdisk runs on.
 
-/// The unit of the disk, of the data and of the index, in bytes.
+/// Bytes of a page: the unit of the disk, of the data and of the index.
 pub const PAGE_BYTES: u64 = 4096;
 /// The largest disk: its directory of tables takes 64 MiB of memory.
 pub const MAX_DISK_BYTES: u64 = 64 << 40;
 
-/// Words of a page of the index.
+/// Words in a page of the index.
 pub(crate) const TABLE_WORDS: u64 = 1024;
-/// What one table is for, in bytes of the disk.
+/// Bytes of the disk that one table maps.
 pub(crate) const PART_BYTES: u64 = TABLE_WORDS * PAGE_BYTES;
-/// Bits of a page of the index.
+/// Bits in a page of the index.
 const PAGE_BITS: u64 = PAGE_BYTES * 8;
-/// Pages of a group: the owners, and the tables.
+/// Pages in a group: the owners, and the tables.
 const GROUP_PAGES: u64 = 1 + TABLE_WORDS;
 
 /// A word: the layer below has the page.
 pub(crate) const BELOW: u32 = 0;
-/// A word: the page is zero.
+/// A word: the page reads as zeros.
 pub(crate) const ZERO: u32 = 1;
-/// A word: the page lies at this number, less this, in the data.
+/// A word from here on: the page has this word, minus this constant, as its number in the data.
 pub(crate) const FIRST_DATA: u32 = 2;
-/// More pages of data there cannot be: 16 TiB.
+/// The most pages of data: 16 TiB.
 pub(crate) const MAX_DATA_PAGES: u64 = (u32::MAX - FIRST_DATA) as u64;
 
-/// The page of the data that a word names.
+/// Returns the page of the data that a word names.
 #[inline]
 pub(crate) fn data_page(word: u32) -> Option<u64> {
     word.checked_sub(FIRST_DATA).map(u64::from)
 }
 
-/// The word for a page of the data.
+/// Returns the word for a page of the data.
 pub(crate) fn word_of(data_page: u64) -> Option<u32> {
     u32::try_from(data_page).ok()?.checked_add(FIRST_DATA)
 }
 
-/// Parts of a disk of this size, the last perhaps not whole.
+/// Returns the parts of a disk of this size; the last may be incomplete.
 pub(crate) fn parts(size_bytes: u64) -> u64 {
     size_bytes.div_ceil(PART_BYTES)
 }
 
-/// Pages of the index before the first group, for a disk of this size.
+/// Returns the pages of the index before the first group, for a disk of this size.
 pub(crate) fn header_pages(size_bytes: u64) -> u64 {
     parts(size_bytes).div_ceil(PAGE_BITS).saturating_add(1)
 }
 
-/// Where it says that a part without a table is zero: a word of the index, and a bit in it.
+/// Returns where a part without a table is marked as zero: a word of the index, and a bit in it.
 pub(crate) fn place_of_zero_bit(part: u64) -> (u64, u32) {
     (TABLE_WORDS.saturating_add(part / 32), 1u32.wrapping_shl((part % 32) as u32))
 }
 
-/// Where the group with this number begins: the page of its owners.
+/// Returns the owner page of the group with this number, where the group begins.
 pub(crate) fn group_page(header_pages: u64, group: u64) -> u64 {
     header_pages.saturating_add(group.saturating_mul(GROUP_PAGES))
 }
 
-/// Whether this page of the index is no table.
+/// Whether this page of the index is no table, but refers to tables.
 pub(crate) fn leads_to_tables(header_pages: u64, page: u64) -> bool {
     page.checked_sub(header_pages).is_none_or(|inside| inside.is_multiple_of(GROUP_PAGES))
 }
 
-/// Where the table number `table` is, and where its owner is noted: a page of the index, and a word of the index.
+/// Returns where the table number `table` lies (a page of the index), and where its owner is noted (a word of the
+/// index).
 pub(crate) fn place_of_table(header_pages: u64, table: u64) -> (u64, u64) {
     let group = group_page(header_pages, table / TABLE_WORDS);
     let inside = table % TABLE_WORDS;
     (group.saturating_add(1).saturating_add(inside), group.saturating_mul(TABLE_WORDS).saturating_add(inside))
 }
 
-/// The pages of an index with so many tables.
+/// Returns the pages of an index with so many tables.
 pub(crate) fn index_pages(header_pages: u64, tables: u64) -> u64 {
     match tables.checked_sub(1) {
         None => header_pages,

@@ -1,15 +1,16 @@
-//! Scratch overlays: a disk's writes go to two files, an index and dense data, which are thrown away or kept.
+//! Scratch overlays: a disk's writes go to two files, an index and dense data, which are temporary or kept.
 //!
-//! On the path of a request this stands below `image`, as the other formats do: it says where a range of the disk lies, or
-//! that the layer below has it. Payload never passes through here; the data file is an ordinary file of the engine's.
+//! On the path of a request, this is below `image`, as the other formats are. It says where a range of the disk lies,
+//! or that the layer below has it. Payload never passes through here; the engine opens the data file like any other.
 //!
-//! * The unit is a page of 4 KiB. The index has a word for each page of the disk: below, zero, or its place in the data.
-//! * The index is mapped into memory and read without a lock ([`memory::MappedWords`]). Parts of it that nothing was
-//!   written to take no space.
-//! * Both files are dense: their space is reserved before it is used ([`Space`]), so a full disk is the error of the one
-//!   request that needed more.
-//! * A kept overlay has its index in memory, and writes what has changed of it to the index file when its guest flushes.
-//! * Pages that are zeroed or discarded are used again, once no request can be on its way to them any more.
+//! * The unit is a page of 4 KiB. The index has a word for each page of the disk: below, zero, or the page's place in
+//!   the data.
+//! * The index is mapped into memory and read without a lock ([`memory::MappedWords`]). Its parts for which nothing was
+//!   written take no space.
+//! * Both files are dense. Their space is reserved before it is used ([`Space`]), so a full disk fails only the request
+//!   that needs more.
+//! * A kept overlay has its index in memory. A flush by its guest writes the changed pages to the index file.
+//! * Zeroed or discarded pages are reused when no request can be on its way to them any more.
 
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]

@@ -1,9 +1,8 @@
-//! Pages that are filled before anybody sees them, and become the disk's own as they are: *stage* takes space, *link*
-//! publishes it.
+//! Takes over pages that were filled before anybody could see them: *stage* reserves space, *link* publishes it.
 //!
-//! A staged page has no place on the disk before it is linked. So it holds up nobody however long it takes, and dropping it
-//! gives the space back. Only whole pages are linked: what a page holds beside a write would have to be read and copied, and
-//! a write to it meanwhile would be lost.
+//! Before it is linked, a staged page has no place on the disk. So it blocks nobody, however long it takes, and
+//! dropping it frees the space. Only whole pages are linked. Otherwise the rest of a page would have to be read and
+//! copied, and a concurrent write to it would be lost.
 
 use crate::layout::{PAGE_BYTES, data_page, word_of};
 use crate::scratch::Scratch;
@@ -13,16 +12,16 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The most that is staged at once: it is linked under the lock.
+/// The most bytes that are staged at once: they are linked under the lock.
 const STAGED_BYTES_MAX: u64 = 2 << 20;
 
-/// Space for whole pages of the data, in a row, which nobody sees. Dropping it gives the space back.
+/// Contiguous space for whole pages of the data, invisible until linked. Dropping it frees the space.
 pub struct Staged {
-    /// First byte in the data.
+    /// First byte in the data file.
     pub file_offset: u64,
     /// Whole pages.
     pub length_bytes: u64,
-    /// It reads as zeros.
+    /// Whether the space reads as zeros.
     pub zeroed: bool,
     data: Range<u64>,
     is_linked: bool,
@@ -38,15 +37,15 @@ impl fmt::Debug for Staged {
 impl Drop for Staged {
     fn drop(&mut self) {
         if !self.is_linked {
-            // A write from it may still be in flight.
+            // A write to it may still be in flight.
             self.inner.lock().retire(&self.inner.epochs, [self.data.clone()]);
         }
     }
 }
 
 impl Scratch {
-    /// Space for the whole pages of a range; `None` where the range is not of whole pages, or where no space is at hand in a
-    /// row. Does not wait.
+    /// Reserves space for the pages of a range. `None` if the range is not whole pages, or no contiguous space is
+    /// ready. Does not wait.
     #[must_use]
     pub fn try_stage(&self, offset: u64, length_bytes: u64) -> Option<Staged> {
         let inner = &self.inner;
@@ -67,14 +66,14 @@ impl Scratch {
         })
     }
 
-    /// Whether the space is of this overlay.
+    /// Whether the space belongs to this overlay.
     #[must_use]
     pub fn owns(&self, staged: &Staged) -> bool {
         Arc::ptr_eq(&self.inner, &staged.inner)
     }
 
-    /// Publishes staged pages at `offset` of the disk, where a page begins: all of them at one moment, unless they lie in
-    /// several parts of the disk. Waits while one of the pages is being written for the first time.
+    /// Publishes staged pages at `offset` of the disk, where a page begins. All appear at one moment, unless they lie
+    /// in several parts of the disk. Waits while another write allocates one of the pages.
     pub async fn link(&self, io: &MetaIo, offset: u64, staged: &mut Staged) -> IoResult {
         let end = offset.checked_add(staged.length_bytes).filter(|end| *end <= self.inner.size_bytes);
         if end.is_none() || !offset.is_multiple_of(PAGE_BYTES) || !self.owns(staged) || staged.is_linked {
@@ -97,7 +96,7 @@ impl Scratch {
             }
         }
         parts.for_each(|part| inner.note_table(state, part));
-        // From here on the space is the disk's, also if the index should fail in the middle.
+        // From here on the space is the disk's, even if the index fails halfway.
         staged.is_linked = true;
         let mut freed: Vec<Range<u64>> = Vec::new();
         for (page, data) in guest.zip(staged.data.clone()) {

@@ -1,4 +1,4 @@
-//! Making and opening kept overlays.
+//! Makes and opens kept overlays.
 
 use crate::header::Header;
 use crate::index::{Index, Part};
@@ -10,10 +10,10 @@ use block::{Error, ErrorKind, IoError, MetaIo, PastEnd, Result};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Pages that are read at once.
+/// The most pages that are read at once.
 const READ_PAGES: u64 = 64;
 
-/// Makes an empty overlay in an empty index file; its data file is empty, too. Durable when this returns.
+/// Makes an empty overlay in an empty index file, with an empty data file. The overlay is durable when this returns.
 pub async fn create_kept(io: &MetaIo, name: &str, header: &Header) -> Result<()> {
     let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot write its header"), error);
     let pages = header_pages(header.size_bytes);
@@ -25,7 +25,7 @@ pub async fn create_kept(io: &MetaIo, name: &str, header: &Header) -> Result<()>
 }
 
 impl Scratch {
-    /// Opens the index of a kept overlay, which has `length_bytes`. Reads all of it, and keeps it in memory.
+    /// Opens the index of a kept overlay, of `length_bytes`. Reads all of it and keeps it in memory.
     pub async fn open_kept(io: &MetaIo, name: &str, length_bytes: u64, read_only: bool) -> Result<Self> {
         let page_bytes = PAGE_BYTES as usize;
         let failed = |error| cannot_read(name, error);
@@ -64,7 +64,8 @@ fn cannot_read(name: &str, error: IoError) -> Error {
     Error::with_source(ErrorKind::Io, format!("'{name}': cannot read its index"), error)
 }
 
-/// The pages of the data that the index names, in order. None may be named twice: two places of the disk would share it.
+/// Returns the pages of the data that the index names, in order. Fails if a page is named twice: two places of the disk
+/// would share it.
 fn data_in_use(name: &str, inner: &Inner, size_bytes: u64) -> Result<Vec<u32>> {
     let mut used = Vec::new();
     for part in 0..parts(size_bytes) {
@@ -89,7 +90,7 @@ struct Loader<'a> {
     io: &'a MetaIo,
     name: &'a str,
     index: &'a Index,
-    /// Those of the file that are believed.
+    /// The number of valid pages in the file.
     pages: u64,
 }
 
@@ -98,7 +99,7 @@ impl Loader<'_> {
         Error::new(ErrorKind::BadImage, format!("'{}': {what}: its index is damaged", self.name))
     }
 
-    /// Reads pages of the file and keeps those of which `wanted` says so. Pages of zeros take no memory, however many a
+    /// Reads pages of the file and keeps those that `wanted` accepts. Pages of zeros take no memory, however many the
     /// file claims to have.
     async fn read(&self, first: u64, count: u64, wanted: impl Fn(u64) -> bool) -> Result<()> {
         let bytes = usize::try_from(count.saturating_mul(PAGE_BYTES)).map_err(|_| self.bad("it is too long"))?;
@@ -128,7 +129,7 @@ impl Loader<'_> {
         Ok(())
     }
 
-    /// Reads all tables; returns how many numbers of tables there are, and those that no part has.
+    /// Reads all tables. Returns the number of table numbers, and those that no part owns.
     async fn tables(&self, size_bytes: u64) -> Result<(u64, Vec<u64>)> {
         let (mut group, mut tables, mut free) = (0, 0u64, Vec::new());
         let (mut owned, mut given) = (Vec::new(), std::collections::HashSet::new());

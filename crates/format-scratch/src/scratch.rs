@@ -9,18 +9,18 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-/// A scratch overlay over a disk: holds what was written to it, in pages.
+/// A scratch overlay over a disk: holds what was written to the disk, in pages.
 ///
-/// Nothing of it is durable, unless it is kept ([`Scratch::open_kept`]): then it is an image, and a flush makes durable what was
-/// written before. What the overlay says of a page changes when a write to it commits, and not before.
+/// A temporary overlay is never durable. A kept one ([`Scratch::open_kept`]) is an image, and a flush makes earlier
+/// writes durable. The mapping of a page changes when a write to it commits, and not before.
 pub struct Scratch {
     pub(crate) inner: Arc<Inner>,
 }
 
 impl Scratch {
-    /// An empty overlay for a disk of `size_bytes`. `index` is an empty file, open for reading and writing; `data` is the
-    /// space of another, in which the caller keeps the data. Fails where the file cannot be mapped, or its space not be
-    /// reserved.
+    /// Makes an empty overlay for a disk of `size_bytes`. `index` is an empty file, open for reading and writing.
+    /// `data` is the space of another file, in which the caller keeps the data. Fails if the index cannot be mapped, or
+    /// its space cannot be reserved.
     pub fn new(name: &str, size_bytes: u64, index: File, data: Arc<dyn Space>) -> Result<Self> {
         let unsupported = |why: String| Error::new(ErrorKind::Unsupported, format!("'{name}': {why}"));
         if size_bytes > MAX_DISK_BYTES {
@@ -40,33 +40,33 @@ impl Scratch {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// The size of the disk.
+    /// Returns the size of the disk.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
         self.inner.size_bytes
     }
 
-    /// In these the queues take part.
+    /// Returns the epochs, in which queues take part.
     #[must_use]
     pub fn epochs(&self) -> &Epochs {
         &self.inner.epochs
     }
 
-    /// Where the first part of a range of the disk lies; `None` where the index cannot be believed any more.
+    /// Looks up the first part of a range of the disk; `None` if the index is not valid any more.
     #[inline]
     #[must_use]
     pub fn lookup(&self, offset: u64, length_bytes: u64) -> Option<Mapped> {
         let mapped = self.inner.index.lookup(offset, length_bytes);
-        // The mark is looked at after the words.
+        // The mark is checked after the words were read.
         (!self.inner.index.is_lost()).then_some(mapped)
     }
 
-    /// As [`Scratch::lookup`], with an error.
+    /// As [`Scratch::lookup`], but fails instead of returning `None`.
     pub fn resolve(&self, offset: u64, length_bytes: u64) -> IoResult<Mapped> {
         self.lookup(offset, length_bytes).ok_or(IoError::EIO)
     }
 
-    /// Where all of a range lies in the data in one piece.
+    /// Returns where the whole range lies in the data in one piece.
     #[inline]
     #[must_use]
     pub fn in_one_piece(&self, offset: u64, length_bytes: u64) -> Option<u64> {
@@ -86,7 +86,7 @@ impl Scratch {
         (!self.inner.index.is_lost()).then_some(place)
     }
 
-    /// Bytes of the data file that were ever used.
+    /// Returns how many bytes of the data file were ever used.
     #[must_use]
     pub fn used_bytes(&self) -> u64 {
         self.inner.lock().data.used.saturating_mul(PAGE_BYTES)

@@ -1,13 +1,12 @@
-//! Space of the two files, reserved before it is used.
+//! The space of the two files, reserved before it is used.
 
 use block::{IoError, IoResult};
 use rustix::fs::FallocateFlags;
 use std::fs::File;
 
-/// Reserves space of a file. Implemented by the host's files; tests run out of it on purpose.
+/// Reserves space of a file. The host's files implement it; tests run out of space on purpose.
 pub trait Space: Send + Sync {
-    /// Makes sure that the range has space, which reads as zeros where it had none before. The file becomes as long as the
-    /// range reaches. May block.
+    /// Reserves space for the range. New space reads as zeros. The file is extended to the end of the range. May block.
     fn reserve(&self, offset: u64, length_bytes: u64) -> IoResult;
 }
 
@@ -16,7 +15,7 @@ pub trait Space: Send + Sync {
 pub struct HostSpace(File);
 
 impl HostSpace {
-    /// The space of `file`, which is open for writing.
+    /// Makes the space of `file`, which is open for writing.
     #[must_use]
     pub fn of(file: File) -> Self {
         Self(file)

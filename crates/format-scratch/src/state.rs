@@ -1,4 +1,4 @@
-//! What changes of an overlay are decided by, under one lock that is never held across an await.
+//! The changing state of an overlay, under one lock that is never held across an await.
 
 use crate::free_pages::FreePages;
 use crate::index::{Index, Part};
@@ -10,11 +10,11 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// How much space is reserved at once, in pages: little enough that it takes no noticeable time.
+/// How many pages are reserved at once: few enough that it takes no noticeable time.
 const DATA_STEP_PAGES: u64 = 1024;
 const INDEX_STEP_PAGES: u64 = 16;
 
-/// A file of which a part is used, and more is reserved. In pages.
+/// The used and the reserved pages of a file. More are reserved than used.
 #[derive(Debug, Default)]
 pub(crate) struct Reserved {
     pub(crate) used: u64,
@@ -23,27 +23,27 @@ pub(crate) struct Reserved {
 
 #[derive(Debug, Default)]
 pub(crate) struct State {
-    /// Pages of the disk that are being written for the first time, by where each run begins and ends.
+    /// Pages of the disk that are being written for the first time: start -> end of each run.
     pub(crate) in_flight: BTreeMap<u64, u64>,
     pub(crate) data: Reserved,
-    /// Here, what is used is tables.
+    /// Reserved pages of the index. Its used pages are tables.
     pub(crate) index_reserved: u64,
     pub(crate) tables: u64,
-    /// Numbers of tables below that, which an earlier opening used and a power cut made nobody's.
+    /// Numbers below `tables` that an earlier opening used, and that a power cut left without an owner.
     pub(crate) free_tables: Vec<u64>,
     pub(crate) free: FreePages,
-    /// Pages of the data that are free once their epoch is over, and of a kept overlay once the change that freed them is
-    /// durable: the epoch, the number of the change, the pages.
+    /// Freed pages of the data: the epoch, the number of the change, the pages. They are free once the epoch is over
+    /// and, in a kept overlay, the change is durable.
     retired: Vec<(u64, u64, Range<u64>)>,
-    /// Somebody reserves space.
+    /// Whether somebody reserves space.
     growing: bool,
-    /// Pages of the data behind the used ones may hold what an earlier opening left there.
+    /// Whether data behind the used pages may be left from an earlier opening.
     pub(crate) has_stale_data: bool,
-    /// What a kept overlay has not written to its file.
+    /// The changes that a kept overlay has not written to its file.
     pub(crate) unwritten: Unwritten,
 }
 
-/// Which file needs more space, and how much it has then, at least and at best, in pages.
+/// The file that needs more space, and the pages it must then have, at least and at best.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Need {
     which: Which,
@@ -58,17 +58,17 @@ enum Which {
     Index,
 }
 
-/// What became of an attempt.
+/// The result of an attempt.
 pub(crate) enum Step<T> {
     Done(T),
-    /// Again when something has ended.
+    /// Try again when something has ended.
     Wait,
-    /// Again when there is space.
+    /// Try again when there is space.
     Need(Need),
     Fail(IoError),
 }
 
-/// An overlay, shared by its allocations.
+/// An overlay, shared with its allocations.
 pub(crate) struct Inner {
     pub(crate) size_bytes: u64,
     pub(crate) index: Index,
@@ -76,13 +76,13 @@ pub(crate) struct Inner {
     pub(crate) idle: WaitList,
     state: Mutex<State>,
     spaces: Spaces,
-    /// What makes it outlive its process.
+    /// Set if the overlay outlives its process.
     pub(crate) kept: Option<Kept>,
 }
 
-/// How space of the two files is reserved.
+/// How the space of the two files is reserved.
 pub(crate) enum Spaces {
-    /// Of the index, and of the data.
+    /// By these, for the index and for the data.
     Given([Arc<dyn Space>; 2]),
     /// By operations on the files.
     OfFiles,
@@ -94,7 +94,7 @@ impl State {
         before.is_some_and(|(_, end)| *end > pages.start)
     }
 
-    /// Whether the part has a table afterwards: `None` if it has, else why not yet.
+    /// Gives the part a table if it has none. `None` if it has one now; else why not yet.
     pub(crate) fn table_for(&mut self, index: &Index, part: u64) -> Option<Step<()>> {
         if matches!(index.part(part), Part::Table(_)) {
             return None;
@@ -127,7 +127,7 @@ impl State {
         Step::Need(Need { which, reserved, least, best })
     }
 
-    /// Retired pages whose time is over are free.
+    /// Frees the retired pages whose time is over.
     fn free_retired(&mut self, epochs: &Epochs) {
         if !self.retired.is_empty() {
             let durable = self.unwritten.durable;
@@ -138,7 +138,8 @@ impl State {
         }
     }
 
-    /// Exactly `count` pages of data in a row that need not be reserved first, and whether they were never used.
+    /// Takes exactly `count` contiguous pages of data that are reserved already. Also returns whether they were never
+    /// used.
     pub(crate) fn take_data_at_hand(&mut self, epochs: &Epochs, count: u64) -> Option<(Range<u64>, bool)> {
         self.free_retired(epochs);
         if let Some(run) = self.free.take_whole(count) {
@@ -150,7 +151,7 @@ impl State {
         Some((used..end, !self.has_stale_data))
     }
 
-    /// At most `count` pages of data in a row, and whether they were never used.
+    /// Takes at most `count` contiguous pages of data. Also returns whether they were never used.
     pub(crate) fn take_data(&mut self, epochs: &Epochs, count: u64) -> Result<(Range<u64>, bool), Step<()>> {
         self.free_retired(epochs);
         if let Some(run) = self.free.take_whole(count) {
@@ -172,7 +173,7 @@ impl State {
         Err(self.need(Which::Data, reserved, reserved.saturating_add(1), best))
     }
 
-    /// These pages of the data hold nothing any more that a request that begins now could find.
+    /// Retires pages of the data: requests that begin now cannot find them any more.
     pub(crate) fn retire(&mut self, epochs: &Epochs, runs: impl IntoIterator<Item = Range<u64>>) {
         let (epoch, change) = (epochs.retire(), self.unwritten.change);
         self.retired.extend(runs.into_iter().map(|run| (epoch, change, run)));
@@ -197,7 +198,7 @@ impl Inner {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The first and the last page of a range, which is not empty and lies in the disk.
+    /// Returns the pages of a range, which is not empty and lies in the disk.
     pub(crate) fn pages_of(offset: u64, length_bytes: u64) -> Range<u64> {
         offset / PAGE_BYTES..offset.saturating_add(length_bytes).div_ceil(PAGE_BYTES)
     }
@@ -206,7 +207,7 @@ impl Inner {
         page / TABLE_WORDS
     }
 
-    /// Makes attempts until one succeeds or fails, reserving space in between.
+    /// Makes attempts until one succeeds or fails. Reserves space in between.
     pub(crate) async fn run<T>(&self, io: &MetaIo, mut attempt: impl FnMut(&mut State) -> Step<T>) -> IoResult<T> {
         loop {
             let ready = || {
@@ -220,7 +221,7 @@ impl Inner {
                     Step::Fail(error) => Some(Err(error)),
                 }
             };
-            // The attempt borrows from this frame only.
+            // The attempt borrows only from this frame.
             let mut ready = ready;
             match self.idle.until(&mut ready).await? {
                 Ok(value) => return Ok(value),
@@ -229,7 +230,7 @@ impl Inner {
         }
     }
 
-    /// So many pages of the index of a kept overlay are zeroed: durably, before the header says so.
+    /// Notes that so many pages of a kept overlay's index are zeroed: durably, before the header says so.
     async fn believe(&self, io: &MetaIo, pages: u64) -> IoResult {
         let kept = self.kept.as_ref().ok_or(IoError::EIO)?;
         io.flush().await?;
@@ -238,7 +239,7 @@ impl Inner {
         io.flush().await
     }
 
-    /// Reserves beside the reactor: what is best, or where there is not so much, what is needed at least.
+    /// Reserves space outside the reactor: the best size, or if there is less, the least.
     async fn reserve(&self, io: &MetaIo, need: Need) -> IoResult {
         let growing = Growing(self);
         let Need { which, reserved, least, best } = need;
@@ -284,14 +285,14 @@ fn bytes(pages: u64) -> u64 {
     pages.saturating_mul(PAGE_BYTES)
 }
 
-/// The first of the ends up to which space can be had.
+/// Returns the first of the ends up to which space can be reserved.
 fn first_that_works(ends: [u64; 3], up_to: impl Fn(u64) -> IoResult) -> IoResult<u64> {
     let [best, halfway, least] = ends;
     let up_to = |end: u64| up_to(end).map(|()| end);
     up_to(best).or_else(|_| up_to(halfway)).or_else(|_| up_to(least))
 }
 
-/// While space is being reserved; also if whoever waits for that is dropped.
+/// Held while space is being reserved, even if the task that waits for it is dropped.
 struct Growing<'a>(&'a Inner);
 
 impl Drop for Growing<'_> {

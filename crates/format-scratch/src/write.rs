@@ -1,4 +1,4 @@
-//! Writes to pages that the overlay does not have yet, in two steps: *prepare* reserves, *commit* publishes.
+//! Writes to pages that the overlay does not hold yet, in two steps: *prepare* reserves, *commit* publishes.
 
 use crate::layout::{BELOW, PAGE_BYTES, data_page, word_of};
 use crate::scratch::Scratch;
@@ -10,22 +10,22 @@ use std::sync::Arc;
 /// The most pages of one allocation: 2 MiB.
 const ALLOCATION_PAGES: u64 = 512;
 
-/// Where a write may go.
+/// Where a write goes.
 pub type Prepared = block::Prepared<Allocation>;
 
 /// Space for whole pages, invisible until [`Scratch::commit_write`]. Dropping it gives the space back.
 pub struct Allocation {
-    /// First byte of the disk, at or before the request: where a page begins.
+    /// First byte of the disk, at or before the request; a page begins here.
     pub guest_offset: u64,
-    /// Whole pages; may end before the request does, or behind the disk.
+    /// Whole pages. May end before the request does, or behind the end of the disk.
     pub length_bytes: u64,
-    /// First byte in the data.
+    /// First byte in the data file.
     pub file_offset: u64,
     /// What to do before the request, in the first page.
     pub head: Fill,
     /// What to do behind the request, in the last page.
     pub tail: Fill,
-    /// The space reads as zeros.
+    /// Whether the space reads as zeros.
     pub zeroed: bool,
     guest: Range<u64>,
     data: Range<u64>,
@@ -47,7 +47,8 @@ impl Drop for Allocation {
 }
 
 impl Scratch {
-    /// Where the first part of a write goes. Waits while another write makes the same page, and for space.
+    /// Reserves space for the first part of a write, or finds its place. Waits while another write allocates the same
+    /// page, and for space.
     pub async fn prepare_write(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult<Prepared> {
         let end = offset.checked_add(length_bytes).filter(|end| *end <= self.inner.size_bytes && length_bytes > 0);
         if end.is_none() {
@@ -108,7 +109,7 @@ impl Scratch {
     pub fn commit_write(&self, mut allocation: Allocation) -> IoResult {
         let mut state = self.inner.lock();
         self.inner.note_table(&mut state, Inner::part_of(allocation.guest.start));
-        // From here on the space is the disk's, also if the index should fail in the middle.
+        // From here on the space is the disk's, even if the index fails halfway.
         allocation.is_published = true;
         for (page, data) in allocation.guest.clone().zip(allocation.data.clone()) {
             let word = word_of(data).ok_or(IoError::EIO)?;
@@ -120,7 +121,7 @@ impl Scratch {
 }
 
 impl Step<()> {
-    /// The same for an attempt that was to have a value: this one is not [`Step::Done`].
+    /// Converts to the step of an attempt with a value, of which this is never [`Step::Done`].
     fn without_value<T>(self) -> Step<T> {
         match self {
             Self::Done(()) | Self::Wait => Step::Wait,

@@ -1,4 +1,4 @@
-//! Zeroing and discarding: pages that become zero give their space back to the overlay.
+//! Zeroing and discarding: pages that become zero free their space.
 
 use crate::index::Part;
 use crate::layout::{PAGE_BYTES, TABLE_WORDS, ZERO, data_page};
@@ -7,11 +7,11 @@ use crate::state::{Inner, State, Step};
 use block::{IoResult, MetaIo, yield_now};
 use std::ops::Range;
 
-/// After so many parts of the disk other work comes between.
+/// After so many parts of the disk, other tasks run.
 const PARTS_A_TURN: usize = 64;
 
 impl Scratch {
-    /// Makes a range read as zeros; returns what is left to be zeroed by ordinary writes: parts of pages.
+    /// Makes a range read as zeros. Returns the incomplete pages, which ordinary writes have to zero.
     pub async fn write_zeroes(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult<Vec<Range<u64>>> {
         let end = offset.saturating_add(length_bytes).min(self.inner.size_bytes);
         let whole = self.whole_pages(offset, end);
@@ -22,13 +22,13 @@ impl Scratch {
         Ok([head, tail].into_iter().filter(is_left).collect())
     }
 
-    /// The whole pages of a range read as zeros afterwards.
+    /// Makes the whole pages of a range read as zeros.
     pub async fn discard(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult {
         let end = offset.saturating_add(length_bytes).min(self.inner.size_bytes);
         self.zero_pages(io, self.whole_pages(offset, end)).await
     }
 
-    /// The pages that lie in a range; the page in which the disk ends is whole if the range ends there, too.
+    /// Returns the whole pages of a range. The page in which the disk ends is whole if the range also ends there.
     fn whole_pages(&self, offset: u64, end: u64) -> Range<u64> {
         let last = if end == self.inner.size_bytes { end.div_ceil(PAGE_BYTES) } else { end / PAGE_BYTES };
         offset.div_ceil(PAGE_BYTES)..last

@@ -1,4 +1,4 @@
-//! A guest as a process of the host: started, watched on its console, and never left behind.
+//! A guest as a process of the host: starts it, watches its console, and never leaves it behind.
 
 use crate::options::GuestOptions;
 use crate::report::{GuestReport, Reader};
@@ -15,21 +15,21 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
-/// Lines of the console that an error quotes.
+/// How many lines of the console an error quotes.
 const QUOTED_LINES: usize = 30;
-/// How long a guest that said its last word may take to power off.
+/// How long a guest may take to power off after its last message.
 const POWER_OFF: Duration = Duration::from_secs(20);
-/// How long we read on after a guest's process has ended: others may hold its console open.
+/// How long to read on after a guest's process has ended: other processes may hold its console open.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// What QEMU says when the host's KVM gives up: the machine stands still from then on, and its process stays.
+/// QEMU's messages when the host's KVM gives up. The machine then stands still, and its process stays.
 const KVM_FAILURES: [&str; 2] = ["KVM internal error", "kvm run failed"];
-/// How often we look whether somebody wants us to stop, and whether the guest's process has ended.
+/// How often to check whether to stop, and whether the guest's process has ended.
 const GLANCE: Duration = Duration::from_millis(100);
 
-/// What the thread that starts a guest does first, to be inherited by it.
+/// Called first by the thread that starts a guest; the guest inherits the effect.
 pub(crate) type Prepare = fn() -> Result<()>;
 
-/// QEMU stopped the machine since the host's KVM failed.
+/// QEMU stopped the machine because the host's KVM failed.
 #[derive(Debug)]
 pub(crate) struct KvmFailed;
 
@@ -41,8 +41,9 @@ impl std::fmt::Display for KvmFailed {
 
 impl std::error::Error for KvmFailed {}
 
-/// A command that becomes `program`, killed by the kernel when the thread that starts it ends, however that comes about:
-/// util-linux' setpriv sees to it. Without setpriv (every Debian has it) a guest outlives us if we are killed ourselves.
+/// Makes a command that becomes `program`. The kernel kills the program when the thread that starts it ends, for
+/// whatever reason: util-linux' setpriv sees to that. Without setpriv (every Debian has it) a guest outlives us if we
+/// are killed.
 pub(crate) fn command(program: &Path) -> Command {
     let Ok(setpriv) = tools::find("setpriv", "util-linux") else { return Command::new(program) };
     let mut command = Command::new(setpriv);
@@ -50,7 +51,7 @@ pub(crate) fn command(program: &Path) -> Command {
     command
 }
 
-/// Runs `command` until the guest has ended, reading its console from both outputs.
+/// Runs `command` until the guest has ended, and reads its console from both outputs.
 pub(crate) fn run(
     mut command: Command,
     prepare: Prepare,
@@ -90,8 +91,8 @@ pub(crate) fn run(
     })
 }
 
-/// Gives each line to `line` until the console is closed or the guest has died. `line` says when nothing but the power-off is
-/// to come.
+/// Gives each line to `line` until the console is closed or the guest has died. `line` returns whether only the
+/// power-off is left.
 fn watch(
     options: &GuestOptions,
     end: Instant,
@@ -130,10 +131,10 @@ fn watch(
     }
 }
 
-/// Killed with all its processes when it goes.
+/// A running guest. Dropping it kills it with all its processes.
 struct Guest {
     child: Child,
-    /// The thread that started it waits until this is dropped: the kernel kills the guest when that thread ends.
+    /// The thread that started it waits until this is dropped: when that thread ends, the kernel kills the guest.
     _starter: SyncSender<()>,
 }
 
@@ -152,13 +153,13 @@ impl Guest {
         Ok(Self { child, _starter: starter })
     }
 
-    /// Whether its first process has ended. That one is not waited for yet, so its number stays the group's.
+    /// Whether its first process has ended. That process is not reaped yet, so its number remains the group's.
     fn has_ended(&self) -> bool {
         let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         matches!(waitid(WaitId::Pid(Pid::from_child(&self.child)), look), Ok(Some(_)))
     }
 
-    /// What it prints from now on, on both outputs.
+    /// Returns what it prints from now on, on both outputs.
     fn lines(&mut self) -> Receiver<String> {
         let (sender, receiver) = sync_channel(1024);
         for stream in [self.child.stdout.take().map(boxed), self.child.stderr.take().map(boxed)].into_iter().flatten() {
@@ -185,7 +186,7 @@ fn read_lines(stream: Box<dyn Read + Send>, sender: &SyncSender<String>) {
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        // The group is the guest's own, and lives as long as its first process is not waited for.
+        // The group is the guest's own, and lives until its first process is reaped.
         let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
         let _ = self.child.wait();
     }

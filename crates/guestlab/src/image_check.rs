@@ -1,22 +1,22 @@
-//! What a guest leaves behind, judged by others' tools.
+//! Checks what a guest left behind, with other projects' tools.
 
 use crate::tools;
 use anyhow::{Context, Result, bail};
 use std::path::Path;
 use std::process::Command;
 
-/// How to read an image.
+/// The format of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ImageFormat {
-    /// Bytes as they are.
+    /// Raw.
     Raw,
-    /// qcow2, perhaps with a chain below.
+    /// qcow2, perhaps with layers below.
     Qcow2,
 }
 
-/// Fails unless qemu-img finds a qcow2 image clean (no leaks either), e2fsck finds the ext4 file system on it clean, and
-/// the files on it, taken out without any kernel, have the contents that the guest gave them. Nobody may have the image
-/// open.
+/// Fails unless all of this holds. qemu-img finds a qcow2 image clean, without leaks. e2fsck finds the ext4 file system
+/// on it clean. The files on it, taken out without any kernel, have the contents that the guest gave them. Nobody may
+/// have the image open.
 pub fn verify_image(image: &Path, format: ImageFormat) -> Result<()> {
     let directory = tempfile::Builder::new().prefix("ringdisk-check-").tempdir();
     let directory = directory.context("cannot make a temporary directory")?;

@@ -10,7 +10,7 @@ const REGULAR: u32 = 0o100_000;
 const CHARACTER_DEVICE: u32 = 0o020_000;
 const TRAILER: &str = "TRAILER!!!";
 
-/// An archive that is put together in memory. Paths are relative to the guest's root.
+/// An archive that is built in memory. Paths are relative to the guest's root.
 #[derive(Debug, Default)]
 pub(crate) struct Archive {
     bytes: Vec<u8>,
@@ -18,7 +18,7 @@ pub(crate) struct Archive {
 }
 
 impl Archive {
-    /// Adds a directory with those above it.
+    /// Adds a directory and its parents.
     pub(crate) fn directory(&mut self, path: &Path) {
         if path.as_os_str().is_empty() || !self.names.insert(path.to_path_buf()) {
             return;
@@ -29,7 +29,7 @@ impl Archive {
         self.entry(&path.to_string_lossy(), DIRECTORY | 0o755, (0, 0), &[]);
     }
 
-    /// Adds a file with the directories above it. The first of a name stays.
+    /// Adds a file and its directories. The first file of a name stays.
     pub(crate) fn file(&mut self, path: &Path, mode: u32, contents: &[u8]) {
         if let Some(parent) = path.parent() {
             self.directory(parent);
@@ -51,7 +51,7 @@ impl Archive {
         self.entry("dev/console", CHARACTER_DEVICE | 0o600, (5, 1), &[]);
     }
 
-    /// The whole archive.
+    /// Returns the whole archive.
     pub(crate) fn finish(mut self) -> Vec<u8> {
         self.entry(TRAILER, 0, (0, 0), &[]);
         self.bytes
@@ -79,7 +79,7 @@ impl Archive {
     }
 }
 
-/// The shared libraries of a program, its interpreter among them; none where it is linked statically.
+/// Returns a program's shared libraries, including its interpreter; none if it is linked statically.
 pub(crate) fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
     let output = Command::new("ldd").arg(program).output().context("cannot run ldd, of the Debian package libc-bin")?;
     let text = String::from_utf8_lossy(&output.stdout);

@@ -1,6 +1,8 @@
-//! The part of a guest's script that looks at a disk as its kernel shows it, and sees what happens to it and to the machine.
+//! The part of a guest's script that inspects a disk as its kernel shows it. It also tests what can happen to the disk
+//! and to the machine.
+//! to the machine.
 
-/// Functions of the script: `inspect DISK` is the work. Perl asks the kernel; every Debian has it.
+/// Functions of the script; `inspect DISK` does the work. Perl makes the kernel's calls; every Debian has it.
 pub(crate) const FUNCTIONS: &str = r##"
 fact() { say "fact name=$1 $2"; }
 

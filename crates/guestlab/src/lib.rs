@@ -1,15 +1,15 @@
-//! Real Linux guests on our disks: booted, given work, watched on their console, and asked for a report.
+//! Real Linux guests on our disks: boots them, gives them work, watches their console, and reads their report.
 //!
-//! This room stands at the upper end of a request's path, where the guest is. It takes vhost-user sockets that somebody
-//! serves; `ringdisk try --guest` and the tests use it.
+//! This room is at the upper end of a request's path, where the guest is. It uses vhost-user sockets of a running
+//! server. `ringdisk try --guest` and the tests use it.
 //!
-//! There are two kinds of guest, and neither needs KVM. User Mode Linux ([`GuestKind::Uml`]) is a Linux kernel that runs as
-//! a process and boots in a second. It has one CPU and uses one queue. QEMU ([`GuestKind::Qemu`]) boots a Debian kernel with
-//! an initramfs that is built here, with as many CPUs and queues as asked for.
+//! There are two kinds of guest, and neither needs KVM. User Mode Linux ([`GuestKind::Uml`]) is a Linux kernel that
+//! runs as a process and boots in a second. It has one CPU and uses one queue. QEMU ([`GuestKind::Qemu`]) boots a
+//! Debian kernel with an initramfs that is built here, with any number of CPUs and queues.
 //!
-//! Both run the same script (`script`): make ext4 on each disk, write files, read them back with checksums, let `fio`
-//! write and verify in parallel, trim, mount again, and power off. Their console is read line by line. A guest that is not
-//! done in time is killed. [`verify_image`] lets other projects' tools judge what a guest left behind.
+//! Both run the same script (`script`). It makes ext4 on each disk, writes files, reads them back with checksums, lets
+//! `fio` write and verify in parallel, trims, mounts again, and powers off. The console is read line by line. A guest
+//! that exceeds its time is killed. [`verify_image`] checks what a guest left behind with other projects' tools.
 //!
 //! ```no_run
 //! use ringdisk_guestlab::{GuestKind, GuestOptions};
@@ -23,6 +23,7 @@
 #![forbid(unsafe_code)]
 
 mod console;
+mod grow;
 mod image_check;
 mod initramfs;
 mod inspect;

@@ -1,4 +1,4 @@
-//! The host's hand on a QEMU guest.
+//! Controls a QEMU guest from the host.
 
 use anyhow::{Context, Result, bail};
 use std::io::{BufRead, BufReader, Write};
@@ -9,23 +9,23 @@ use std::time::Duration;
 /// How long QEMU may take to answer.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A connection to the socket that [`crate::GuestOptions::monitor`] names, in QEMU's protocol QMP.
+/// A connection in QEMU's protocol QMP to the socket of [`crate::GuestOptions::monitor`].
 #[derive(Debug)]
 pub struct Monitor(BufReader<UnixStream>);
 
 impl Monitor {
-    /// Connects to a guest that runs.
+    /// Connects to a running guest.
     pub fn connect(path: &Path) -> Result<Self> {
         let stream = UnixStream::connect(path).with_context(|| format!("no monitor at {}", path.display()))?;
         stream.set_read_timeout(Some(PATIENCE))?;
         let mut monitor = Self(BufReader::new(stream));
-        // Its greeting.
+        // QEMU's greeting.
         monitor.line()?;
         monitor.command("qmp_capabilities")?;
         Ok(monitor)
     }
 
-    /// Presses the reset button.
+    /// Resets the machine.
     pub fn reset(&mut self) -> Result<()> {
         self.command("system_reset")
     }
@@ -34,7 +34,7 @@ impl Monitor {
         writeln!(self.0.get_mut(), "{{\"execute\": \"{name}\"}}")?;
         loop {
             let line = self.line()?;
-            // Events come in between.
+            // Events may come before the answer.
             if line.starts_with("{\"return\"") {
                 return Ok(());
             }

@@ -1,4 +1,4 @@
-//! Which guest is run, on which disks, and what it does there.
+//! Options of a guest: its kind, its disks, and its work.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,52 +14,58 @@ pub enum GuestKind {
     Qemu,
 }
 
-/// What the guest does with its disks.
+/// The guest's work on its disks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GuestWork {
-    /// Makes file systems and fills them, with everything checked; before that, measures the disks if asked to.
+    /// Makes file systems and fills them, and checks everything. Measures the disks before, if asked to.
     Fill {
-        /// How long each of the four measurements takes. With zero nothing is measured.
+        /// How long each of the four measurements takes; zero for no measurements.
         measure_seconds: u32,
         /// How much of the disk is measured.
         measure_mib: u32,
         /// How much each of the four writers of fio writes and verifies.
         fio_mib: u32,
     },
-    /// Checks what a guest that filled the disks before has left there.
+    /// Checks the files that a guest with [`GuestWork::Fill`] left there.
     CheckAgain,
-    /// Looks at what the guest's kernel knows of the disks, and tries what can happen to one: its cache is switched, data
-    /// are discarded, its driver goes and comes under load, it grows under load.
+    /// Checks the kernel's view of the disks, and events of one disk: its cache is switched, data are discarded, its
+    /// driver is unbound and bound under load, it grows under load.
     ///
-    /// The steps "written DISK", "discarded DISK" and "resize DISK" tell the host where it is; after the last one the host
-    /// has to make the disk larger. What happens to the whole machine follows, under QEMU only. A file system is left there
-    /// if anything happens to one.
+    /// The steps "written DISK", "discarded DISK" and "resize DISK" tell the host the guest's progress. After the last
+    /// one, the host has to make the disk larger. Then come events of the whole machine, under QEMU only. With toggles,
+    /// suspends or resets, a file system is left there.
     Inspect {
-        /// How often the driver goes and comes.
+        /// How often the driver is unbound and bound.
         rebinds: u32,
-        /// How often its cache is switched while data are written and flushed.
+        /// How often the disk's cache is switched during writes and flushes.
         toggles: u32,
-        /// How often the machine sleeps (S3) and wakes up while data are written.
+        /// How often the machine sleeps (S3) and wakes up during writes.
         suspends: u32,
-        /// How often the host resets the machine while data are written: each time that a step "reset DISK" asks for it, see
-        /// [`crate::Monitor`]. Files that were there before must be whole after it.
+        /// How often the host resets the machine during writes: at each step "reset DISK", see [`crate::Monitor`].
+        /// Files written before must then be whole.
         resets: u32,
+    },
+    /// Overwrites the disk and reads back what it wrote, everything checked, until the host has made it so large. A step
+    /// "DISK has N sectors" tells of each size that the guest's kernel sees.
+    Grow {
+        /// At this size the guest ends.
+        until_bytes: u64,
     },
     /// Measures each disk in turn with fio, and overwrites it.
     Measure {
         /// What to measure.
         jobs: Vec<MeasureJob>,
-        /// For how long each.
+        /// How long each measurement takes.
         seconds: u32,
-        /// How much of the disk.
+        /// How much of the disk is used.
         mib: u32,
     },
 }
 
-/// A workload of fio's.
+/// A workload for fio.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MeasureJob {
-    /// As fio calls it: `randwrite`. Its name in the report, too.
+    /// The kind, in fio's words: `randwrite`. Also its name in the report.
     pub rw: String,
     /// The size of a request.
     pub block_kib: u32,
@@ -68,7 +74,7 @@ pub struct MeasureJob {
 }
 
 impl MeasureJob {
-    /// The workloads that are measured beside a host's.
+    /// Returns the workloads that are also measured on a host.
     #[must_use]
     pub fn usual() -> Vec<Self> {
         let job = |rw: &str, block_kib, depth| Self { rw: rw.to_owned(), block_kib, depth };
@@ -76,7 +82,7 @@ impl MeasureJob {
     }
 }
 
-/// A guest to run, on which disks and for what.
+/// The options of a guest.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct GuestOptions {
@@ -84,9 +90,9 @@ pub struct GuestOptions {
     pub kind: GuestKind,
     /// A vhost-user socket for each disk; the first is the guest's `vda`.
     pub sockets: Vec<PathBuf>,
-    /// What to do.
+    /// The guest's work.
     pub work: GuestWork,
-    /// How many of the last disks are only measured, where the work measures at all.
+    /// How many of the last disks are only measured, if the work measures at all.
     pub only_measured: usize,
     /// Memory of the guest.
     pub memory_mib: u32,
@@ -94,27 +100,27 @@ pub struct GuestOptions {
     pub cpus: u32,
     /// Queues of each disk (User Mode Linux uses one).
     pub queues: u32,
-    /// Whether QEMU asks for packed rings (User Mode Linux takes them wherever they are offered).
+    /// Whether QEMU asks for packed rings. User Mode Linux takes them whenever they are offered.
     pub packed: bool,
-    /// Whether QEMU offers the guest EVENT_IDX, where the server does (User Mode Linux takes it wherever it is offered).
+    /// Whether QEMU offers EVENT_IDX to the guest, if the server does. User Mode Linux takes it whenever it is offered.
     pub event_idx: bool,
-    /// Whether QEMU may use KVM where it is there; otherwise it translates.
+    /// Whether QEMU may use KVM if it is available. Otherwise it emulates.
     pub kvm: bool,
-    /// How long QEMU waits before it connects again to a socket whose server has gone; without it, it does not. It takes
-    /// QEMU 9.2, and User Mode Linux cannot do it.
+    /// How long QEMU waits before it connects again to a socket whose server is gone; `None` if it does not. This needs
+    /// QEMU 9.2; User Mode Linux cannot do it.
     pub reconnect_ms: Option<u32>,
-    /// Where QEMU makes a socket for [`crate::Monitor`].
+    /// Where QEMU makes the socket for [`crate::Monitor`].
     pub monitor: Option<PathBuf>,
-    /// The guest is killed if it has not ended by then.
+    /// The guest is killed if it has not ended after this time.
     pub time_limit: Duration,
-    /// A file for all that the guest prints.
+    /// A file for the guest's whole output.
     pub log: Option<PathBuf>,
-    /// Set it from any thread to have the guest killed.
+    /// Set from any thread to have the guest killed.
     pub stop: Arc<AtomicBool>,
 }
 
 impl GuestOptions {
-    /// A guest that fills the disks on `sockets` and measures nothing.
+    /// Makes options of a guest that fills the disks on `sockets` and measures nothing.
     pub fn new(kind: GuestKind, sockets: Vec<PathBuf>) -> Self {
         let (cpus, queues, time_limit) = match kind {
             GuestKind::Uml => (1, 1, Duration::from_secs(300)),

@@ -12,7 +12,8 @@ use std::process::Command;
 const PROGRAM: &str = "qemu-system-x86_64";
 const PACKAGE: &str = "qemu-system-x86";
 
-/// What a Debian kernel may have as modules, each after what it needs; what is built in is not found and left out.
+/// What a Debian kernel may have as modules, each after those it needs. Modules that are built in are not found, and
+/// are left out.
 const MODULES: [&str; 12] = [
     "virtio_ring",
     "virtio",
@@ -34,7 +35,7 @@ pub(crate) fn check_tools() -> Result<()> {
     Ok(())
 }
 
-/// The process that is the guest; `directory` is empty and lives as long as it.
+/// Returns the guest's process. `directory` is empty and lives as long as the guest.
 pub(crate) fn command(options: &GuestOptions, directory: &Path) -> Result<Command> {
     let kernel = tools::debian_kernel()?;
     let initramfs = directory.join("initramfs");
@@ -43,7 +44,7 @@ pub(crate) fn command(options: &GuestOptions, directory: &Path) -> Result<Comman
     let memory = options.memory_mib;
     let mut command = console::command(&tools::find(PROGRAM, PACKAGE)?);
     command.args(["-nodefaults", "-no-user-config", "-display", "none"]);
-    // A machine that its host resets goes on; any other that boots again has failed.
+    // Only a machine that its host resets may boot again. For any other, that is a failure.
     if !matches!(options.work, GuestWork::Inspect { resets: 1.., .. }) {
         command.arg("-no-reboot");
     }
@@ -74,7 +75,7 @@ pub(crate) fn command(options: &GuestOptions, directory: &Path) -> Result<Comman
     Ok(command)
 }
 
-/// As QEMU's options want it.
+/// Doubles commas, as QEMU's options need it.
 fn comma_doubled(path: &Path) -> String {
     path.to_string_lossy().replace(',', ",,")
 }

@@ -1,84 +1,85 @@
-//! What a guest reports: the marked lines of its console.
+//! A guest's report: the marked lines of its console.
 
 use crate::script::MARK;
 use anyhow::{Context, Result, bail};
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-/// What a guest found and did.
+/// The report of a guest.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct GuestReport {
     /// The guest kernel's release.
     pub kernel: String,
-    /// CPUs it has.
+    /// The number of its CPUs.
     pub cpus: u32,
     /// Its disks, in order.
     pub disks: Vec<DiskReport>,
-    /// From the start to the power-off, on the host's clock.
+    /// The time from the start to the power-off, on the host's clock.
     pub time: Duration,
-    /// The host's KVM failed under the guest, which then ran without it.
+    /// Whether the host's KVM failed under the guest, which then ran without KVM.
     pub kvm_failed: bool,
 }
 
-/// One disk as the guest saw it.
+/// A disk as the guest saw it.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct DiskReport {
     /// `vda` and so on.
     pub name: String,
-    /// Its size.
+    /// Its size in bytes.
     pub size_bytes: u64,
-    /// Hardware queues that the guest uses.
+    /// The number of hardware queues that the guest uses.
     pub queues: u32,
-    /// Its logical block.
+    /// The size of its logical block.
     pub block_bytes: u32,
-    /// The largest discard, zero where there is none.
+    /// The largest discard; zero for none.
     pub discard_max_bytes: u64,
-    /// The largest write of zeroes, zero where there is none.
+    /// The largest write-zeroes; zero for none.
     pub write_zeroes_max_bytes: u64,
-    /// Whether the guest takes it for one with a volatile cache.
+    /// Whether the guest believes that the disk has a volatile cache.
     pub volatile_cache: bool,
     /// Whether its rings are packed.
     pub packed: bool,
-    /// What `GET_ID` gave.
+    /// The result of `GET_ID`.
     pub serial: String,
-    /// How often all files were read back whole.
+    /// How often all files were read back and found whole.
     pub checks: u32,
-    /// How many files those are.
+    /// The number of those files.
     pub files: u64,
-    /// And how much.
+    /// Their bytes.
     pub files_bytes: u64,
-    /// What fio wrote and verified.
+    /// The run of fio that wrote and verified.
     pub fio: Option<FioReport>,
-    /// What the file system gave back.
+    /// The bytes that the file system discarded.
     pub trimmed_bytes: u64,
-    /// What was measured.
+    /// The measurements.
     pub measured: Vec<FioReport>,
-    /// What the kernel shows of it, by name ([`crate::GuestWork::Inspect`]).
+    /// The kernel's view of the disk, by name ([`crate::GuestWork::Inspect`]).
     pub facts: BTreeMap<String, String>,
 }
 
-/// One run of fio.
+/// A run of fio.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct FioReport {
-    /// The job: `randread`, `randwrite`, `read`, `write` where it measured.
+    /// The job's name; for a measurement `randread`, `randwrite`, `read` or `write`.
     pub name: String,
-    /// What was read.
+    /// Bytes read.
     pub read_bytes: u64,
-    /// What was written.
+    /// Bytes written.
     pub written_bytes: u64,
-    /// Requests a second, reads and writes.
+    /// Requests a second, reads and writes together.
     pub iops: f64,
-    /// Bytes a second, reads and writes.
+    /// Bytes a second, reads and writes together.
     pub bytes_per_second: f64,
-    /// Mean time until a request was submitted, where all were reads or all were writes.
+    /// Mean time to submit a request, if all were reads or all were writes.
     pub submission_us: f64,
-    /// And from there to its end.
+    /// Mean time from there to its end.
     pub completion_us: f64,
-    /// How often the disk interrupted the guest meanwhile, as its kernel counts (`/proc/interrupts`); only where it measured.
+    /// Interrupts of the disk during the run, counted by the guest's kernel (`/proc/interrupts`). Only for
+    /// measurements.
     pub interrupts: u64,
 }
 
-/// Takes in a guest's console line by line.
+/// Parses a guest's console line by line.
 #[derive(Debug, Default)]
 pub(crate) struct Reader {
     report: GuestReport,
@@ -87,9 +88,9 @@ pub(crate) struct Reader {
 }
 
 impl Reader {
-    /// Takes a line in; gives back what to show as progress.
+    /// Parses a line. Returns progress to show.
     pub(crate) fn line(&mut self, line: &str) -> Result<Option<String>> {
-        // Whatever the kernel left on the line before comes first.
+        // Output of the kernel may come first on the line.
         let Some((_, marked)) = line.trim_end().split_once(MARK) else { return Ok(None) };
         let (kind, rest) = marked.split_once(' ').unwrap_or((marked, ""));
         match kind {
@@ -101,12 +102,12 @@ impl Reader {
         Ok(None)
     }
 
-    /// Whether it said that it is done, well or not.
+    /// Whether the guest has reported its end or a failure.
     pub(crate) fn is_complete(&self) -> bool {
         self.ended || self.failed.is_some()
     }
 
-    /// The report, if all went well.
+    /// Returns the report, if the guest did not fail.
     pub(crate) fn finish(self, time: Duration) -> Result<GuestReport> {
         match self {
             Self { failed: Some(reason), .. } => bail!("the guest failed: {reason}"),
@@ -136,7 +137,7 @@ impl Reader {
                 serial: text("serial").to_owned(),
                 ..DiskReport::default()
             };
-            // Once a boot.
+            // Each boot reports its disks.
             match self.report.disks.iter_mut().find(|known| known.name == disk.name) {
                 Some(known) => {
                     let facts = std::mem::take(&mut known.facts);
@@ -170,7 +171,7 @@ impl Reader {
 }
 
 impl FioReport {
-    /// From fio's terse output, version 3: its fields 3, 6 to 8, 12, 16, 47 to 49, 53 and 57, counted from one.
+    /// Parses fio's terse output, version 3: its fields 3, 6 to 8, 12, 16, 47 to 49, 53 and 57, counted from one.
     fn parse(terse: &str) -> Result<Self> {
         let fields: Vec<&str> = terse.split(';').collect();
         let field = |index: usize| number::<u64>(fields.get(index).copied().unwrap_or_default());

@@ -1,4 +1,4 @@
-//! Boots a guest, of either kind, and waits for its report.
+//! Boots a guest of either kind and waits for its report.
 
 use crate::options::{GuestKind, GuestOptions};
 use crate::report::GuestReport;
@@ -6,7 +6,7 @@ use crate::{console, qemu, tools, uml};
 use anyhow::{Context, Result, ensure};
 use std::os::unix::fs::FileTypeExt;
 
-/// Fails with the missing package's name where the guest cannot be run on this machine.
+/// Fails with the name of the missing package if the guest cannot run on this machine.
 pub fn check_tools(kind: GuestKind) -> Result<()> {
     tools::guest_tools()?;
     match kind {
@@ -15,7 +15,7 @@ pub fn check_tools(kind: GuestKind) -> Result<()> {
     }
 }
 
-/// Boots the guest and returns its report once it has powered itself off. `progress` is told of each step in it.
+/// Boots the guest. Returns its report after it has powered itself off. `progress` is told of each step.
 pub fn run(options: &GuestOptions, progress: &mut dyn FnMut(&str)) -> Result<GuestReport> {
     check_tools(options.kind)?;
     for socket in &options.sockets {
@@ -36,7 +36,7 @@ fn boot(options: &GuestOptions, progress: &mut dyn FnMut(&str)) -> Result<GuestR
     console::run(command, prepare, options, progress)
 }
 
-/// Runs the guest again without KVM where the host's KVM fails under it.
+/// Runs the guest again without KVM if the host's KVM fails.
 fn with_or_without_kvm(
     options: &GuestOptions,
     progress: &mut dyn FnMut(&str),

@@ -1,8 +1,9 @@
-//! The script that is the guest's first process.
+//! The guest's script, which is its first process.
 //!
-//! It talks to the host by lines that begin with [`MARK`]; everything else on the console is for people. Words that it
-//! quotes are ours: paths without blanks, and numbers.
+//! It tells the host things in lines that begin with [`MARK`]; everything else on the console is for people. The words
+//! that it quotes are ours: paths without blanks, and numbers.
 
+use crate::grow;
 use crate::inspect;
 use crate::options::{GuestOptions, GuestWork, MeasureJob};
 use crate::tools::GuestTools;
@@ -11,19 +12,19 @@ use std::fmt::Write;
 /// Begins each line that the host reads.
 pub(crate) const MARK: &str = "@ringdisk ";
 
-/// Parameters for the guest's kernel. That a loaded host leaves it no time is no fault of the disk's, and nothing for its
-/// kernel to complain about with a trace of calls.
+/// Parameters for the guest's kernel. If a loaded host leaves the guest no time, that is no fault of the disk, and the
+/// guest's kernel should not report it.
 pub(crate) const QUIET_WATCHDOGS: [&str; 2] = ["rcupdate.rcu_cpu_stall_suppress=1", "nowatchdog"];
 
-/// Where the guest finds things.
+/// Paths in the guest.
 pub(crate) struct Places<'a> {
-    /// An empty directory of the guest's root for its own file systems.
+    /// An empty directory in the guest's root, for file systems of its own.
     pub(crate) scratch: &'a str,
-    /// What to load before the disks appear, in order; patterns of the shell.
+    /// Modules to load before the disks appear, in order, as patterns of the shell.
     pub(crate) modules: &'a str,
 }
 
-/// The whole script.
+/// Returns the whole script.
 pub(crate) fn init(options: &GuestOptions, tools: &GuestTools, places: &Places<'_>) -> String {
     let busybox = tools.busybox.display();
     let mut script = format!("#!{busybox} sh\n");
@@ -43,6 +44,7 @@ pub(crate) fn init(options: &GuestOptions, tools: &GuestTools, places: &Places<'
         GuestWork::Fill { measure_seconds, measure_mib, fio_mib } => ("fill", measure_seconds, measure_mib, fio_mib),
         GuestWork::CheckAgain => ("check", 0, 0, 0),
         GuestWork::Inspect { .. } => ("inspect", 0, 0, 0),
+        GuestWork::Grow { .. } => ("grow_under_load", 0, 0, 0),
         GuestWork::Measure { seconds, mib, .. } => (":", seconds, mib, 0),
     };
     set("work", &work);
@@ -55,22 +57,28 @@ pub(crate) fn init(options: &GuestOptions, tools: &GuestTools, places: &Places<'
     };
     let jobs = jobs.iter().map(|MeasureJob { rw, block_kib, depth }| format!("{rw}:{block_kib}k:{depth}"));
     set("jobs", &jobs.collect::<Vec<_>>().join(" "));
+    let mut functions = "";
+    if let GuestWork::Grow { until_bytes } = options.work {
+        set("until_sectors", &(until_bytes / 512));
+        functions = grow::FUNCTIONS;
+    }
     if let GuestWork::Inspect { rebinds, toggles, suspends, resets } = options.work {
         set("rebinds", &rebinds);
         set("toggles", &toggles);
         set("suspends", &suspends);
         set("resets", &resets);
-        script.push_str(inspect::FUNCTIONS);
+        functions = inspect::FUNCTIONS;
     }
+    script.push_str(functions);
     script.push_str(BODY);
     script
 }
 
-/// As many disks as a guest gets at most.
+/// The most disks of a guest.
 pub(crate) const DISK_NAMES: [&str; 8] = ["vda", "vdb", "vdc", "vdd", "vde", "vdf", "vdg", "vdh"];
 
-/// Every busybox program is called by the path of busybox: where its shell would find programs in itself it runs
-/// `/proc/self/exe`, which is the kernel itself in a User Mode Linux that still sees the host's `/proc`.
+/// Every busybox program is called by the path of busybox. Otherwise its shell runs its own programs through
+/// `/proc/self/exe`. In a User Mode Linux that still sees the host's `/proc`, that is the kernel itself.
 const BODY: &str = r#"
 say() { echo "$mark $*"; }
 fail() {

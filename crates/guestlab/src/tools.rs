@@ -1,9 +1,9 @@
-//! Programs of the host that a guest needs, and the Debian packages that have them.
+//! Programs of the host that a guest needs, and their Debian packages.
 
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 
-/// What every guest runs inside: taken from the host.
+/// The host's programs that every guest runs.
 #[derive(Debug, Clone)]
 pub(crate) struct GuestTools {
     pub(crate) busybox: PathBuf,
@@ -11,7 +11,7 @@ pub(crate) struct GuestTools {
     pub(crate) fio: PathBuf,
 }
 
-/// Finds them.
+/// Finds the tools of every guest.
 pub(crate) fn guest_tools() -> Result<GuestTools> {
     Ok(GuestTools {
         busybox: find("busybox", "busybox-static")?,
@@ -20,7 +20,7 @@ pub(crate) fn guest_tools() -> Result<GuestTools> {
     })
 }
 
-/// The program `name`, which the Debian package `package` has; looks where Debian puts root's programs, too.
+/// Finds the program `name` of the Debian package `package`. Also looks in Debian's directories for root's programs.
 pub(crate) fn find(name: &str, package: &str) -> Result<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)
@@ -30,17 +30,17 @@ pub(crate) fn find(name: &str, package: &str) -> Result<PathBuf> {
         .with_context(|| format!("{name} is not installed; it is in the Debian package {package}"))
 }
 
-/// Where a guest's kernel and modules are.
+/// The files of a guest's kernel and modules.
 #[derive(Debug, Clone)]
 pub(crate) struct Kernel {
     pub(crate) image: PathBuf,
     pub(crate) modules: PathBuf,
 }
 
-/// Names a directory with an unpacked Debian kernel package, instead of the host's own kernel.
+/// The variable that names a directory with an unpacked Debian kernel package, to be used instead of the host's kernel.
 pub(crate) const KERNEL_VARIABLE: &str = "RINGDISK_GUEST_KERNEL";
 
-/// A Debian kernel with its modules: below the directory that the variable names, or the newest one that is installed.
+/// Finds a Debian kernel with its modules: in the directory that the variable names, or the newest that is installed.
 pub(crate) fn debian_kernel() -> Result<Kernel> {
     let root = std::env::var_os(KERNEL_VARIABLE).map_or_else(|| PathBuf::from("/"), PathBuf::from);
     let mut images: Vec<PathBuf> = std::fs::read_dir(root.join("boot"))
@@ -63,7 +63,7 @@ pub(crate) fn debian_kernel() -> Result<Kernel> {
     }
 }
 
-/// The first file called `name.ko` (perhaps compressed) below `directory`.
+/// Finds the first file `name.ko` (perhaps compressed) below `directory`.
 pub(crate) fn find_module(directory: &Path, name: &str) -> Option<PathBuf> {
     let wanted = [format!("{name}.ko"), format!("{name}.ko.xz")];
     let mut directories = vec![directory.to_path_buf()];

@@ -1,4 +1,4 @@
-//! User Mode Linux: the host's files are its root, so the host's programs work inside.
+//! User Mode Linux: the host's files are its root, so the host's programs run inside.
 
 use crate::options::GuestOptions;
 use crate::script::{self, Places};
@@ -13,7 +13,7 @@ use std::process::Command;
 
 const PACKAGE: &str = "user-mode-linux";
 const MODULES: &str = "/usr/lib/uml/modules";
-/// The kernel's command line ends words at blanks and the device's name at a colon.
+/// The kernel's command line splits words at blanks, and the device's name at a colon.
 const FORBIDDEN: [char; 4] = [' ', '\t', ':', ','];
 
 pub(crate) fn check_tools() -> Result<()> {
@@ -25,8 +25,8 @@ pub(crate) fn check_tools() -> Result<()> {
     Ok(())
 }
 
-/// The process that is the guest, and what the thread that starts it does first; `directory` is empty and lives as long as
-/// the guest.
+/// Returns the guest's process, and what the thread that starts it must do first. `directory` is empty and lives as
+/// long as the guest.
 pub(crate) fn command(options: &GuestOptions, directory: &Path) -> Result<(Command, console::Prepare)> {
     ensure!(
         !directory.to_string_lossy().contains(FORBIDDEN),
@@ -65,21 +65,22 @@ pub(crate) fn command(options: &GuestOptions, directory: &Path) -> Result<(Comma
     Ok((command, prepare))
 }
 
-/// The first kernel that asks the host how much room a processor's registers take.
+/// The first kernel that asks the host for the size of a processor's registers.
 const ANY_REGISTERS: (u32, u32) = (6, 13);
-/// `ptrace`, its `PTRACE_GETREGSET`, and the set that holds all registers (x86-64: asm/unistd_64.h, linux/ptrace.h,
-/// linux/elf.h), for which `ENODEV` says that there is none.
+/// The call `ptrace`, its request `PTRACE_GETREGSET`, and the set of all registers (x86-64: asm/unistd_64.h,
+/// linux/ptrace.h, linux/elf.h). `ENODEV` says that there is no such set.
 const PTRACE: i64 = 101;
 const PTRACE_GETREGSET: u64 = 0x4204;
 const NT_X86_XSTATE: u64 = 0x202;
 const ENODEV: u32 = 19;
 
-/// Programs do without the registers that are not saved: glibc's choice of copying loops is made for them. What the kernel
-/// does not know on its command line it hands to init, and that to its children.
+/// Keeps programs from using registers that are not saved: glibc chooses its copying loops accordingly. The kernel
+/// passes unknown words of its command line to init, and init to its children.
 const OLD_REGISTERS_ONLY: &str =
     "GLIBC_TUNABLES=glibc.cpu.hwcaps=-AVX,-AVX2,-AVX512F,-AVX512VL,-AVX512BW,-AVX512DQ,-AVX_Fast_Unaligned_Load";
 
-/// Older kernels keep 2.7 KB for a processor's registers, and end where a host's take more, as with AMX.
+/// Whether the kernel cannot save the host's registers. Older kernels keep 2.7 KB for a processor's registers, and die
+/// if the host's take more, as with AMX.
 fn has_too_many_registers(program: &Path) -> Result<bool> {
     let processors = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     if !processors.contains(" amx_tile") {
@@ -89,8 +90,8 @@ fn has_too_many_registers(program: &Path) -> Result<bool> {
     Ok(kernel_version(&String::from_utf8_lossy(&output.stdout))? < ANY_REGISTERS)
 }
 
-/// Tells the calling thread's children that there is no set of all registers, so that the kernel saves only the oldest
-/// (x87, SSE), which have a call of their own.
+/// Hides the set of all registers from the calling thread's children. So the kernel saves only the oldest (x87, SSE),
+/// which have a call of their own.
 fn hide_registers() -> Result<()> {
     let is = |argument, value| SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value);
     let all_registers = SeccompRule::new(vec![is(0, PTRACE_GETREGSET)?, is(2, NT_X86_XSTATE)?])?;
@@ -100,7 +101,7 @@ fn hide_registers() -> Result<()> {
     seccompiler::apply_filter(&BpfProgram::try_from(filter)?).context("cannot filter User Mode Linux's system calls")
 }
 
-/// Major and minor, of what `linux.uml --version` prints.
+/// Parses major and minor version from the output of `linux.uml --version`.
 fn kernel_version(text: &str) -> Result<(u32, u32)> {
     let mut numbers = text.trim().split(|mark: char| !mark.is_ascii_digit()).map(str::parse);
     match (numbers.next(), numbers.next()) {
@@ -109,7 +110,8 @@ fn kernel_version(text: &str) -> Result<(u32, u32)> {
     }
 }
 
-/// Where its memory goes: a file that is deleted at once. Shared memory is best, but small in some containers.
+/// Returns the directory for its memory: a file that is deleted at once. Shared memory is best, but small in some
+/// containers.
 fn memory_directory(memory_mib: u32, otherwise: &Path) -> PathBuf {
     let shared = Path::new("/dev/shm");
     let free_mib =

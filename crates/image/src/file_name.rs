@@ -1,4 +1,4 @@
-//! What a file is called: a protocol, and what that protocol makes of the rest.
+//! Names of files: a protocol, and a rest that the protocol interprets.
 
 use block::{Error, ErrorKind, Result};
 use std::borrow::Cow;
@@ -12,23 +12,23 @@ use std::path::{Path, PathBuf};
 /// `host_device:/dev/sdb`, `fd:3`, `vhost-user:/run/disk.sock`, `nbd://host/disk`, `https://host/disk`, `rbd:pool/disk`.
 ///
 /// A name without a protocol is a path. As in QEMU, a colon behind a slash is part of the path, so `./a:b` is a file.
-/// Images name files by path, or servers' files that the user has named, too: see [`crate::BackingPolicy`].
+/// Images name files by path; some policies also let them name servers' files: see [`crate::BackingPolicy`].
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum FileName {
     /// A regular file or a block device.
     File(PathBuf),
-    /// A block device, and nothing else.
+    /// A block device; no regular file is accepted.
     HostDevice(PathBuf),
-    /// A descriptor that this program was given when it was started.
+    /// A descriptor that this program got at its start.
     Descriptor(RawFd),
     /// A disk that a vhost-user server offers at this socket.
     VhostUser(PathBuf),
-    /// A file without a name, made in this directory, and gone when it is closed. No user can give it.
+    /// A file without a name, made in this directory and gone when it is closed. Users cannot give it.
     Temporary(PathBuf),
     /// A disk of an NBD server: the whole URI, `nbd://...` or `nbd+unix://...`, with TLS `nbds://...` or `nbds+unix://...`.
     Nbd(String),
-    /// A file on a web server: the whole URL, `http://...` or `https://...`, with what is said behind `#`.
+    /// A file on a web server: the whole URL, `http://...` or `https://...`, with the options behind `#`.
     Http(String),
     /// An image of a Ceph cluster: the whole name, `rbd:POOL/IMAGE[@SNAPSHOT][:KEY=VALUE...]`.
     Rbd(String),
@@ -39,11 +39,11 @@ impl FileName {
     pub const PROTOCOLS: [&'static str; 11] =
         ["file", "host_device", "fd", "vhost-user", "nbd", "nbd+unix", "nbds", "nbds+unix", "http", "https", "rbd"];
 
-    /// Reads a name that a user gave. (A path that is certainly one is turned into a name by `into()`.)
+    /// Parses a name that a user gave. (A path that is certainly one becomes a name by `into()`.)
     pub fn parse(text: impl AsRef<OsStr>) -> Result<Self> {
         let text = text.as_ref();
         match split_protocol(text) {
-            // The name of a file may be no text.
+            // The name of a file need not be text.
             None => Ok(Self::File(text.as_bytes().strip_prefix(b"file:").map_or(text, OsStr::from_bytes).into())),
             Some(("file", path)) => Ok(Self::File(PathBuf::from(path))),
             Some(("host_device", path)) => Ok(Self::HostDevice(PathBuf::from(path))),
@@ -73,7 +73,7 @@ impl FileName {
         }
     }
 
-    /// Where it lies in the host's file system; `None` if it is known by something else.
+    /// Returns its path in the host's file system; `None` if it has none.
     #[must_use]
     pub fn path(&self) -> Option<&Path> {
         match self {
@@ -87,13 +87,13 @@ impl FileName {
         }
     }
 
-    /// Whether it is the disk or the file of a server, named by a URI, or an image of a cluster.
+    /// Whether it lies at a server, named by a URI, or in a cluster.
     #[must_use]
     pub fn is_remote(&self) -> bool {
         matches!(self, Self::Nbd(_) | Self::Http(_) | Self::Rbd(_))
     }
 
-    /// What a server calls it, without what is said behind `#` about how it is read, or about the cluster.
+    /// Returns the name that the server knows. Leaves out the options behind `#`, and those about the cluster.
     #[must_use]
     pub fn address(&self) -> Option<&str> {
         match self {
@@ -104,8 +104,8 @@ impl FileName {
         }
     }
 
-    /// Where this program can look at the file: its path, what stands for its descriptor under `/proc`, or its server's
-    /// socket. A URI is no such place, and comes back as it is.
+    /// Returns where this program can look at the file: its path, its descriptor's path under `/proc`, or its server's
+    /// socket. A URI comes back unchanged.
     #[must_use]
     pub fn look_at(&self) -> PathBuf {
         match self {
@@ -115,7 +115,7 @@ impl FileName {
         }
     }
 
-    /// The same name with another path; what has no path keeps its name.
+    /// Returns the same name with another path. A name without a path stays as it is.
     pub(crate) fn try_map_path(&self, change: impl FnOnce(&Path) -> Result<PathBuf>) -> Result<Self> {
         Ok(match self {
             Self::File(path) => Self::File(change(path)?),
@@ -129,19 +129,19 @@ impl FileName {
         })
     }
 
-    /// Whether the file is gone with the disk.
+    /// Whether the file disappears with the disk.
     #[must_use]
     pub fn is_temporary(&self) -> bool {
         matches!(self, Self::Temporary(_))
     }
 
-    /// Whether two canonical names lead to the same file, whatever their protocols are.
+    /// Whether two canonical names lead to the same file, whatever their protocols.
     #[must_use]
     pub fn is_same_file(&self, other: &Self) -> bool {
         match (self.path(), other.path()) {
             (Some(own), Some(other)) => own == other,
             _ if let (Self::Rbd(own), Self::Rbd(other)) = (self, other) => {
-                // Clusters may have images of the same name.
+                // Two clusters may have images of the same name.
                 let cluster = |name| split_options(name).1.filter(|(key, _)| *key != "id").collect::<Vec<_>>();
                 split_options(own).0 == split_options(other).0 && cluster(own) == cluster(other)
             }
@@ -151,17 +151,17 @@ impl FileName {
     }
 }
 
-/// Stands before an image of a cluster.
+/// The protocol of an image of a cluster.
 const RBD: &str = "rbd:";
 
-/// A protocol and what stands behind its colon.
+/// Splits a name into its protocol and the rest behind the colon.
 fn split_protocol(text: &OsStr) -> Option<(&str, &str)> {
-    // What is no text has none of the others: it is a path of some other encoding.
+    // A name that is not text has none of the other protocols: it is a path in another encoding.
     text.to_str()?.split_once(':').filter(|(before, _)| !before.contains('/'))
 }
 
-/// An image of a cluster, and what is said about the cluster: keys and values. A backslash takes the colon that follows it
-/// for a part of a name.
+/// Splits a name into the image of a cluster and the options about the cluster, as keys and values. A colon behind a
+/// backslash is part of a name.
 fn split_options(name: &str) -> (&str, impl Iterator<Item = (&str, &str)> + Clone) {
     let (protocol, rest) =
         name.split_once(':').map_or((0, name), |(before, rest)| (before.len().saturating_add(1), rest));
@@ -182,7 +182,7 @@ fn bad(message: String) -> Error {
 }
 
 impl fmt::Display for FileName {
-    /// As messages show it: a path as it is, everything else with its protocol.
+    /// Writes the name as messages show it: a path as it is, everything else with its protocol.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::File(path) | Self::HostDevice(path) => path.display().fmt(f),
@@ -195,8 +195,8 @@ impl fmt::Display for FileName {
     }
 }
 
-/// A name for messages. A URL's password and query are left out, as they may be secret; so is what follows `#`. Of what is
-/// said about a cluster, only the user and the configuration are shown.
+/// Returns a name for messages. A URL's password, query and fragment may be secret, so they are left out. Of the
+/// options about a cluster, only the user and the configuration are shown.
 #[must_use]
 pub fn without_secrets(name: &str) -> Cow<'_, str> {
     if name.starts_with(RBD) {
@@ -215,8 +215,8 @@ pub fn without_secrets(name: &str) -> Cow<'_, str> {
     Cow::Owned(format!("{protocol}://{host}{path}{query}"))
 }
 
-/// Options for messages, such as `file=https://...,name=a`: each URL or image of a cluster in them as [`without_secrets`] shows it. One ends at a
-/// quotation mark, and at a comma that is not doubled.
+/// Returns options for messages, such as `file=https://...,name=a`. Each URL or image of a cluster in them is shown as
+/// by [`without_secrets`]. It ends at a quotation mark, or at a comma that is not doubled.
 #[must_use]
 pub fn options_without_secrets(text: &str) -> String {
     let (mut shown, mut rest) = (String::with_capacity(text.len()), text);
@@ -246,7 +246,7 @@ impl From<PathBuf> for FileName {
     }
 }
 
-/// The path as it is: no part of it is taken for a protocol.
+/// Takes the path as it is: no part of it counts as a protocol.
 impl<T: AsRef<OsStr> + ?Sized> From<&T> for FileName {
     fn from(path: &T) -> Self {
         Self::File(PathBuf::from(path))

@@ -4,19 +4,20 @@ use block::{Error, ErrorKind, Result};
 use std::fmt;
 use std::str::FromStr;
 
-/// A format that images are opened in.
+/// A format of images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
-    /// Guest bytes as they are.
+    /// The guest's bytes as they are.
     Raw,
     /// qcow2, versions 2 and 3.
     Qcow2,
-    /// What `snapshot=on` puts on top of a disk: an index and dense data, in files without names or in files that are kept.
+    /// The layer that `snapshot=on` puts on top of a disk: an index and dense data, in files without names or in kept
+    /// files.
     Scratch,
 }
 
 impl Format {
-    /// Every format that images have, for messages.
+    /// All formats, for messages.
     pub const ALL: [Self; 3] = [Self::Raw, Self::Qcow2, Self::Scratch];
 }
 
@@ -41,10 +42,10 @@ impl FromStr for Format {
     }
 }
 
-/// How many bytes from the start of a file [`guess_format`] wants to see.
+/// How many bytes from the start of a file [`guess_format`] needs.
 pub(crate) const PROBE_BYTES: usize = 512;
 
-/// What the formats that QEMU knows begin with, and ours: where, with which bytes, and their names.
+/// The magics of our formats and of those that QEMU knows: the offset, the bytes, and the format's name.
 const MAGICS: [(usize, &[u8], &str); 17] = [
     (0, b"QFI\xfb\0\0\0\x01", "qcow"),
     (0, b"QFI\xfb", "qcow2"),
@@ -65,7 +66,7 @@ const MAGICS: [(usize, &[u8], &str); 17] = [
     (0, &format_scratch::MAGIC, "scratch"),
 ];
 
-/// What a header says: a format by name, served or not; `None` where nothing is recognised (raw, perhaps).
+/// Returns the name of the format that the header belongs to; `None` if it is not recognised (perhaps raw).
 fn name_of_header(head: &[u8]) -> Option<&'static str> {
     let found = MAGICS.iter().find(|(at, magic, _)| head.get(*at..).is_some_and(|rest| rest.starts_with(magic)));
     found.map(|(_, _, name)| *name)
@@ -88,7 +89,7 @@ pub fn guess_format(name: &str, head: &[u8]) -> Result<Option<Format>> {
     }
 }
 
-/// Whether bytes that a guest wants to write at the very start of a disk would make the file look like some format.
+/// Whether bytes that a guest wants to write to the start of a disk would look like a format's header.
 pub(crate) fn forms_a_header(head: &[u8]) -> bool {
     name_of_header(head).is_some()
 }

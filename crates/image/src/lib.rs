@@ -1,10 +1,10 @@
-//! Images as disks: opens them through the policy gate, walks their chains, splits requests into extents and pushes
-//! those to the files, copies on write.
+//! Images as disks: opens them through the policy gate, walks their chains, splits requests into extents, pushes these
+//! to the files, and copies on write.
 //!
-//! On the path of a request this is between the front end's queue and the engine: [`Image`] is a [`block::Disk`]; its
-//! queue resolves a guest range through the layers (a loop, not a recursion) and pushes each extent to the file it lies
-//! in, from guest memory, without a copy. What cannot be resolved at once (a table to load, a cluster to allocate, to
-//! copy or to decompress) goes on as a task on the same reactor.
+//! On the path of a request, this lies between the front end's queue and the engine. [`Image`] is a [`block::Disk`].
+//! Its queue resolves a guest range through the layers, in a loop. It pushes each extent to the file that holds it,
+//! from guest memory, without a copy. Some requests have to wait: for a table to be read, or a cluster to be allocated,
+//! copied or decompressed. They go on as a task on the same reactor.
 //!
 //! ```no_run
 //! # use block as ringdisk_block;

@@ -1,4 +1,4 @@
-//! The null disk, for measurements: reads give zeros, writes go nowhere, nothing waits.
+//! The null disk, for measurements: reads give zeros, writes are thrown away, nothing waits.
 
 use block::{
     Completion, Disk, DiskInfo, DiskQueue, IoError, IoErrorKind, IoResult, Op, ReactorCtx, Result, Run, Runs,
@@ -14,7 +14,7 @@ pub struct NullDisk {
 }
 
 impl NullDisk {
-    /// A null disk of this size, rounded down to whole sectors.
+    /// Makes a null disk of this size, rounded down to whole sectors.
     #[must_use]
     pub fn new(size_bytes: u64, serial: String) -> Self {
         let odd_bytes = size_bytes.checked_rem(SECTOR_BYTES).unwrap_or(0);

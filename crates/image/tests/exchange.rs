@@ -471,8 +471,9 @@ fn where_a_queue_cannot_open_the_new_layer_or_nobody_can_record_it_all_goes_on_a
     add_overlays(&storage, 2, 64 << 10, 4096);
     let image = image_of(&storage, &name(0), Format::Raw);
     let disk: Arc<dyn Disk> = Arc::clone(&image) as _;
-    let mut harness = SimHarness::new(1, 2);
-    let queues = [harness.open(&disk, 0).unwrap(), harness.open(&disk, 1).unwrap()];
+    // Three of them cannot open it, and the next exchange hears of none.
+    let mut harness = SimHarness::new(1, 4);
+    let queues: Vec<u64> = (0..4).map(|queue| harness.open(&disk, queue).unwrap()).collect();
     for case in 0..2 {
         let mut overlay = open_overlay(&storage, &overlay_name(case), &name(0), Format::Raw);
         if case == 0 {

@@ -1,14 +1,15 @@
 //! Long work on images, with progress and cancel.
 //!
-//! No guest's request passes through here: jobs stand beside the path, above [`image`]. A job is a function that is called on
-//! a thread of its own. Bytes are moved on the reactors that the job is given.
+//! No guest's request passes through here: jobs stand beside the path, above [`image`]. A job is a function that is
+//! called on a thread of its own. It moves bytes on the reactors that its caller gives it.
 //!
-//! * [`map`]: what lies where in a disk.
-//! * [`compare`]: whether two disks hold the same.
+//! * [`map`]: which ranges of a disk hold data, and where.
+//! * [`compare`]: whether two disks hold the same data.
 //! * [`check`]: whether an image's tables agree.
 //! * [`convert`]: copies disks into another image. [`measure`]: how large that image would become.
-//! * [`commit`]: writes what an overlay holds into a layer below. [`rebase`]: gives an overlay another backing file.
-//! * [`create`]: new images. [`resize`]: more or less room. [`edit`]: internal snapshots. [`amend`]: other options.
+//! * [`commit`]: writes an overlay's data into a layer below. [`rebase`]: gives an overlay another backing file.
+//! * [`create`]: makes images. [`resize`]: changes an image's size. [`edit`]: internal snapshots. [`amend`]: changes an
+//!   image's options.
 //!
 //! ```no_run
 //! # use {block as ringdisk_block, image as ringdisk_image};

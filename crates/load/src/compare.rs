@@ -1,12 +1,12 @@
-//! Several targets under the same load, one after the other: figures, their medians, and ratios with their spread.
+//! Compares several targets under the same load, one after the other: figures, medians, and ratios with their spread.
 
 use crate::report::BenchReport;
 use serde::{Serialize, Serializer};
 
-/// One number of a run, with the name and the unit that a person reads.
+/// A number of a run, with its name and its heading.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Figure {
-    /// As in JSON: `iops`, `p99_us`, `kicks_per_request`.
+    /// Its name in JSON: `iops`, `p99_us`, `kicks_per_request`.
     pub name: String,
     /// Its heading in a table: "p99, us".
     pub label: String,
@@ -14,7 +14,7 @@ pub struct Figure {
     pub value: f64,
 }
 
-/// Measurements of one thing.
+/// The spread of several measurements.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Spread {
     /// The median.
@@ -26,7 +26,7 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// Of some measurements; zeros if there are none.
+    /// Returns the spread of some measurements; zeros if there are none.
     #[must_use]
     pub fn of(mut values: Vec<f64>) -> Self {
         values.sort_by(f64::total_cmp);
@@ -39,20 +39,20 @@ impl Spread {
 /// A figure over several runs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FigureSpread {
-    /// As in JSON.
+    /// Its name in JSON.
     pub name: String,
-    /// As in a table.
+    /// Its heading in a table.
     pub label: String,
-    /// Over the runs.
+    /// Its spread over the runs.
     pub spread: Spread,
 }
 
-/// One target.
+/// The results of a target.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Side {
-    /// What it is called in the tables.
+    /// The target's name in the tables.
     pub name: String,
-    /// Each figure over all runs.
+    /// The spread of each figure over all runs.
     #[serde(serialize_with = "by_name")]
     pub figures: Vec<FigureSpread>,
     /// The runs in order.
@@ -66,12 +66,12 @@ pub struct Ratios {
     pub of: String,
     /// The other.
     pub to: String,
-    /// A ratio for each figure that both have. Each round gives one; here they are summed up.
+    /// The spread of the ratios of each figure that both have, with one ratio a round.
     #[serde(serialize_with = "by_name")]
     pub figures: Vec<FigureSpread>,
 }
 
-/// All targets at one depth.
+/// The results of all targets at one depth.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
     /// Requests in flight on each queue.
@@ -83,7 +83,7 @@ pub struct Comparison {
 }
 
 impl Side {
-    /// A figure by its name in JSON.
+    /// Returns a figure by its name in JSON.
     #[must_use]
     pub fn figure(&self, name: &str) -> Option<Spread> {
         find(&self.figures, name)
@@ -91,7 +91,7 @@ impl Side {
 }
 
 impl Ratios {
-    /// The ratio of a figure, by its name in JSON.
+    /// Returns the ratio of a figure by its name in JSON.
     #[must_use]
     pub fn figure(&self, name: &str) -> Option<Spread> {
         find(&self.figures, name)
@@ -107,7 +107,7 @@ fn by_name<S: Serializer>(figures: &[FigureSpread], serializer: S) -> Result<S::
 }
 
 impl BenchReport {
-    /// The figures that runs are compared by.
+    /// Returns the figures by which runs are compared.
     #[must_use]
     pub fn figures(&self) -> Vec<Figure> {
         let figure = |name: &str, label: &str, value| Figure { name: name.to_owned(), label: label.to_owned(), value };
@@ -154,8 +154,8 @@ impl BenchReport {
     }
 }
 
-/// Sums up `rounds`. A round is one run of each target; `names` are the targets' names. A round that lacks a target is
-/// left out.
+/// Sums up `rounds`. A round is one run of each target; `names` are the targets' names. Rounds that lack a target are
+/// ignored.
 #[must_use]
 pub fn compare(names: &[String], rounds: &[Vec<BenchReport>]) -> Comparison {
     let rounds: Vec<&Vec<BenchReport>> = rounds.iter().filter(|round| round.len() == names.len()).collect();
@@ -185,7 +185,7 @@ fn value_of(figures: &[Figure], name: &str) -> Option<f64> {
     figures.iter().find(|figure| figure.name == name).map(|figure| figure.value)
 }
 
-/// The ratios of figures that are not zero in any round.
+/// Computes the ratios of figures that are not zero in any round.
 fn ratios(first: &Side, other: &Side) -> Ratios {
     let pairs: Vec<(Vec<Figure>, Vec<Figure>)> =
         first.runs.iter().zip(&other.runs).map(|(first, other)| (first.figures(), other.figures())).collect();
@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn ratios_are_taken_within_a_round() {
-        // Both targets drift by far more than they differ.
+        // Both targets drift by far more than they differ from each other.
         let rounds: Vec<_> = [100.0, 300.0, 200.0].map(|iops| vec![report(iops * 1.5, 0.0), report(iops, 0.5)]).into();
         let names = ["A".to_owned(), "B".to_owned()];
         let comparison = compare(&names, &rounds);

@@ -8,18 +8,18 @@ const NS_PER_SECOND: f64 = 1e9;
 /// Clock ticks a second in /proc/PID/stat: fixed for user space on Linux.
 const TICKS_PER_SECOND: f64 = 100.0;
 
-/// What each thread of a process has used up to one moment.
+/// The CPU use of each thread of a process, up to one moment.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct CpuSample {
     threads: HashMap<String, ThreadSample>,
-    /// From /proc/PID/stat, for hosts that keep no scheduler statistics of threads.
+    /// From /proc/PID/stat, for hosts without scheduler statistics of threads.
     whole_seconds: f64,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
 struct ThreadSample {
     cpu_ns: u64,
-    /// How often it went to sleep by itself.
+    /// How often the thread went to sleep by itself.
     voluntary_switches: u64,
 }
 
@@ -40,7 +40,7 @@ impl ThreadSample {
 }
 
 impl CpuSample {
-    /// What the process has used so far; nothing if it does not exist.
+    /// Reads what the process has used so far; nothing if it does not exist.
     pub(crate) fn take(pid: u32) -> Self {
         let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
         let threads =
@@ -48,7 +48,7 @@ impl CpuSample {
         Self { threads: threads.collect(), whole_seconds: stat_seconds(pid).unwrap_or(0.0) }
     }
 
-    /// CPU seconds from `earlier` to this moment. Threads that ended in between count through the coarser source.
+    /// Returns the CPU seconds since `earlier`. If threads ended in between, the coarser source is used.
     pub(crate) fn seconds_since(&self, earlier: &Self) -> f64 {
         let fine = self.growth_since(earlier, |thread| thread.cpu_ns);
         let gone = earlier.threads.keys().any(|thread| !self.threads.contains_key(thread));
@@ -56,7 +56,7 @@ impl CpuSample {
         if fine == 0 || gone { coarse.max(0.0) } else { fine as f64 / NS_PER_SECOND }
     }
 
-    /// How often threads went to sleep from `earlier` to this moment. Threads that ended in between do not count.
+    /// Returns how often threads went to sleep since `earlier`. Threads that ended in between do not count.
     pub(crate) fn voluntary_switches_since(&self, earlier: &Self) -> u64 {
         self.growth_since(earlier, |thread| thread.voluntary_switches)
     }

@@ -1,11 +1,11 @@
-//! How evenly completions come: how many in each second, and the longest time without one.
+//! Measures how evenly completions come: the number in each second, and the longest gap.
 
 use std::time::Duration;
 
-/// A run is rarely longer, in seconds.
+/// Room for a run's seconds. Longer runs are rare.
 const ROOM: usize = 256;
 
-/// Of one queue, or of several.
+/// Counts of one queue, or of several.
 #[derive(Debug, Clone)]
 pub(crate) struct Evenness {
     per_second: Vec<u64>,
@@ -20,7 +20,7 @@ impl Default for Evenness {
 }
 
 impl Evenness {
-    /// So many came at this time after the beginning.
+    /// Counts completions at this time after the beginning.
     #[inline]
     pub(crate) fn record(&mut self, since_begin: Duration, count: u64) {
         let now_ns = u64::try_from(since_begin.as_nanos()).unwrap_or(u64::MAX);
@@ -40,7 +40,7 @@ impl Evenness {
         (self.last_ns, self.longest_gap_ns) = (0, 0);
     }
 
-    /// Adds another queue's. The longest gap is the longest of any queue.
+    /// Adds another queue's counts. The longest gap is the longest of any queue.
     pub(crate) fn merge(&mut self, other: &Self) {
         let longest = self.per_second.len().max(other.per_second.len());
         self.per_second.resize(longest, 0);
@@ -48,7 +48,7 @@ impl Evenness {
         self.longest_gap_ns = self.longest_gap_ns.max(other.longest_gap_ns);
     }
 
-    /// Completions in each whole second of a run that took so long.
+    /// Returns the completions in each whole second of a run of this length.
     pub(crate) fn whole_seconds(&self, elapsed_seconds: f64) -> Vec<u64> {
         let whole = elapsed_seconds as usize;
         (0..whole).map(|second| self.per_second.get(second).copied().unwrap_or(0)).collect()

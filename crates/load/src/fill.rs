@@ -1,4 +1,4 @@
-//! Writes patterned data over a range, makes it durable, and reads it all back.
+//! Writes patterned data to a range, makes them durable, and reads them back.
 
 use crate::report::BenchReport;
 use crate::run::{Outcome, run};
@@ -11,23 +11,23 @@ use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
-/// What to fill and how.
+/// The range to fill, and the load.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct FillSpec {
-    /// Where the range starts.
+    /// Start of the range.
     pub offset_bytes: u64,
-    /// How long it is. `None` means up to the end of the disk.
+    /// Length of the range. `None` means to the end of the disk.
     pub length_bytes: Option<u64>,
     /// Bytes a request.
     pub block_bytes: u32,
     /// Requests in flight on each queue.
     pub queue_depth: u32,
-    /// Queues, each on a reactor of its own.
+    /// Queues, each on its own reactor.
     pub queues: u32,
-    /// Goes into every sector.
+    /// Goes into every sector's data.
     pub seed: u64,
-    /// How long the flush, and what is in flight at the end, may take.
+    /// How long the flush, and requests in flight at the end, may take.
     pub drain_timeout: Duration,
 }
 
@@ -46,7 +46,7 @@ impl Default for FillSpec {
 }
 
 impl FillSpec {
-    /// Changes some of them: `FillSpec::default().with(|fill| fill.queues = 2)`.
+    /// Changes some of the options: `FillSpec::default().with(|fill| fill.queues = 2)`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
@@ -54,23 +54,23 @@ impl FillSpec {
     }
 }
 
-/// How it went. Without errors and mismatches, every sector of the range was written, flushed and found again.
+/// The result. Without errors and mismatches, every sector of the range was written, flushed and read back right.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct FillReport {
-    /// The writing.
+    /// Figures of the writes.
     pub fill: BenchReport,
-    /// The reading back.
+    /// Figures of the reads.
     pub verify: BenchReport,
-    /// Requests that failed, the flush included.
+    /// Requests that failed, including the flush.
     pub errors: u64,
-    /// Blocks that did not hold what was written.
+    /// Blocks that did not hold the written data.
     pub mismatches: u64,
-    /// The first thing that went wrong.
+    /// The first failure.
     pub first_failure: Option<String>,
 }
 
-/// Fills the range of `spec` with data that names its place, flushes, and compares. Waits for the end; not to be called
-/// on a reactor.
+/// Fills the range of `spec` with data that name their place, flushes, and compares. Waits for the end, so do not call
+/// it on a reactor.
 pub fn fill_and_verify(
     disk: &Arc<dyn Disk>,
     reactors: &[Arc<dyn ReactorHandle>],
@@ -103,7 +103,7 @@ pub fn fill_and_verify(
     let Outcome { report: fill, state, .. } = pass(0, Initial::Unknown)?;
     let flushed = flush(disk, reactors, spec.drain_timeout)?;
     let state = state.ok_or_else(|| Error::new(ErrorKind::Io, "a verified run gave no state"))?;
-    // Blocks whose write failed may hold anything; the failure itself is counted.
+    // Blocks whose write failed may hold anything. The failed write itself is counted.
     let verify = if fill.cancelled {
         BenchReport { cancelled: true, ..BenchReport::default() }
     } else {
@@ -121,7 +121,7 @@ pub fn fill_and_verify(
     })
 }
 
-/// Waits for one request and hands its result over.
+/// Waits for one request and sends its result.
 struct OneRequest {
     queue: Option<Box<dyn DiskQueue>>,
     done: Vec<Completion>,
@@ -143,7 +143,7 @@ impl Poller for OneRequest {
     }
 }
 
-/// One flush on a queue of its own: it covers what all queues wrote.
+/// Sends one flush on a queue of its own: it covers the writes of all queues.
 fn flush(disk: &Arc<dyn Disk>, reactors: &[Arc<dyn ReactorHandle>], timeout: Duration) -> Result<IoResult> {
     let no_reactor = || Error::new(ErrorKind::BadOption, "a run needs at least one reactor");
     let reactor = reactors.first().ok_or_else(no_reactor)?;

@@ -1,7 +1,7 @@
-//! The load of one queue: a poller that harvests completions and submits as many new requests.
+//! Generates the load of one queue: a poller harvests completions and submits as many new requests.
 //!
-//! The clock is read once for each batch. Completions of one harvest end at the same moment, and the requests that
-//! replace them begin then.
+//! The clock is read once a batch. Completions of one harvest end at the same moment, and the requests that replace
+//! them begin then.
 
 use crate::evenness::Evenness;
 use crate::moments::Moments;
@@ -17,16 +17,16 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::Instant;
 
-/// What the main thread tells the generators.
+/// The state that the main thread shares with the generators.
 #[derive(Debug, Default)]
 pub(crate) struct Conductor {
     phase: AtomicU8,
-    /// Completions of all queues. Updated after a few thousand requests.
+    /// Completions of all queues. Updated every few thousand requests.
     pub(crate) requests: AtomicU64,
     pub(crate) failures: AtomicU64,
 }
 
-/// They follow each other in this order.
+/// The phases of a run, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub(crate) enum Phase {
@@ -34,9 +34,9 @@ pub(crate) enum Phase {
     Warmup,
     /// Everything counts.
     Measure,
-    /// Nothing more is submitted.
+    /// Nothing more is submitted; requests in flight are awaited.
     Drain,
-    /// What has not completed by this time never will.
+    /// Requests in flight are given up.
     Abandon,
 }
 
@@ -55,7 +55,7 @@ impl Conductor {
     }
 }
 
-/// What a generator measured.
+/// The measurements of a generator.
 pub(crate) struct QueueResult {
     pub(crate) queue: u32,
     pub(crate) reads: Timings,
@@ -83,16 +83,16 @@ enum Kind {
 
 struct Slot {
     buf: IoBuf,
-    /// The whole buffer: what every request but a short last one uses.
+    /// A window over the whole buffer, for every request but a short last one.
     whole: Window,
     kind: Kind,
     block: u64,
-    /// The history of the block when the read of it began.
+    /// The block's history when its read began.
     began: ReadBegan,
     since: Instant,
 }
 
-/// What a generator is made of.
+/// The parts that make a generator.
 pub(crate) struct Parts {
     pub(crate) queue_index: u32,
     pub(crate) spec: Arc<BenchSpec>,
@@ -119,13 +119,13 @@ pub(crate) struct Generator {
     writes_until_flush: u32,
     phase: Phase,
     started: Instant,
-    /// Requests completed since the conductor was last told.
+    /// Completions that the conductor has not been told of.
     untold: u64,
     result: Option<QueueResult>,
     scratch: Vec<u8>,
 }
 
-/// How many completions the conductor may not know of.
+/// After so many completions, the conductor is told.
 const TELL_EVERY: u64 = 1024;
 
 impl Generator {
@@ -192,7 +192,7 @@ impl Generator {
         }
     }
 
-    /// Follows the conductor. When the measurement begins, everything so far is forgotten.
+    /// Follows the conductor's phase. When the measurement begins, everything counted so far is dropped.
     fn follow(&mut self) {
         let phase = self.parts.conductor.phase();
         if phase == self.phase {
@@ -244,7 +244,7 @@ impl Generator {
             return (Kind::Read, block);
         }
         if let Some(tracker) = &self.parts.tracker {
-            // A block has one write in flight at a time. Otherwise nobody could say which came last. There are more
+            // A block has one write in flight at a time: otherwise nobody could say which came last. There are more
             // blocks than slots.
             while tracker.is_writing(block) {
                 block = if block + 1 == blocks.end { blocks.start } else { block + 1 };
@@ -359,7 +359,7 @@ impl Generator {
         self.parts.conductor.requests.fetch_add(std::mem::take(&mut self.untold), Ordering::Relaxed);
     }
 
-    /// Everything has completed (or was given up): hands the result over and leaves the reactor.
+    /// Everything has completed or was given up: sends the result and leaves the reactor.
     fn finish(&mut self) {
         self.tell();
         let Some(mut result) = self.result.take() else { return };
@@ -368,7 +368,7 @@ impl Generator {
         }
         result.abandoned = self.slots.len() - self.idle.len();
         result.blocks = self.parts.tracker.take().map(Tracker::into_blocks);
-        // The queue goes first: others may use its disk as soon as the result is there.
+        // The queue is dropped first: others may use its disk as soon as they have the result.
         self.queue = None;
         self.slots.clear();
         if let Some(poller) = self.poller.take() {
@@ -379,7 +379,7 @@ impl Generator {
     }
 }
 
-/// The first `length` bytes of the slot's buffer.
+/// Returns the first `length` bytes of the slot's buffer.
 fn part(slot: &Slot, length: usize) -> Window {
     if length == slot.buf.length_bytes() { slot.whole.clone() } else { slot.whole.slice(0, length) }
 }

@@ -1,15 +1,15 @@
-//! The load generator: it drives any [`Disk`](block::Disk) with a workload, measures the disk, and checks what it reads.
+//! The load generator: puts a load on any [`Disk`](block::Disk), measures the disk, and checks what it reads.
 //!
-//! It stands beside the path of a request, where a guest would: on a disk in this process, or on the
-//! [driver](driver::Driver) that is connected to a server's socket.
+//! It takes the place of a guest: on a disk in this process, or on the [driver](driver::Driver), connected to a
+//! server's socket.
 //!
-//! * [`run`]: one workload, at a fixed depth, on one queue a reactor. [`BenchSpec`] describes it.
-//! * [`fill_and_verify`]: writes a range, flushes, and reads it all back.
-//! * [`request_bench`]: a fixed number of requests at growing offsets.
+//! * [`run`]: one workload, at a fixed depth, with one queue on each reactor. [`BenchSpec`] describes it.
+//! * [`fill_and_verify`]: writes a range, flushes, and reads all of it back.
+//! * [`request_bench`]: a fixed number of requests at rising offsets.
 //! * [`compare`]: sums up runs of several disks; [`Plot`] draws them over depth, as SVG.
 //! * [`driver_hooks`]: lets a run use the driver's shared memory and report its counters.
 //!
-//! All of them wait on the caller's thread, tell their progress there, and can be cancelled.
+//! All of them block the caller's thread, report progress on it, and can be cancelled.
 //!
 //! ```no_run
 //! # use {block as ringdisk_block, driver as ringdisk_driver, engine as ringdisk_engine};

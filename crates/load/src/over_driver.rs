@@ -1,12 +1,12 @@
-//! A run on the driver: buffers that the server shares, and the driver's counters.
+//! Runs over the driver: in buffers that the server shares, with the driver's counters.
 
 use crate::spec::Hooks;
 use driver::Driver;
 use std::sync::Arc;
 
-/// Hooks for a run on `driver`. Buffers come from the memory that the driver shares with the server, so that nothing is
-/// copied. The run reports how often the driver kicked the server and was woken by it, and how many requests went through
-/// the rings.
+/// Makes hooks for a run on `driver`. Buffers come from memory that the driver shares with the server, so that nothing
+/// is copied. The run reports how often the driver kicked the server and was woken by it, and how many requests went
+/// through the rings.
 pub fn driver_hooks(driver: &Arc<Driver>) -> Hooks<'static> {
     let (allocating, counting) = (Arc::clone(driver), Arc::clone(driver));
     Hooks {

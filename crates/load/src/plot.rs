@@ -1,32 +1,32 @@
-//! Throughput and latency over depth, as one self-contained SVG.
+//! Draws throughput and latency over depth as one self-contained SVG.
 
 use crate::compare::Spread;
 use crate::scale::{Scale, number};
 use std::fmt::Write as _;
 
-/// What to draw.
+/// A plot of several targets.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plot {
     /// The workload.
     pub title: String,
     /// How it was measured.
     pub subtitle: String,
-    /// Bytes a request: large ones are drawn as bytes a second, small ones as requests a second.
+    /// Bytes a request. Large requests are drawn as bytes a second, small ones as requests a second.
     pub block_bytes: u32,
-    /// One a target.
+    /// The targets' curves.
     pub curves: Vec<Curve>,
 }
 
-/// One target.
+/// The curve of a target.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Curve {
-    /// In the legend.
+    /// Its label in the legend.
     pub label: String,
-    /// By rising depth.
+    /// Its points, in order of depth.
     pub points: Vec<Point>,
 }
 
-/// One target at one depth.
+/// The figures of a target at one depth.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Point {
     /// Requests in flight on each queue.
@@ -39,7 +39,7 @@ pub struct Point {
     pub p99_us: Spread,
 }
 
-/// Told apart also by those who do not see all colours (Okabe and Ito), and by their markers.
+/// Colours that colour-blind people can distinguish (Okabe and Ito). Markers differ, too.
 const COLOURS: [&str; 8] = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7f7f7f"];
 const WIDTH: f64 = 1000.0;
 const LEGEND_TOP: f64 = 78.0;
@@ -47,22 +47,22 @@ const LEGEND_ROW: f64 = 20.0;
 const PANEL_WIDTH: f64 = 400.0;
 const PANEL_HEIGHT: f64 = 300.0;
 const PANELS_LEFT: [f64; 2] = [80.0, 580.0];
-/// Between the panel's sides and the first and last point.
+/// The distance between the panel's sides and the first and last point.
 const INSET: f64 = 14.0;
-/// Characters of a label that fit into the legend.
+/// The most characters of a label in the legend.
 const LABEL_MAX: usize = 110;
-/// Requests of at least this size are about bandwidth.
+/// From this size on, requests are drawn as bandwidth.
 const BANDWIDTH_FROM_BYTES: u32 = 64 << 10;
-/// More depths than these are not all named on the axis.
+/// The most depths of which each is named on the axis.
 const DEPTH_TICKS_MAX: usize = 10;
 
-/// One line of a panel: what it takes from a point, and how it is drawn.
+/// A line of a panel: its value of a point, and its style.
 struct Line {
     value: Box<dyn Fn(&Point) -> Spread>,
     dashed: bool,
 }
 
-/// A panel's place, its scales and what stands beside it.
+/// A panel's place, its scales and its texts.
 struct Panel<'a> {
     left: f64,
     top: f64,
@@ -74,7 +74,7 @@ struct Panel<'a> {
 }
 
 impl Plot {
-    /// The drawing.
+    /// Draws the plot.
     #[must_use]
     pub fn to_svg(&self) -> String {
         let top = LEGEND_TOP + LEGEND_ROW * self.curves.len() as f64 + 34.0;
@@ -158,7 +158,7 @@ impl Panel<'_> {
         self.top + (1.0 - self.values.position(value)) * PANEL_HEIGHT
     }
 
-    /// Titles, grid, ticks.
+    /// Draws titles, grid and ticks.
     fn frame(&self, svg: &mut String) {
         let (left, top, right, bottom) = (self.left, self.top, self.left + PANEL_WIDTH, self.top + PANEL_HEIGHT);
         let _ = writeln!(svg, "<text x=\"{left}\" y=\"{}\" font-weight=\"bold\">{}</text>", top - 12.0, self.title);
@@ -209,7 +209,7 @@ impl Panel<'_> {
         );
     }
 
-    /// The spread as a band, the medians as a line with markers.
+    /// Draws the spread as a band, and the medians as a line with markers.
     fn draw(&self, svg: &mut String, line: &Line, index: usize, curve: &Curve) {
         let colour = colour(index);
         let at = |point: &Point, pick: fn(&Spread) -> f64| {
@@ -241,7 +241,7 @@ fn colour(index: usize) -> &'static str {
     COLOURS.get(index % COLOURS.len()).copied().unwrap_or("#000000")
 }
 
-/// A shape for each target, filled with its colour.
+/// Draws a marker: a shape for each target, filled with its colour.
 fn marker(index: usize, x: f64, y: f64) -> String {
     let colour = colour(index);
     let polygon = |points: &[(f64, f64)]| {
@@ -260,7 +260,7 @@ fn scaled(spread: Spread, factor: f64) -> Spread {
     Spread { median: spread.median * factor, min: spread.min * factor, max: spread.max * factor }
 }
 
-/// Labels too long for the legend lose their middle.
+/// Cuts the middle out of a label that is too long for the legend.
 fn shorten(label: &str) -> String {
     let chars: Vec<char> = label.chars().collect();
     if chars.len() <= LABEL_MAX {
@@ -271,7 +271,7 @@ fn shorten(label: &str) -> String {
     begin.chain(&['…']).chain(end).collect()
 }
 
-/// As XML text; what XML cannot hold at all becomes a replacement character.
+/// Escapes XML text. Characters that XML does not allow become replacement characters.
 fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for char in text.chars() {

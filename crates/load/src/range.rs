@@ -1,6 +1,6 @@
-//! The part of a disk that a run uses, as blocks.
+//! The range of a disk that a run uses, divided into blocks.
 
-/// The checked range of a run.
+/// The range of a run, already checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Range {
     pub(crate) offset_bytes: u64,
@@ -9,19 +9,19 @@ pub(crate) struct Range {
 }
 
 impl Range {
-    /// Blocks; the last may be shorter.
+    /// Returns the number of blocks; the last may be shorter.
     pub(crate) fn blocks(&self) -> u64 {
         self.length_bytes.div_ceil(u64::from(self.block_bytes))
     }
 
-    /// Where block `index` lies and how long it is.
+    /// Returns the place and length of block `index`.
     pub(crate) fn block(&self, index: u64) -> (u64, usize) {
         let skip = index * u64::from(self.block_bytes);
         let length = (self.length_bytes - skip).min(u64::from(self.block_bytes));
         (self.offset_bytes + skip, length as usize)
     }
 
-    /// The blocks of part `index` of `count`, nearly equal.
+    /// Returns the blocks of part `index` of `count` nearly equal parts.
     pub(crate) fn part(&self, index: u64, count: u64) -> std::ops::Range<u64> {
         let blocks = u128::from(self.blocks());
         let at = |index: u64| (blocks * u128::from(index) / u128::from(count)) as u64;

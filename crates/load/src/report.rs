@@ -1,4 +1,4 @@
-//! What a run measured.
+//! The measurements of a run.
 
 use hdrhistogram::Histogram;
 use serde::Serialize;
@@ -6,7 +6,7 @@ use serde::Serialize;
 /// Latencies in microseconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Latency {
-    /// Requests it is made of.
+    /// Number of requests measured.
     pub count: u64,
     /// Arithmetic mean.
     pub mean: f64,
@@ -24,12 +24,12 @@ pub struct Latency {
     pub max: f64,
 }
 
-/// How many completions came at once, over all harvests that gave any.
+/// Sizes of harvests: how many completions came at once. Empty harvests do not count.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Batches {
-    /// Harvests that gave something.
+    /// Harvests with at least one completion.
     pub harvests: u64,
-    /// How often the generator looked, with or without success.
+    /// How often the generator polled, with or without completions.
     pub polls: u64,
     /// Mean completions a harvest.
     pub mean: f64,
@@ -39,14 +39,14 @@ pub struct Batches {
     pub max: u64,
 }
 
-/// How many completions the server's engines gave at once, over all harvests that gave any.
+/// Sizes of the harvests of the server's engines. Empty harvests do not count.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct EngineHarvests {
-    /// Harvests that gave something.
+    /// Harvests with at least one completion.
     pub harvests: u64,
     /// Mean completions a harvest.
     pub mean: f64,
-    /// 10th percentile of harvests.
+    /// 10th percentile of completions a harvest.
     pub p10: u64,
     /// Median.
     pub p50: u64,
@@ -54,12 +54,12 @@ pub struct EngineHarvests {
     pub p90: u64,
     /// Most.
     pub max: u64,
-    /// Share of harvests that gave as many as the deepest queue holds, in percent.
+    /// Share of harvests as large as the deepest queue, in percent.
     pub full_percent: f64,
 }
 
 impl EngineHarvests {
-    /// Of how many harvests there were of each length, on queues of `depth`.
+    /// Computes this from the number of harvests of each size, on queues of `depth`.
     pub(crate) fn of(by_length: &[u64], depth: u32) -> Self {
         let sum = |counts: &[u64]| counts.iter().sum::<u64>();
         let harvests = sum(by_length);
@@ -88,42 +88,42 @@ impl EngineHarvests {
     }
 }
 
-/// What one process used during the run.
+/// The CPU use of a process during the run.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ProcessCpu {
     /// Its process id.
     pub pid: u32,
     /// CPU seconds, all threads.
     pub cpu_seconds: f64,
-    /// CPU microseconds a request of this run.
+    /// CPU microseconds per request of this run.
     pub us_per_request: f64,
-    /// Times that its threads went to sleep.
+    /// How often its threads went to sleep.
     pub voluntary_switches: u64,
-    /// The same for each request.
+    /// How often its threads went to sleep, per request.
     pub voluntary_switches_per_request: f64,
 }
 
-/// How much a counter grew.
+/// The growth of a counter during the run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CounterGrowth {
     /// Its name.
     pub name: String,
-    /// By how much.
+    /// The growth.
     pub total: u64,
-    /// The same for each request.
+    /// The growth per request.
     pub per_request: f64,
 }
 
-/// The outcome of a run.
+/// The figures of a run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct BenchReport {
     /// Requests in flight on each queue.
     pub queue_depth: u32,
-    /// Queues.
+    /// Number of queues.
     pub queues: u32,
     /// Bytes a request.
     pub block_bytes: u32,
-    /// Share of reads.
+    /// Percentage of reads among reads and writes.
     pub read_percent: u8,
     /// "random" or "sequential".
     pub pattern: String,
@@ -131,57 +131,57 @@ pub struct BenchReport {
     pub elapsed_seconds: f64,
     /// Reads and writes completed.
     pub requests: u64,
-    /// How many of these are reads.
+    /// How many of these were reads.
     pub reads: u64,
-    /// How many of these are writes.
+    /// How many of these were writes.
     pub writes: u64,
     /// Flushes completed.
     pub flushes: u64,
     /// Reads and writes a second.
     pub iops: f64,
-    /// Their bytes a second.
+    /// Bytes a second of reads and writes.
     pub bytes_per_second: f64,
-    /// Requests of any kind in each whole second.
+    /// Requests of all kinds in each whole second.
     pub per_second: Vec<u64>,
     /// The longest time without a completion, on any queue.
     pub longest_gap_us: f64,
-    /// Of reads and writes together.
+    /// Latencies of reads and writes together.
     pub latency_us: Latency,
-    /// Of reads.
+    /// Latencies of reads.
     pub read_latency_us: Latency,
-    /// Of writes.
+    /// Latencies of writes.
     pub write_latency_us: Latency,
-    /// Of flushes.
+    /// Latencies of flushes.
     pub flush_latency_us: Latency,
     /// Requests that failed.
     pub errors: u64,
-    /// The first of them.
+    /// The first failure.
     pub first_error: Option<String>,
-    /// Blocks that did not hold what they should.
+    /// Blocks that held wrong data.
     pub mismatches: u64,
-    /// The first of them.
+    /// The first wrong block.
     pub first_mismatch: Option<String>,
-    /// Completions a harvest.
+    /// Sizes of harvests.
     pub batches: Batches,
-    /// CPU seconds of this process (a reactor that spins counts in full).
+    /// CPU seconds of this process. A reactor that spins counts in full.
     pub client_cpu_seconds: f64,
-    /// The same, microseconds a request.
+    /// CPU microseconds of this process per request.
     pub client_us_per_request: f64,
-    /// Times that threads of this process went to sleep, for each request.
+    /// How often threads of this process went to sleep, per request.
     pub client_voluntary_switches_per_request: f64,
-    /// What the server's processes used.
+    /// CPU use of the server's processes.
     pub servers: Vec<ProcessCpu>,
-    /// How the server's engines gave completions, where the caller can tell.
+    /// Harvests of the server's engines, if the caller knows them.
     pub engine_harvests: Option<EngineHarvests>,
-    /// What the caller's counters did.
+    /// Growth of the caller's counters.
     pub counters: Vec<CounterGrowth>,
-    /// The caller ended the run early.
+    /// Whether the caller ended the run early.
     pub cancelled: bool,
 }
 
 const SLOWEST_NS: u64 = 1_000_000_000_000;
 const DIGITS: u8 = 3;
-/// Batches longer than this count as this.
+/// Longer batches count as this length.
 const MAX_BATCH: usize = 4096;
 
 /// Latencies of one kind of request.
@@ -189,7 +189,7 @@ pub(crate) struct Timings(Histogram<u64>);
 
 impl Timings {
     pub(crate) fn new() -> Self {
-        // The bounds and digits are valid constants. If the crate disagrees, a histogram that resizes itself will do.
+        // The bounds and digits are valid constants. If the crate disagrees, use a histogram that resizes itself.
         let histogram = Histogram::new_with_bounds(1, SLOWEST_NS, DIGITS)
             .or_else(|_| Histogram::new(DIGITS))
             .unwrap_or_else(|error| unreachable!("a histogram of {DIGITS} digits: {error}"));
@@ -206,7 +206,7 @@ impl Timings {
     }
 
     pub(crate) fn merge(&mut self, other: &Self) {
-        // All have the same bounds.
+        // All histograms have the same bounds, so this cannot fail.
         let _ = self.0.add(&other.0);
     }
 
@@ -233,7 +233,7 @@ impl Timings {
     }
 }
 
-/// How many harvests gave how much.
+/// Counts harvests by their size.
 #[derive(Debug, Default)]
 pub(crate) struct BatchCounts {
     by_length: Vec<u64>,
@@ -241,7 +241,7 @@ pub(crate) struct BatchCounts {
 }
 
 impl BatchCounts {
-    /// With room for harvests of so many completions.
+    /// Makes counts with room for harvests of so many completions.
     pub(crate) fn up_to(length: usize) -> Self {
         Self { by_length: vec![0; length.min(MAX_BATCH) + 1], polls: 0 }
     }

@@ -1,4 +1,4 @@
-//! A fixed number of requests at growing offsets, timed: the load of `qemu-img bench`.
+//! Times a fixed number of requests at growing offsets: the load of `qemu-img bench`.
 
 use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, OpFlags, ReactorCtx, ReactorHandle, Result, run_and_wait};
 use memory::{AlignedBuf, IoBuf};
@@ -11,27 +11,27 @@ use std::time::{Duration, Instant};
 
 const TICK: Duration = Duration::from_millis(50);
 
-/// Which requests.
+/// The requests to make.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct RequestBench {
-    /// How many.
+    /// Number of requests.
     pub count: u64,
-    /// In flight at once.
+    /// Requests in flight at once.
     pub depth: usize,
-    /// The offset of the first.
+    /// Offset of the first request.
     pub offset: u64,
-    /// Bytes of each.
+    /// Bytes a request.
     pub size_bytes: usize,
-    /// From one offset to the next; wraps at the end of the disk.
+    /// Bytes from one offset to the next; offsets wrap at the end of the disk.
     pub step_bytes: u64,
-    /// Writes instead of reads.
+    /// Whether to write instead of read.
     pub write: bool,
-    /// What is written.
+    /// The byte to write.
     pub pattern: u8,
-    /// A flush after every so many writes; zero for none.
+    /// Number of writes between two flushes; zero for no flushes.
     pub flush_interval: u64,
-    /// A flush waits for the writes before it, and the writes behind it wait for the flush.
+    /// Whether a flush waits for the writes before it, and later writes for the flush.
     pub drain: bool,
 }
 
@@ -52,7 +52,7 @@ impl Default for RequestBench {
 }
 
 impl RequestBench {
-    /// Changes some of them: `RequestBench::default().with(|bench| bench.write = true)`.
+    /// Changes some of the options: `RequestBench::default().with(|bench| bench.write = true)`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
@@ -60,8 +60,8 @@ impl RequestBench {
     }
 }
 
-/// Carries the requests out on one reactor, and returns the time that they took. Fails when a request fails, and soon
-/// after somebody sets `cancel`. It waits for the end, so do not call it on a reactor.
+/// Makes the requests on one reactor, and returns the time they took. Fails when a request fails, and soon after
+/// `cancel` is set. Waits for the end, so do not call it on a reactor.
 pub fn request_bench(
     disk: &Arc<dyn Disk>,
     bench: &RequestBench,
@@ -92,25 +92,25 @@ pub fn request_bench(
     }
 }
 
-/// What the calling thread and the tasks share.
+/// The state that the calling thread and the tasks share.
 #[derive(Default)]
 struct Outcome {
     stop: AtomicBool,
     error: Mutex<Option<IoError>>,
 }
 
-/// What the tasks of one run share.
+/// The state that the tasks of a run share.
 struct Shared {
     disk: Rc<DiskIo>,
     bench: RequestBench,
     size_bytes: u64,
     started: Cell<u64>,
-    /// Requests in flight, for a flush that drains.
+    /// Requests in flight, counted for a flush that drains.
     flying: Cell<usize>,
     flushing: Cell<bool>,
     calm: block::WaitList,
     outcome: Arc<Outcome>,
-    /// Dropped last, when the queue is closed. The calling thread waits for that.
+    /// Dropped last, after the queue was closed. The calling thread waits for that.
     _ended: Sender<()>,
 }
 
@@ -175,7 +175,7 @@ impl Shared {
         let bench = &self.bench;
         let at = u128::from(bench.offset) + u128::from(index) * u128::from(bench.step_bytes);
         let at = (at % u128::from(self.size_bytes)) as u64;
-        // A request that would reach over the end begins at the start.
+        // A request that would pass the end starts at the beginning.
         if at + bench.size_bytes as u64 > self.size_bytes { 0 } else { at }
     }
 
@@ -185,7 +185,7 @@ impl Shared {
 
     async fn flush(&self) -> block::IoResult {
         if self.bench.drain {
-            // One flush at a time: another one waits for it.
+            // Flushes run one at a time.
             self.calm.until(|| (!self.flushing.replace(true)).then_some(())).await;
             self.calm.until(|| (self.flying.get() == 0).then_some(())).await;
         }

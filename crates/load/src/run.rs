@@ -1,4 +1,4 @@
-//! Starts the generators on their reactors, conducts them, and adds up what they measured.
+//! Starts the generators on their reactors, conducts them, and adds up their measurements.
 
 use crate::cpu::CpuSample;
 use crate::evenness::Evenness;
@@ -17,15 +17,15 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant, SystemTime};
 
-/// How often progress is told and the caller's cancel flag looked at.
+/// How often to report progress and check the caller's cancel flag.
 const TICK: Duration = Duration::from_millis(50);
 
-/// A report, and what a verified run knows about its range.
+/// A report, and the history of the range if the run was verified.
 #[derive(Debug, Clone)]
 pub struct Outcome {
     /// The figures.
     pub report: BenchReport,
-    /// Present after a verified run.
+    /// The range's history; `None` if the run was not verified.
     pub state: Option<VerifyState>,
     /// Latency over time, if [`BenchSpec::moments`] asks for it.
     pub moments: Vec<Moment>,
@@ -33,9 +33,9 @@ pub struct Outcome {
     pub begun: SystemTime,
 }
 
-/// Runs `spec` on `disk`, one queue on each of the first reactors. Waits for the end; not to be called on a reactor.
+/// Runs `spec` on `disk`, one queue on each of the first reactors. Waits for the end, so do not call it on a reactor.
 ///
-/// Requests that fail and blocks that hold the wrong data are counted, not errors of the run.
+/// Requests that fail and blocks with wrong data are counted; they do not fail the run.
 pub fn run(
     disk: &Arc<dyn Disk>,
     reactors: &[Arc<dyn ReactorHandle>],
@@ -86,7 +86,7 @@ struct Run<'a> {
     begun: SystemTime,
 }
 
-/// What is read before and after the measurement.
+/// Counters read before and after the measurement.
 struct Sample {
     client: CpuSample,
     servers: Vec<(u32, CpuSample)>,
@@ -116,7 +116,7 @@ impl Run<'_> {
                 spec: Arc::clone(&spec),
                 range: self.range,
                 blocks: match (spec.pattern, &spec.verify) {
-                    // Without verification it does not matter who else writes a block.
+                    // Without verification, several queues may write a block.
                     (Pattern::Random { .. }, None) => 0..self.range.blocks(),
                     _ => blocks,
                 },
@@ -140,11 +140,11 @@ impl Run<'_> {
         Some(Tracker::new(verify.seed, zeros, blocks.start, states))
     }
 
-    /// Tells the generators, even if their reactors sleep.
+    /// Sets the phase and wakes the generators' reactors.
     fn enter(&self, phase: Phase) {
         self.conductor.set(phase);
         for reactor in self.reactors {
-            // A generator that has ended need not be told.
+            // The reactor of a generator that has ended may be gone.
             let _ = reactor.run(Box::new(|_| {}));
         }
     }
@@ -181,7 +181,7 @@ impl Run<'_> {
         progress(Progress { fraction: fraction.clamp(0.0, 1.0), requests, failures });
     }
 
-    /// Waits for what is in flight, then gives it up.
+    /// Waits for requests in flight, then gives them up.
     fn drain(&mut self) {
         for (phase, patience) in [(Phase::Drain, self.spec.drain_timeout), (Phase::Abandon, self.spec.drain_timeout)] {
             self.enter(phase);
@@ -304,7 +304,7 @@ impl Run<'_> {
     }
 }
 
-/// On the reactor's thread: opens the queue, makes the buffers, begins.
+/// On the reactor's thread: opens the queue, allocates the buffers, and begins.
 fn start_queue(disk: &Arc<dyn Disk>, ctx: &Rc<dyn ReactorCtx>, alloc: Option<&Alloc>, parts: Parts) -> Result<()> {
     let queue = disk.open_queue(ctx)?;
     let length = parts.spec.block_bytes as usize;

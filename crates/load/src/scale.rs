@@ -1,13 +1,13 @@
-//! Axes: where a value stands between their ends, and which values are named.
+//! Axes: the positions of values, and the values that get a tick.
 
-/// About how many values of a linear axis are named.
+/// About how many ticks a linear axis has.
 const LINEAR_TICKS: f64 = 5.0;
-/// If there are more values on a logarithmic axis, only powers of ten are named.
+/// With more ticks than this, a logarithmic axis has ticks only at powers of ten.
 const LOG_TICKS_MAX: usize = 10;
-/// Stands for zero, which has no logarithm.
+/// Replaces zero, which has no logarithm.
 const LEAST: f64 = 1e-3;
 
-/// From a value to its place on an axis, 0 to 1.
+/// Maps a value to its position on an axis, from 0 to 1.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Scale {
     low: f64,
@@ -17,17 +17,17 @@ pub(crate) struct Scale {
 }
 
 impl Scale {
-    /// From zero to a round number that holds `most`.
+    /// Makes a scale from zero to a round number that is at least `most`.
     pub(crate) fn from_zero(most: f64) -> Self {
         let most = if most > 0.0 { most } else { 1.0 };
         let step = round_step(most / LINEAR_TICKS);
-        // A value that is just above a step because of rounding does not need another step.
+        // A value just above a step because of rounding does not need another step.
         let count = (most / step - 1e-9).ceil().max(1.0) as u32;
         let ticks = (0..=count).map(|index| f64::from(index) * step).collect();
         Self { low: 0.0, high: f64::from(count) * step, is_logarithmic: false, ticks }
     }
 
-    /// Logarithms between numbers of the form 1, 2, 5 x 10^n that hold `least` and `most`.
+    /// Makes a logarithmic scale between numbers of the form 1, 2, 5 x 10^n that enclose `least` and `most`.
     pub(crate) fn logarithmic(least: f64, most: f64) -> Self {
         let most = most.max(LEAST);
         let least = least.clamp(LEAST, most);
@@ -44,7 +44,7 @@ impl Scale {
         Self { low, high, is_logarithmic: true, ticks }
     }
 
-    /// Logarithms of the depths measured, each of which is named.
+    /// Makes a logarithmic scale with a tick at each measured depth.
     pub(crate) fn depths(depths: impl Iterator<Item = u32>) -> Self {
         let mut ticks: Vec<f64> = depths.map(|depth| f64::from(depth.max(1))).collect();
         ticks.sort_by(f64::total_cmp);
@@ -53,12 +53,12 @@ impl Scale {
         Self { low, high, is_logarithmic: true, ticks }
     }
 
-    /// The values that are named.
+    /// Returns the values with a tick.
     pub(crate) fn ticks(&self) -> &[f64] {
         &self.ticks
     }
 
-    /// 0 at the low end, 1 at the high one; the middle, if there is only one value.
+    /// Returns 0 at the low end, 1 at the high end, and the middle if there is only one value.
     pub(crate) fn position(&self, value: f64) -> f64 {
         let of = |value: f64| if self.is_logarithmic { value.max(LEAST).ln() } else { value };
         let (low, high) = (of(self.low), of(self.high));
@@ -66,14 +66,14 @@ impl Scale {
     }
 }
 
-/// The least of 1, 2, 2.5, 5 x 10^n that is at least `step`.
+/// Returns the least of 1, 2, 2.5, 5 x 10^n that is at least `step`.
 fn round_step(step: f64) -> f64 {
     let power = 10f64.powi(step.log10().floor() as i32);
     let digits = [1.0, 2.0, 2.5, 5.0];
     digits.into_iter().map(|digit| digit * power).find(|round| *round >= step * (1.0 - 1e-9)).unwrap_or(power * 10.0)
 }
 
-/// The label of a tick: no more digits than the value has.
+/// Returns the label of a tick, with no more digits than needed.
 pub(crate) fn number(value: f64) -> String {
     let text = format!("{value:.4}");
     match text.trim_end_matches('0').trim_end_matches('.') {

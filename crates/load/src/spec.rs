@@ -1,4 +1,4 @@
-//! What to measure: the workload, when it ends, and what the caller hooks into it.
+//! A workload, its end, and the caller's hooks.
 
 use crate::range::Range;
 use crate::verify::VerifyState;
@@ -8,15 +8,15 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-/// In which order offsets come.
+/// The order of offsets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pattern {
-    /// Uniformly at random over the range; the same seed gives the same offsets.
+    /// Uniformly random over the range. The same seed gives the same offsets.
     Random {
-        /// Where the generator starts.
+        /// Seed of the random generator.
         seed: u64,
     },
-    /// One block after the other; each queue walks its own part of the range, again and again.
+    /// One block after the other. Each queue walks its own part of the range, again and again.
     Sequential,
 }
 
@@ -31,29 +31,29 @@ pub enum Stop {
     OnePass,
 }
 
-/// What the range holds before a verified run.
+/// The contents of the range before a verified run.
 #[derive(Debug, Clone)]
 pub enum Initial {
     /// Anything: blocks are checked from their first write on.
     Unknown,
     /// Zeros.
     Zeros,
-    /// What an earlier run left: over the same range, with the same block size and seed.
+    /// The result of an earlier run over the same range, with the same block size and seed.
     State(VerifyState),
 }
 
-/// Writes carry a pattern, reads are checked against it.
+/// Verification: writes carry a pattern, and reads are checked against it.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Verify {
-    /// Goes into every sector, so that data of another run is not mistaken for this one's.
+    /// Goes into every sector, so that data of another run do not look like this run's.
     pub seed: u64,
-    /// What is there already.
+    /// The contents before the run.
     pub initial: Initial,
 }
 
 impl Verify {
-    /// A pattern of this seed, over what is there already.
+    /// Verifies with a pattern of this seed, over these contents.
     #[must_use]
     pub fn new(seed: u64, initial: Initial) -> Self {
         Self { seed, initial }
@@ -66,33 +66,33 @@ impl Verify {
 pub struct BenchSpec {
     /// Requests in flight on each queue.
     pub queue_depth: u32,
-    /// Queues; one is opened on each of the first reactors given.
+    /// Number of queues; one is opened on each of the first reactors given.
     pub queues: u32,
-    /// Bytes a request; offsets are multiples of it, counted from the range's start.
+    /// Bytes a request. Offsets are multiples of it, counted from the range's start.
     pub block_bytes: u32,
-    /// Share of reads among reads and writes.
+    /// Percentage of reads among reads and writes.
     pub read_percent: u8,
     /// Order of offsets.
     pub pattern: Pattern,
-    /// Where the range starts.
+    /// Start of the range.
     pub offset_bytes: u64,
-    /// How long it is. `None` means up to the end of the disk.
+    /// Length of the range. `None` means to the end of the disk.
     pub length_bytes: Option<u64>,
-    /// When to end.
+    /// When the run ends.
     pub stop: Stop,
-    /// Runs before anything is counted.
+    /// Time before anything is counted.
     pub warmup: Duration,
-    /// A flush after this many writes on a queue.
+    /// A queue flushes after this many writes; `None` for no flushes.
     pub flush_every: Option<u32>,
-    /// Writes ask to be durable before they complete.
+    /// Whether writes must be durable before they complete.
     pub fua: bool,
-    /// Check what is read.
+    /// Whether and how to check what is read.
     pub verify: Option<Verify>,
-    /// Processes whose CPU time is the server's.
+    /// The server's processes, whose CPU time is reported.
     pub server_pids: Vec<u32>,
     /// Keep latency over time, in pieces of this length. It takes eight bytes a request.
     pub moments: Option<Duration>,
-    /// How long requests in flight may take after the end. Then the run is given up.
+    /// How long requests in flight may take after the end. Then they are given up.
     pub drain_timeout: Duration,
 }
 
@@ -118,16 +118,16 @@ impl Default for BenchSpec {
     }
 }
 
-/// Gives a buffer of this many bytes; called on the reactor's thread.
+/// Allocates a buffer of so many bytes; called on the reactor's thread.
 pub type Alloc = Arc<dyn Fn(usize) -> Result<IoBuf> + Send + Sync>;
 
-/// Gives named counters that only grow (kicks, system calls); the run reports how much they grew.
+/// Reads named counters that only grow (kicks, system calls). The run reports their growth.
 pub type Counters = Arc<dyn Fn() -> Vec<(&'static str, u64)> + Send + Sync>;
 
-/// Gives how many harvests of the server's engines gave how many completions, by that number; these only grow.
+/// Reads how many harvests of the server's engines had each number of completions. The counts only grow.
 pub type HarvestLengths = Arc<dyn Fn() -> Vec<u64> + Send + Sync>;
 
-/// How far a run is.
+/// The progress of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Progress {
     /// From 0 to 1.
@@ -138,24 +138,25 @@ pub struct Progress {
     pub failures: u64,
 }
 
-/// What a caller may hook into a run.
+/// Hooks of a caller into a run.
 #[derive(Clone, Default)]
 #[non_exhaustive]
 pub struct Hooks<'a> {
-    /// Where buffers come from (memory shared with the server, so nothing is copied). `None`: the run's own memory.
+    /// Allocates buffers, for example in memory shared with the server, so that nothing is copied. `None` for the run's
+    /// own memory.
     pub alloc: Option<Alloc>,
     /// Counters to report.
     pub counters: Option<Counters>,
-    /// The server's harvests, to report.
+    /// Harvests of the server to report.
     pub harvests: Option<HarvestLengths>,
     /// Called a few times a second on the caller's thread.
     pub progress: Option<&'a dyn Fn(Progress)>,
-    /// Set it to end the run early.
+    /// Set to end the run early.
     pub cancel: Option<Arc<AtomicBool>>,
 }
 
 impl Hooks<'_> {
-    /// Changes some of them: `Hooks::default().with(|hooks| hooks.cancel = Some(flag))`.
+    /// Changes some of the hooks: `Hooks::default().with(|hooks| hooks.cancel = Some(flag))`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
@@ -165,7 +166,7 @@ impl Hooks<'_> {
 
 /// The most blocks that a verified run tracks (12 bytes each).
 const MAX_TRACKED_BLOCKS: u64 = 1 << 26;
-/// The most bytes a queue's buffers may take.
+/// The most bytes of a queue's buffers.
 const MAX_BUFFERS_BYTES: u64 = 4 << 30;
 
 fn bad(message: impl Into<String>) -> Error {
@@ -176,20 +177,20 @@ fn bad(message: impl Into<String>) -> Error {
 const PAGE_BYTES: usize = 4096;
 
 impl BenchSpec {
-    /// Changes some of them: `BenchSpec::default().with(|spec| spec.queue_depth = 4)`.
+    /// Changes some of the options: `BenchSpec::default().with(|spec| spec.queue_depth = 4)`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
         self
     }
 
-    /// Shared memory that a run needs for the buffers of all its queues.
+    /// Returns how many bytes of shared memory a run needs for the buffers of all its queues.
     pub fn buffers_bytes(&self) -> usize {
         let buffer = (self.block_bytes as usize).next_multiple_of(PAGE_BYTES);
         buffer.saturating_mul(self.queue_depth as usize).saturating_mul(self.queues as usize)
     }
 
-    /// Checks the workload against the disk and the reactors at hand; gives the range.
+    /// Checks the workload against the disk and the number of reactors. Returns the range.
     pub(crate) fn check(&self, disk: &DiskInfo, reactors: usize) -> Result<Range> {
         let block = u64::from(self.block_bytes);
         let logical = u64::from(disk.logical_block_bytes.max(512));
@@ -237,7 +238,7 @@ impl BenchSpec {
         }
         let mut range = Range { offset_bytes: self.offset_bytes, length_bytes, block_bytes: self.block_bytes };
         if self.stop != Stop::OnePass {
-            // A short last block is used only if the whole range is walked.
+            // Without walking the whole range, a short last block is not used.
             range.length_bytes -= length_bytes % u64::from(self.block_bytes);
         }
         if let Some(verify) = &self.verify {

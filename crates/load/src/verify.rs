@@ -1,10 +1,10 @@
-//! Self-describing data: what each sector says about itself, and what may be found in it.
+//! Self-describing data: the contents of each sector, and what a read may find in it.
 //!
 //! Every 512-byte sector that a verified run writes names its offset, the generation of its block and the run's seed,
-//! and carries a checksum. The rest follows from these. A read may find a range of generations: from the last one
-//! acknowledged before the read began to the last one issued before it ended. Sectors are judged one by one, because
-//! only a sector is never torn. If a write overlaps the read, not even that holds: the kernel's page cache copies
-//! without a lock. Then each byte must be of one of the generations.
+//! and carries a checksum. The rest of the sector follows from these. A read may find a range of generations: from the
+//! last one acknowledged before the read began to the last one issued before it ended. Sectors are judged one by one,
+//! because only a sector is never torn. If a write overlaps the read, even sectors may be torn: the kernel's page cache
+//! copies without a lock. Then each byte must be of one of the generations.
 
 use crate::range::Range;
 use std::collections::VecDeque;
@@ -32,7 +32,7 @@ impl Words {
         word ^ (word >> 31)
     }
 
-    /// A number below `bound`.
+    /// Returns a number below `bound`.
     pub(crate) fn below(&mut self, bound: u64) -> u64 {
         ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
     }
@@ -64,25 +64,26 @@ fn word(sector: &[u8], index: usize) -> u64 {
     bytes.and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes)
 }
 
-/// Fills `block`, which goes to `offset`, with sectors of `generation`.
+/// Fills `block`, whose offset is `offset`, with sectors of `generation`.
 pub(crate) fn fill_block(block: &mut [u8], seed: u64, offset: u64, generation: u32) {
     for (index, sector) in block.chunks_mut(SECTOR_BYTES).enumerate() {
         fill_sector(sector, seed, offset + (index * SECTOR_BYTES) as u64, generation);
     }
 }
 
-/// What a block may hold: generations `lowest` to `highest`; generation 0 is what was there before the first write.
+/// The possible contents of a block: generations `lowest` to `highest`. Generation 0 is the contents before the first
+/// write.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Expected {
     pub(crate) lowest: u32,
     pub(crate) highest: u32,
-    /// Whether generation 0 is known to be zeros. If not, anything may stand for it.
+    /// Whether generation 0 is zeros. If not, it may be anything.
     pub(crate) zeros: bool,
-    /// A write overlapped the read.
+    /// Whether a write overlapped the read.
     pub(crate) overlapped: bool,
 }
 
-/// Checks `block`, read from `offset`. Returns the first thing that is wrong.
+/// Checks `block`, read from `offset`. Returns the first error.
 pub(crate) fn check_block(block: &[u8], seed: u64, offset: u64, expected: Expected) -> Result<(), String> {
     if expected.lowest == 0 && !expected.zeros {
         return Ok(());
@@ -108,7 +109,7 @@ pub(crate) fn check_block(block: &[u8], seed: u64, offset: u64, expected: Expect
     Ok(())
 }
 
-/// Whether each byte is of some expected generation.
+/// Whether each byte belongs to some expected generation.
 fn is_mixed(sector: &[u8], seed: u64, offset: u64, expected: Expected) -> bool {
     let mut explained = [false; SECTOR_BYTES];
     let mut model = [0; SECTOR_BYTES];
@@ -140,18 +141,18 @@ fn describe(sector: &[u8], seed: u64, offset: u64, expected: Expected) -> String
     }
 }
 
-/// The history of one block, as far as it matters.
+/// The history of a block.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct BlockState {
-    /// The last generation that a flush (or FUA) has promised.
+    /// The last generation that a flush (or FUA) made durable.
     pub durable: u32,
-    /// The last generation acknowledged.
+    /// The last acknowledged generation.
     pub acknowledged: u32,
-    /// The last generation issued, acknowledged or not.
+    /// The last issued generation, acknowledged or not.
     pub issued: u32,
 }
 
-/// What a verified run knows about its range: feed it into the next run, or look after a crash.
+/// The history of a range after a verified run: the start of another run, or of a check after a crash.
 #[derive(Debug, Clone)]
 pub struct VerifyState {
     range: Range,
@@ -181,13 +182,13 @@ impl VerifyState {
         self.blocks.get(blocks.start as usize..blocks.end as usize).unwrap_or_default().to_vec()
     }
 
-    /// The histories, by block of the range.
+    /// Returns the histories of the range's blocks.
     #[must_use]
     pub fn blocks(&self) -> &[BlockState] {
         &self.blocks
     }
 
-    /// After the server died: what a flush promised must be there, and anything issued since then may be.
+    /// Returns the state after the server died: flushed data must be there, and anything issued later may be.
     #[must_use]
     pub fn after_crash(mut self) -> Self {
         for block in &mut self.blocks {
@@ -205,7 +206,7 @@ pub(crate) struct ReadBegan {
     writing: bool,
 }
 
-/// One queue's part of the history. Nobody else writes these blocks.
+/// The history of one queue's blocks. No other queue writes these blocks.
 #[derive(Debug)]
 pub(crate) struct Tracker {
     pub(crate) seed: u64,
@@ -213,9 +214,9 @@ pub(crate) struct Tracker {
     first_block: u64,
     blocks: Vec<BlockState>,
     writing: Vec<bool>,
-    /// Acknowledged since the last flush was submitted.
+    /// Generations acknowledged since the last flush was submitted.
     since_flush: Vec<(u64, u32)>,
-    /// What flushes in flight will make durable, oldest first, with the flush's slot.
+    /// Generations that flushes in flight will make durable, oldest first, with the flush's slot.
     flushing: VecDeque<(usize, Vec<(u64, u32)>)>,
 }
 
@@ -235,7 +236,7 @@ impl Tracker {
         self.writing[self.at(block)]
     }
 
-    /// A write begins: its generation.
+    /// Notes the start of a write and returns its generation.
     pub(crate) fn begin_write(&mut self, block: u64) -> u32 {
         let at = self.at(block);
         self.writing[at] = true;
@@ -243,7 +244,7 @@ impl Tracker {
         self.blocks[at].issued
     }
 
-    /// The write ended. After an error the block may hold old or new sectors, so nothing is acknowledged.
+    /// Notes the end of a write. After an error the block may hold old or new sectors, so nothing is acknowledged.
     pub(crate) fn end_write(&mut self, block: u64, acknowledged: bool, durable: bool) {
         let at = self.at(block);
         self.writing[at] = false;
@@ -262,7 +263,7 @@ impl Tracker {
         self.flushing.push_back((slot, std::mem::take(&mut self.since_flush)));
     }
 
-    /// A flush ended; a failed one promised nothing.
+    /// Notes the end of a flush. A failed flush makes nothing durable.
     pub(crate) fn end_flush(&mut self, slot: usize, success: bool) {
         let Some(index) = self.flushing.iter().position(|(of, _)| *of == slot) else { return };
         let Some((_, covered)) = self.flushing.remove(index) else { return };
@@ -272,14 +273,14 @@ impl Tracker {
         }
     }
 
-    /// A read begins.
+    /// Notes the start of a read.
     pub(crate) fn begin_read(&self, block: u64) -> ReadBegan {
         let at = self.at(block);
         let BlockState { acknowledged, issued, .. } = self.blocks[at];
         ReadBegan { lowest: acknowledged, issued, writing: self.writing[at] }
     }
 
-    /// What a read may have found, now that it ended.
+    /// Returns what a read that has ended may have found.
     pub(crate) fn expected(&self, block: u64, began: ReadBegan) -> Expected {
         let highest = self.blocks[self.at(block)].issued;
         let overlapped = began.writing || highest != began.issued;

@@ -12,7 +12,7 @@ pub const PAGE_BYTES: usize = 4096;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("out of memory: no buffer of {length_bytes} bytes")]
 pub struct OutOfMemory {
-    /// How long the buffer would be.
+    /// The length that was asked for.
     pub length_bytes: usize,
 }
 
@@ -28,14 +28,14 @@ unsafe impl Send for AlignedBuf {}
 unsafe impl Sync for AlignedBuf {}
 
 impl AlignedBuf {
-    /// Allocates `length_bytes` zeroed bytes; ends the process where there is no memory. A zero length allocates one
-    /// byte, so that the pointer is always valid.
+    /// Allocates `length_bytes` zeroed bytes; ends the process if there is no memory. A zero length allocates one byte,
+    /// so that the pointer is always valid.
     #[must_use]
     pub fn zeroed(length_bytes: usize) -> Self {
         Self::try_zeroed(length_bytes).unwrap_or_else(|_| handle_alloc_error(Self::layout(length_bytes)))
     }
 
-    /// As [`AlignedBuf::zeroed`], with an error where there is no memory: for what a guest's request needs.
+    /// As [`AlignedBuf::zeroed`], with an error if there is no memory. For what a guest's request needs.
     pub fn try_zeroed(length_bytes: usize) -> Result<Self, OutOfMemory> {
         // SAFETY: the layout has a non-zero size.
         let raw = unsafe { alloc_zeroed(Self::layout(length_bytes)) };
@@ -43,7 +43,7 @@ impl AlignedBuf {
         Ok(Self { ptr, length_bytes })
     }
 
-    /// A copy of `bytes` at a direct-I/O alignment.
+    /// Copies `bytes` to memory at a direct-I/O alignment.
     #[must_use]
     pub fn copy_of(bytes: &[u8]) -> Self {
         let mut buf = Self::zeroed(bytes.len());

@@ -1,16 +1,17 @@
-//! How much memory the buffers of requests may take, over all disks, and how disks share it.
+//! A budget for the memory of requests' buffers, which all disks share.
 //!
-//! A guest decides how many requests need a buffer at the same time: at odd addresses on direct I/O, to clusters that are
-//! copied first, from compressed clusters. Such a request takes a [`BufferGrant`] before its buffer, and waits in a task
-//! until there is room: first come, first served. Requests that need no buffer never come here.
+//! A guest decides how many requests need a buffer at the same time: for direct I/O at odd addresses, for
+//! copy-on-write, for compressed clusters. Such a request takes a [`BufferGrant`] before its buffer. It waits in a task
+//! until there is room, first come, first served. Other requests never come here.
 //!
-//! Half of a budget is divided evenly among its accounts. Nobody else can use an account's part, so a disk whose storage
-//! hangs never keeps another from its own. The other half is for whoever needs more. An account may take from it as long as
-//! it then has no more of it than is left. So the first that comes leaves half of it, and there is always some room.
+//! Half of a budget is divided evenly among its accounts. Nobody else can use an account's part, so a disk whose
+//! storage hangs never takes another's. The other half is shared. An account may take from it as long as it then has no
+//! more of it than is left. So the first account leaves half of it, and there is always some room.
 //!
-//! A request may hold buffers of one [`BufferUse`] while it waits for one of a later use, never the other way. An account
-//! that holds nothing of a use is granted a request of it whatever its size. So nothing waits for ever: the last use waits
-//! for storage only. It also means that many accounts with a small budget may take more than the budget: each one request.
+//! A request may hold buffers of one [`BufferUse`] while it waits for one of a later use, never the other way. An
+//! account that holds nothing of a use is granted one request of it, whatever its size. So nothing waits for ever,
+//! because the last use waits for storage only. But many accounts of a small budget may exceed it, each with one
+//! request.
 
 mod state;
 #[cfg(test)]
@@ -24,21 +25,21 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 
-/// What a buffer is for. Who holds one of an earlier use may wait for one of a later use.
+/// What a buffer is for. The holder of one of an earlier use may wait for one of a later use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BufferUse {
-    /// What surrounds a write to a new cluster, copied from below.
+    /// The surroundings of a write to a new cluster, copied from the layer below.
     Copy,
-    /// A compressed cluster, and what it holds.
+    /// A compressed cluster, and its decompressed data.
     Decompress,
-    /// Memory for direct I/O in the place of the guest's.
+    /// Memory for direct I/O in place of the guest's.
     Bounce,
 }
 
 /// How many uses there are.
 const USES: usize = 3;
 
-/// The shortest and the longest piece in which requests are served that can be cut.
+/// The shortest and the longest piece of a request that can be cut.
 const PIECE_BYTES_MIN: usize = 64 << 10;
 const PIECE_BYTES_MAX: usize = 1 << 20;
 
@@ -51,13 +52,13 @@ pub struct BufferBudget {
 /// How much of a budget is in use, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BudgetStats {
-    /// All there is.
+    /// The budget.
     pub total_bytes: usize,
-    /// What is granted now.
+    /// What is granted at this moment.
     pub used_bytes: usize,
     /// The most that was granted at once.
     pub peak_bytes: usize,
-    /// Requests that wait for room now.
+    /// Requests that wait for room at this moment.
     pub waiting: usize,
 }
 
@@ -71,7 +72,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the state, then wakes those that were granted what they wait for.
+    /// Changes the state, then wakes the requests that were granted.
     fn change(&self, change: impl FnOnce(&mut State)) {
         let mut state = self.lock();
         change(&mut state);
@@ -88,20 +89,20 @@ impl Shared {
 }
 
 impl BufferBudget {
-    /// A budget of `total_bytes`.
+    /// Makes a budget of `total_bytes`.
     #[must_use]
     pub fn new(total_bytes: usize) -> Self {
         Self { shared: Arc::new(Shared { state: Mutex::new(State::new(total_bytes)) }) }
     }
 
-    /// An account: one for each disk. Its part is free again when its last clone and the last buffer are gone.
+    /// Opens an account, one for each disk. Its part is free again when its last clone and the last buffer are gone.
     #[must_use]
     pub fn account(&self) -> BufferAccount {
         let id = self.shared.lock().open();
         BufferAccount { open: Some(Arc::new(Open { shared: Arc::clone(&self.shared), id })) }
     }
 
-    /// How much is in use.
+    /// Returns how much is in use.
     #[must_use]
     pub fn stats(&self) -> BudgetStats {
         self.shared.lock().stats()
@@ -138,21 +139,21 @@ impl PartialEq for BufferAccount {
 impl Eq for BufferAccount {}
 
 impl BufferAccount {
-    /// One without limit.
+    /// An account without limit.
     pub const UNLIMITED: Self = Self { open: None };
 
-    /// Waits until there is room for `bytes`, first come first served. Take the sum of [`BufferGrant::size_of`] for
-    /// buffers that are needed together: to wait for one while holding another of the same use can last for ever.
+    /// Waits until there is room for `bytes`, first come first served. For buffers that are needed together, ask for
+    /// the sum of [`BufferGrant::size_of`]. Waiting for one while holding another of the same use can last for ever.
     pub fn grant(&self, purpose: BufferUse, bytes: usize) -> impl Future<Output = BufferGrant> + use<> {
         Granting { account: self.clone(), purpose, bytes, ticket: None }
     }
 
-    /// One buffer, with its memory's old contents, as soon as there is room.
+    /// Waits until there is room, and returns one buffer with its memory's old contents.
     pub async fn buffer(&self, purpose: BufferUse, length_bytes: usize) -> Result<IoBuf, OutOfMemory> {
         self.grant(purpose, BufferGrant::size_of(length_bytes)).await.buffer(length_bytes)
     }
 
-    /// How much of a long request that can be cut is to be served at once: a part of the account's own room.
+    /// Returns the piece in which a long request should be served: a part of the account's own room, in bytes.
     #[must_use]
     pub fn piece_bytes(&self) -> usize {
         let Some(open) = &self.open else { return PIECE_BYTES_MAX };
@@ -161,21 +162,22 @@ impl BufferAccount {
     }
 }
 
-/// Room in a budget: for buffers, or for other memory of about that size. Free again when it is dropped, on any thread.
+/// Room in a budget, for buffers or for other memory of about that size. It is free again when this is dropped, on any
+/// thread.
 #[derive(Debug, Default)]
 pub struct BufferGrant {
-    /// The account, what for, and how much; `None` without limit.
+    /// The account, the use and the bytes; `None` without limit.
     held: Option<(Arc<Open>, BufferUse, usize)>,
 }
 
 impl BufferGrant {
-    /// How much memory a buffer of `length_bytes` takes: they come in a few sizes.
+    /// Returns how much memory a buffer of `length_bytes` takes: buffers come in a few sizes.
     #[must_use]
     pub fn size_of(length_bytes: usize) -> usize {
         PooledPages::size_of(length_bytes)
     }
 
-    /// A buffer with its memory's old contents, which keeps its part of the grant as long as it lives.
+    /// Makes a buffer with its memory's old contents. It keeps its part of the grant as long as it lives.
     pub fn buffer(&mut self, length_bytes: usize) -> Result<IoBuf, OutOfMemory> {
         let part = self.split(Self::size_of(length_bytes));
         IoBuf::from_pool_with(length_bytes, part)
@@ -199,12 +201,12 @@ impl Drop for BufferGrant {
     }
 }
 
-/// The future of [`BufferAccount::grant`]. Its place in the line is that of its first poll.
+/// The future of [`BufferAccount::grant`]. It joins the line at its first poll.
 struct Granting {
     account: BufferAccount,
     purpose: BufferUse,
     bytes: usize,
-    /// While it waits.
+    /// Its ticket, while it waits.
     ticket: Option<u64>,
 }
 

@@ -1,9 +1,9 @@
 //! Scattered memory that an operation owns while the kernel may read or write it.
 //!
 //! An [`IoBuf`] is a cheap handle (a count without atomics: it stays on its reactor's thread) to a list of memory
-//! segments. An operation in flight holds a handle, so the list and whatever it keeps alive cannot go away before the
-//! kernel is done: dropping a future or a queue drops only *its* handle. Engines hold one for each request they have
-//! given to the kernel. A [`Window`] is a part of a buffer; splitting a request makes windows, never copies.
+//! segments. An operation in flight holds a handle. So the list, and what it keeps alive, stays until the kernel is
+//! done: dropping a future or a queue drops only *its* handle. Engines hold one for each request they have given to the
+//! kernel. A [`Window`] is a part of a buffer; splitting a request makes windows, never copies.
 //!
 //! The bytes may be shared with a guest that changes them at any time, so they are only ever copied in or out, never
 //! borrowed as slices.
@@ -21,26 +21,27 @@ use std::sync::Arc;
 pub struct Segment(libc::iovec);
 
 impl Segment {
-    /// A segment of `length_bytes` at `ptr`. Only listing it in an [`IoBuf`] makes a promise about the memory.
+    /// Makes a segment of `length_bytes` at `ptr`. It promises nothing about the memory before it is listed in an
+    /// [`IoBuf`].
     #[must_use]
     #[inline]
     pub fn new(ptr: NonNull<u8>, length_bytes: usize) -> Self {
         Self(libc::iovec { iov_base: ptr.as_ptr().cast(), iov_len: length_bytes })
     }
 
-    /// Where the segment starts.
+    /// Returns where the segment starts.
     #[must_use]
     pub fn as_ptr(&self) -> *mut u8 {
         self.0.iov_base.cast()
     }
 
-    /// How many bytes it has.
+    /// Returns its length in bytes.
     #[must_use]
     pub fn length_bytes(&self) -> usize {
         self.0.iov_len
     }
 
-    /// The kernel's form of it.
+    /// Returns it in the kernel's form.
     #[must_use]
     pub fn as_iovec(&self) -> libc::iovec {
         self.0
@@ -52,30 +53,30 @@ impl Segment {
     }
 }
 
-/// What a buffer keeps alive as long as it lives. Most is kept only.
+/// What a buffer keeps alive as long as it lives.
 #[derive(Default)]
 enum Kept {
-    /// Somebody else keeps the segments mapped.
+    /// The segments' memory is kept mapped by its owner.
     #[default]
     Nothing,
     Whole(AlignedBuf),
-    /// With its part of a budget.
+    /// Memory from the pool, with its part of a budget.
     FromPool(#[allow(dead_code)] PooledPages, #[allow(dead_code)] BufferGrant),
     /// The buffers whose memory a gathered list names.
     Parts(#[allow(dead_code)] Vec<Window>),
-    /// The mapping that the segments lie in, and what its owner wants dropped with the last handle.
+    /// The mapping that the segments lie in, and a value to drop with the last handle.
     Mapped(#[allow(dead_code)] Arc<Mapping>, #[allow(dead_code)] Box<dyn Any>),
 }
 
 #[derive(Default)]
 struct Inner {
-    /// The list of a buffer that has one segment from its beginning on: it needs no vector.
+    /// The list of a buffer that is made with one segment: it needs no vector.
     single: Option<Segment>,
-    /// The list where `single` is none.
+    /// The list if `single` is `None`.
     segments: Vec<Segment>,
     length_bytes: usize,
     kept: Kept,
-    /// The list was filled again before: it keeps nothing but its segments.
+    /// The list was refilled before, so it keeps nothing but its segments.
     refilled: bool,
 }
 
@@ -99,44 +100,44 @@ pub struct IoBuf {
 }
 
 impl IoBuf {
-    /// An empty list, to be filled with [`IoBuf::refill`].
+    /// Makes an empty list, to be filled with [`IoBuf::refill`].
     #[must_use]
     pub fn empty() -> Self {
         Self::default()
     }
 
-    /// Owned, zeroed, page-aligned memory in one segment.
+    /// Makes a buffer of owned, zeroed, page-aligned memory in one segment.
     #[must_use]
     pub fn zeroed(length_bytes: usize) -> Self {
         Self::from_aligned(AlignedBuf::zeroed(length_bytes))
     }
 
-    /// Owned memory in one segment.
+    /// Makes a buffer of owned memory in one segment.
     #[must_use]
     pub fn from_aligned(buf: AlignedBuf) -> Self {
         let inner = Inner::in_one(buf.as_non_null(), buf.len());
         Self { inner: PoolRc::new(Inner { kept: Kept::Whole(buf), ..inner }) }
     }
 
-    /// As [`IoBuf::zeroed`], with an error where there is no memory.
+    /// As [`IoBuf::zeroed`], with an error if there is no memory.
     pub fn try_zeroed(length_bytes: usize) -> Result<Self, OutOfMemory> {
         AlignedBuf::try_zeroed(length_bytes).map(Self::from_aligned)
     }
 
-    /// Page-aligned memory in one segment, from the pool, with its old contents. Up to a mebibyte nothing is allocated
-    /// once the pool is warm. What a guest's request needs comes from a [`BufferGrant`] instead.
+    /// Makes a buffer of page-aligned memory in one segment, from the pool, with its old contents. Up to a mebibyte,
+    /// nothing is allocated once the pool is warm. Guests' requests take theirs from a [`BufferGrant`] instead.
     pub fn from_pool(length_bytes: usize) -> Result<Self, OutOfMemory> {
         Self::from_pool_with(length_bytes, BufferGrant::default())
     }
 
-    /// The buffer keeps `grant`.
+    /// As [`IoBuf::from_pool`]; the buffer keeps `grant`.
     pub(crate) fn from_pool_with(length_bytes: usize, grant: BufferGrant) -> Result<Self, OutOfMemory> {
         let (pages, start) = PooledPages::take(length_bytes)?;
         let inner = Inner::in_one(start, length_bytes);
         Ok(Self { inner: PoolRc::new(Inner { kept: Kept::FromPool(pages, grant), ..inner }) })
     }
 
-    /// Takes the owned memory back out, if this is the only handle and the buffer owns its memory.
+    /// Takes the memory back out, if this is the only handle and the buffer owns its memory.
     pub fn into_aligned(self) -> Result<AlignedBuf, Self> {
         match PoolRc::try_unwrap(self.inner) {
             Ok(mut inner) => match std::mem::take(&mut inner.kept) {
@@ -147,8 +148,8 @@ impl IoBuf {
         }
     }
 
-    /// A list made of parts of other buffers, in order: nothing is copied. The parts' buffers live as long as the
-    /// result, so this allocates and is for slow paths (padding a guest's write up to a whole cluster).
+    /// Makes a list of parts of other buffers, in order, without copying. The parts' buffers live as long as the
+    /// result. It allocates, so it is for slow paths (padding a guest's write up to a whole cluster).
     #[must_use]
     pub fn gather(parts: Vec<Window>) -> Self {
         let mut segments = Vec::new();
@@ -159,8 +160,8 @@ impl IoBuf {
         Self { inner: PoolRc::new(Inner { segments, length_bytes, kept: Kept::Parts(parts), ..Inner::default() }) }
     }
 
-    /// Replaces the list in place by parts of other buffers, in order, keeping its capacity. The parts' buffers live until
-    /// the next change. Returns false, changing nothing, while another handle exists.
+    /// Replaces the list in place by parts of other buffers, in order, and keeps its capacity. The parts' buffers live
+    /// until the next change. Changes nothing and returns false while another handle exists.
     pub fn regather(&mut self, parts: impl Iterator<Item = Window>) -> bool {
         let Some(inner) = PoolRc::get_mut(&mut self.inner) else {
             return false;
@@ -182,8 +183,8 @@ impl IoBuf {
         true
     }
 
-    /// A part of a shared mapping, in one segment; `None` if it does not lie inside. The buffer keeps the mapping, and
-    /// `keep` is dropped with its last handle (an allocator's claim on the range).
+    /// Makes a buffer of a part of a shared mapping, in one segment; `None` if it does not lie inside. The buffer keeps
+    /// the mapping. `keep`, such as an allocator's claim on the range, is dropped with its last handle.
     #[must_use]
     pub fn in_mapping(
         mapping: &Arc<Mapping>,
@@ -200,12 +201,12 @@ impl IoBuf {
         Some(Self { inner: PoolRc::new(Inner { kept, ..Inner::in_one(start, length_bytes) }) })
     }
 
-    /// Replaces the list in place, keeping its capacity: what a front end calls for each request on the context that
-    /// belongs to the descriptor head. Returns false, changing nothing, while another handle exists (the kernel may
-    /// still be using the old list).
+    /// Replaces the list in place, and keeps its capacity. A front end calls this for each request, on the context of
+    /// the descriptor head. Changes nothing and returns false while another handle exists: the kernel may still use the
+    /// old list.
     ///
     /// # Safety
-    /// Every segment must stay mapped, readable and writable, for as long as this list (any handle to it) holds it.
+    /// Every segment must stay mapped, readable and writable, for as long as any handle to this list holds it.
     #[inline]
     pub unsafe fn refill(&mut self, segments: impl Iterator<Item = Segment>) -> bool {
         let Some(inner) = PoolRc::get_mut(&mut self.inner) else {
@@ -231,21 +232,21 @@ impl IoBuf {
         PoolRc::strong_count(&self.inner) == 1
     }
 
-    /// Total bytes listed.
+    /// Returns the sum of the segments' lengths.
     #[must_use]
     #[inline]
     pub fn length_bytes(&self) -> usize {
         self.inner.length_bytes
     }
 
-    /// The segments, in order.
+    /// Returns the segments, in order.
     #[must_use]
     #[inline]
     pub fn segments(&self) -> &[Segment] {
         self.inner.segments()
     }
 
-    /// The whole buffer as a window.
+    /// Returns the whole buffer as a window.
     #[must_use]
     #[inline]
     pub fn whole(&self) -> Window {
@@ -268,13 +269,13 @@ pub struct Window {
 }
 
 impl Window {
-    /// A window over nothing, for operations without data.
+    /// Makes an empty window, for operations without data.
     #[must_use]
     pub fn empty() -> Self {
         IoBuf::empty().whole()
     }
 
-    /// Bytes in the window.
+    /// Returns the number of bytes in the window.
     #[must_use]
     #[inline]
     pub fn length_bytes(&self) -> usize {
@@ -288,10 +289,10 @@ impl Window {
         self.length_bytes == 0
     }
 
-    /// A part of this window.
+    /// Returns a part of this window.
     ///
     /// # Panics
-    /// If the part does not lie inside: callers compute it from the window's own length.
+    /// Panics if the part does not lie inside. Callers compute it from the window's own length.
     #[must_use]
     pub fn slice(&self, skip_bytes: usize, length_bytes: usize) -> Self {
         let inside = skip_bytes.checked_add(length_bytes).is_some_and(|end| end <= self.length_bytes);
@@ -299,14 +300,14 @@ impl Window {
         Self { buf: self.buf.clone(), offset: self.offset + skip_bytes, length_bytes }
     }
 
-    /// The segments of the buffer where the window covers all of it, so that an engine can pass the list as it stands.
+    /// Returns the buffer's segments if the window covers all of them, so that an engine can pass the list as it is.
     #[must_use]
     #[inline]
     pub fn whole_segments(&self) -> Option<&[Segment]> {
         (self.offset == 0 && self.length_bytes == self.buf.length_bytes()).then(|| self.buf.segments())
     }
 
-    /// The one segment that the window lies in, cut to it; `None` where it spans several or is empty.
+    /// Returns the one segment that the window lies in, cut to the window; `None` if it spans several or is empty.
     #[must_use]
     #[inline]
     pub fn single_segment(&self) -> Option<Segment> {
@@ -341,7 +342,7 @@ impl Window {
         }
     }
 
-    /// Number of segments in the window.
+    /// Returns the number of segments in the window.
     #[must_use]
     pub fn segment_count(&self) -> usize {
         let mut count = 0;
@@ -361,7 +362,7 @@ impl Window {
         aligned
     }
 
-    /// Copies bytes of the window, from `skip_bytes` on, into `target`; returns how many there were.
+    /// Copies bytes of the window, from `skip_bytes` on, into `target`. Returns how many.
     pub fn copy_to_slice(&self, skip_bytes: usize, target: &mut [u8]) -> usize {
         let length = target.len().min(self.length_bytes.saturating_sub(skip_bytes));
         let done = Cell::new(0);
@@ -375,7 +376,7 @@ impl Window {
         done.get()
     }
 
-    /// Copies `source` into the window from `skip_bytes` on; returns how many bytes fitted.
+    /// Copies `source` into the window from `skip_bytes` on. Returns how many bytes fitted.
     pub fn copy_from_slice(&self, skip_bytes: usize, source: &[u8]) -> usize {
         let length = source.len().min(self.length_bytes.saturating_sub(skip_bytes));
         let done = Cell::new(0);
@@ -388,8 +389,8 @@ impl Window {
         done.get()
     }
 
-    /// Copies bytes of `source`, from its beginning, into the window from `skip_bytes` on; returns how many fitted.
-    /// The two may lie in the same memory (what overlaps is copied as by a move).
+    /// Copies `source`, from its beginning, into the window from `skip_bytes` on. Returns how many bytes fitted. The
+    /// two windows may overlap in memory; each segment is copied as by a move.
     pub fn copy_from(&self, skip_bytes: usize, source: &Self) -> usize {
         let mut done = 0;
         source.for_each_segment(|from| {
@@ -408,7 +409,7 @@ impl Window {
         done
     }
 
-    /// Copies this window's bytes to the start of `target`; returns how many fitted. If the two windows overlap in
+    /// Copies this window's bytes to the start of `target`. Returns how many fitted. If the two windows overlap in
     /// memory, any mixture of their bytes arrives.
     pub fn copy_to(&self, target: &Self) -> usize {
         let count = self.length_bytes.min(target.length_bytes);
@@ -435,7 +436,7 @@ impl Window {
         });
     }
 
-    /// Whether every byte is zero. The answer is about the moment of looking: a guest may change the bytes.
+    /// Whether every byte is zero, at the moment of the call: a guest may change the bytes.
     #[must_use]
     pub fn is_zero(&self) -> bool {
         let mut chunk = [0u8; PROBE_BYTES];
@@ -450,7 +451,7 @@ impl Window {
         true
     }
 
-    /// The bytes as a vector (metadata and tests; copies).
+    /// Copies the bytes into a vector, for metadata and tests.
     #[must_use]
     pub fn to_vec(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.length_bytes];

@@ -1,14 +1,14 @@
 //! A peer that shrinks its memory file ends its own session, not the daemon.
 //!
 //! Touching a mapping behind the end of its file raises SIGBUS. The handler looks for the address among the registered
-//! mappings. If it finds one, it covers the whole mapping with anonymous zero pages (only the one page, if the file is
-//! an image of our own). It marks the mapping as poisoned and returns, so that the access completes. Sessions look at
-//! the mark once a batch and hang up. Any other fault goes to the handler before us; by default the process ends.
+//! mappings. If it finds one, it covers the whole mapping with anonymous zero pages (or only the one page, if the file
+//! is an image of our own). It marks the mapping as poisoned and returns, so that the access completes. Sessions look
+//! at the mark once a batch and hang up. Any other fault goes to the previous handler; by default the process ends.
 //!
-//! The kernel may refuse to cover a whole mapping (limits of memory). Then a page of it is covered, if need be with what
-//! some spare memory is given up for. Only when there is nothing left, after dozens of pages, the process ends.
+//! The kernel may refuse to cover a whole mapping (limits of memory). Then one page is covered, if need be in place of
+//! some spare memory. The process ends only when no spare is left, after dozens of pages.
 //!
-//! A SIGBUS that another process sends is no fault. It is ignored: the default action would take the handler away.
+//! A SIGBUS that another process sends is no fault, and is ignored.
 
 mod spares;
 
@@ -18,20 +18,20 @@ use std::ptr::NonNull;
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering, fence};
 
-/// How many mappings can be registered at once; one more is refused. Half of what a Linux process can have by default.
+/// How many mappings can be registered at once; more are refused. Half of what a Linux process can have by default.
 pub const MAX_MAPPINGS: usize = 1 << 15;
 
 struct Slot {
     taken: AtomicBool,
     /// Odd while start and length change, so that the handler believes only pairs that belong together. A slot that
-    /// changes while the handler runs is not the one it looks for: a mapping that is touched stays registered.
+    /// changes while the handler runs is not the one that it looks for: a mapping that is touched stays registered.
     changes: AtomicUsize,
     /// Zero while the slot is free.
     start: AtomicUsize,
     length_bytes: AtomicUsize,
-    /// The unit in which the kernel maps the file: the least that can be covered.
+    /// The unit in which the kernel maps the file, which is the least that can be covered.
     page_bytes: AtomicUsize,
-    /// Cover only the page that was touched. Nobody believes its contents, and there may be no room for more.
+    /// Cover only the page that was touched. Nothing relies on its contents, and there may be no room for more.
     page_only: AtomicBool,
     poisoned: AtomicBool,
 }
@@ -48,7 +48,7 @@ static SLOTS: [Slot; MAX_MAPPINGS] = [const {
     }
 }; MAX_MAPPINGS];
 
-/// One past the highest slot ever used: bounds the handler's walk.
+/// One more than the highest slot ever used. It bounds the handler's walk.
 static USED: AtomicUsize = AtomicUsize::new(0);
 static INSTALL: Once = Once::new();
 static PREVIOUS: AtomicPtr<libc::sigaction> = AtomicPtr::new(std::ptr::null_mut());
@@ -59,7 +59,7 @@ pub struct Registration {
     index: usize,
 }
 
-/// Registers a mapping of pages of this size, installing the handler the first time.
+/// Registers a mapping of pages of this size. The first call installs the handler.
 pub(crate) fn register(
     start: NonNull<u8>,
     length_bytes: usize,
@@ -83,7 +83,7 @@ pub(crate) fn register(
 }
 
 impl Slot {
-    /// Called only by the thread that has taken the slot.
+    /// Sets start and length. Only the thread that has taken the slot may call it.
     fn set_range(&self, start: usize, length_bytes: usize) {
         let changes = self.changes.load(Ordering::Relaxed);
         self.changes.store(changes.wrapping_add(1), Ordering::Relaxed);
@@ -93,7 +93,7 @@ impl Slot {
         self.changes.store(changes.wrapping_add(2), Ordering::Release);
     }
 
-    /// Start and length; `None` while they change, or where there are none.
+    /// Returns start and length; `None` while they change, or if the slot is free.
     fn range(&self) -> Option<(usize, usize)> {
         let before = self.changes.load(Ordering::Acquire);
         let (start, length_bytes) = (self.start.load(Ordering::Relaxed), self.length_bytes.load(Ordering::Relaxed));
@@ -108,8 +108,8 @@ impl Registration {
         SLOTS[self.index].poisoned.load(Ordering::Acquire)
     }
 
-    /// Puts pages of our own over the whole range, which counts as poisoned from then on. Whoever still writes there, the
-    /// kernel included, no longer reaches the peer; pages that a device has pinned are the exception. Returns whether it
+    /// Puts pages of our own over the whole range, which counts as poisoned from then on. Later writes to the range, by
+    /// the kernel too, no longer reach the peer; pages that a device has pinned are the exception. Returns whether it
     /// succeeded.
     pub(crate) fn fence(&self) -> bool {
         let slot = &SLOTS[self.index];
@@ -117,7 +117,7 @@ impl Registration {
         slot.range().is_some_and(|(start, length_bytes)| cover_with_zeros(start, length_bytes))
     }
 
-    /// Called before the range is unmapped: from then on the handler ignores it.
+    /// Removes the range from the table, so that the handler ignores it. Called before the range is unmapped.
     pub(crate) fn withdraw(&self) {
         let slot = &SLOTS[self.index];
         slot.set_range(0, 0);
@@ -153,7 +153,7 @@ extern "C" fn on_bus_error(signal: libc::c_int, info: *mut libc::siginfo_t, cont
     }
 }
 
-/// The slot whose mapping holds `address`, where that mapping starts, and how long it is.
+/// Returns the slot whose mapping holds `address`, where that mapping starts, and its length.
 fn slot_of(address: usize) -> Option<(&'static Slot, usize, usize)> {
     SLOTS[..USED.load(Ordering::Acquire)].iter().find_map(|slot| {
         let (start, length_bytes) = slot.range()?;
@@ -178,12 +178,12 @@ impl Slot {
                 die();
             }
         }
-        // SAFETY: as above. The interrupted code may be about to look at it.
+        // SAFETY: as above. The interrupted code may be about to read it.
         unsafe { *libc::__errno_location() = errno };
     }
 }
 
-/// Puts private zero pages over a part of a registered mapping; `false` if the kernel refuses.
+/// Puts private zero pages over a part of a registered mapping. Returns false if the kernel refuses.
 fn cover_with_zeros(start: usize, length_bytes: usize) -> bool {
     // SAFETY: the range is one of our own mappings (it is registered, and withdrawn before it is unmapped); replacing
     // its pages with private zeros keeps every address in it valid.

@@ -29,28 +29,28 @@ pub enum MemoryError {
     },
 }
 
-/// What a peer says about one region.
+/// A peer's description of one region.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct RegionSpec {
     /// Guest physical address of the first byte.
     pub guest_address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length_bytes: u64,
-    /// The same byte in the peer's own address space (vhost-user names rings by it).
+    /// Address of the same byte in the peer's own address space (vhost-user names rings by it).
     pub user_address: u64,
     /// Offset of the first byte in the file.
     pub file_offset: u64,
 }
 
 impl RegionSpec {
-    /// A region at the start of its file, which has the guest's addresses in the peer, too.
+    /// Describes a region at the start of its file, whose addresses in the peer are the guest's.
     #[must_use]
     pub fn new(guest_address: u64, length_bytes: u64) -> Self {
         Self { guest_address, length_bytes, user_address: guest_address, file_offset: 0 }
     }
 
-    /// Changes some of them: `RegionSpec::new(0, 1 << 20).with(|region| region.file_offset = 4096)`.
+    /// Changes some fields: `RegionSpec::new(0, 1 << 20).with(|region| region.file_offset = 4096)`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
@@ -62,8 +62,8 @@ fn impossible() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, "the region's length or offset is impossible")
 }
 
-/// How far into its first page the region begins, and how many bytes its pages have: the kernel maps whole ones, of a
-/// gibibyte each in some files.
+/// Returns how far into its first page the region begins, and how many bytes its pages have. The kernel maps whole
+/// pages, which are a gibibyte each in some files.
 fn part_of_file(spec: &RegionSpec, file: BorrowedFd<'_>) -> io::Result<(u64, u64)> {
     let page_bytes = crate::mapping::page_bytes_of(file)? as u64;
     let skip_bytes = spec.file_offset % page_bytes;
@@ -81,12 +81,12 @@ pub struct GuestRegion {
     /// Offset of the region in the mapping: the mapping starts at a page boundary of the file.
     skip_bytes: usize,
     mapping: Arc<Mapping>,
-    /// Behind the mapping: it is given back when that is gone.
+    /// Declared after the mapping, so it is given back when that is gone.
     _share: Option<Arc<ShareOfMapping>>,
 }
 
 impl GuestRegion {
-    /// As [`GuestRegion::map`], within what the peer may have.
+    /// As [`GuestRegion::map`], within the peer's share.
     pub fn map_in(share: &Arc<MappingShare>, spec: RegionSpec, file: BorrowedFd<'_>) -> io::Result<Self> {
         let (_, mapped_bytes) = part_of_file(&spec, file)?;
         let taken = share.take(mapped_bytes)?;
@@ -102,7 +102,7 @@ impl GuestRegion {
         Self::of_mapping(spec, Arc::new(mapping), skip_bytes as usize).ok_or_else(impossible)
     }
 
-    /// A region over a mapping that exists already, starting `skip_bytes` into it; `None` if it does not fit.
+    /// Makes a region in an existing mapping, from `skip_bytes` on; `None` if it does not fit.
     #[must_use]
     pub fn of_mapping(spec: RegionSpec, mapping: Arc<Mapping>, skip_bytes: usize) -> Option<Self> {
         let end = u64::try_from(skip_bytes).ok()?.checked_add(spec.length_bytes)?;
@@ -118,19 +118,19 @@ impl GuestRegion {
         })
     }
 
-    /// Guest physical address of the first byte.
+    /// Returns the guest physical address of the first byte.
     #[must_use]
     pub fn guest_address(&self) -> u64 {
         self.guest_address
     }
 
-    /// Bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn length_bytes(&self) -> u64 {
         self.length_bytes
     }
 
-    /// Where it lies in our address space, and how many bytes that are.
+    /// Returns where the region starts in our address space, and its length in bytes.
     #[must_use]
     pub fn host_range(&self) -> (NonNull<u8>, usize) {
         // Checked against the mapping when the region was made.
@@ -159,7 +159,7 @@ pub struct GuestMemory {
 }
 
 impl GuestMemory {
-    /// An address space of these regions; refused if they overlap.
+    /// Makes an address space of these regions. Fails if they overlap.
     pub fn new(mut regions: Vec<GuestRegion>) -> Result<Self, MemoryError> {
         regions.sort_by_key(|region| region.guest_address);
         for pair in regions.windows(2) {
@@ -172,14 +172,14 @@ impl GuestMemory {
         Ok(Self { regions })
     }
 
-    /// The regions, by address.
+    /// Returns the regions, sorted by address.
     #[must_use]
     pub fn regions(&self) -> &[GuestRegion] {
         &self.regions
     }
 
-    /// Where `length_bytes` at guest physical `address` lie in our address space. The range must lie in one region.
-    /// `hint` is the index of the region found last (a ring keeps its own), and is updated.
+    /// Translates `length_bytes` at guest physical `address` to our address space. The range must lie in one region.
+    /// `hint` is the index of the region found last (each ring keeps its own), and is updated.
     #[inline]
     pub fn translate(&self, address: u64, length_bytes: u64, hint: &mut usize) -> Result<NonNull<u8>, MemoryError> {
         match self.regions.get(*hint).and_then(|r| r.at(r.guest_address, address, length_bytes)) {
@@ -202,8 +202,8 @@ impl GuestMemory {
         Ok(ptr)
     }
 
-    /// The region that holds the byte at guest physical `address`, and its index. A guest with hundreds of regions can
-    /// name another one with each descriptor, so this takes few steps however many there are.
+    /// Returns the region that holds the byte at guest physical `address`, and its index. A guest with hundreds of
+    /// regions can name another one with each descriptor, so this is a binary search.
     #[must_use]
     pub fn region_at(&self, address: u64) -> Option<(usize, &GuestRegion)> {
         let index = self.regions.partition_point(|region| region.guest_address <= address).checked_sub(1)?;
@@ -211,32 +211,32 @@ impl GuestMemory {
         (address.wrapping_sub(region.guest_address) < region.length_bytes).then_some((index, region))
     }
 
-    /// As [`GuestMemory::translate`], as a segment.
+    /// As [`GuestMemory::translate`], but returns a segment.
     #[inline]
     pub fn segment(&self, address: u64, length_bytes: u32, hint: &mut usize) -> Result<Segment, MemoryError> {
         let ptr = self.translate(address, u64::from(length_bytes), hint)?;
         Ok(Segment::new(ptr, length_bytes as usize))
     }
 
-    /// Where `length_bytes` at `address` of the peer's own address space lie in ours (ring addresses).
+    /// Translates `length_bytes` at `address` of the peer's own address space (ring addresses) to ours.
     pub fn translate_user(&self, address: u64, length_bytes: u64) -> Result<NonNull<u8>, MemoryError> {
         let found = self.regions.iter().find_map(|r| r.at(r.user_address, address, length_bytes));
         found.ok_or(MemoryError::Outside { address, length_bytes })
     }
 
-    /// Brings all pages into memory, which may take long. Pages that cannot be had are left out.
+    /// Brings all pages into memory, which may take long. Skips pages that cannot be had.
     pub fn populate(&self) {
         for region in &self.regions {
             region.mapping.populate();
         }
     }
 
-    /// Cuts this mapping off from the peer's memory: reads of a storage that hangs, which were given up, can end later
-    /// without changing a byte of the peer's. What a device has pinned for itself (direct I/O, registered memory) cannot be
-    /// cut off. The memory counts as poisoned. Returns whether it succeeded.
+    /// Cuts this mapping off from the peer's memory. Then reads that were given up, because their storage hangs, can
+    /// end later without changing the peer's memory. Pages that a device has pinned (direct I/O, registered memory)
+    /// cannot be cut off. The memory counts as poisoned. Returns whether it succeeded.
     #[must_use]
     pub fn fence(&self) -> bool {
-        // Every region is fenced, also behind one that cannot be.
+        // Counted, so that every region is fenced, also those behind one that cannot be.
         self.regions.iter().filter(|region| !region.mapping.fence()).count() == 0
     }
 
@@ -280,7 +280,7 @@ mod tests {
         let mapping = Arc::new(mapping);
         let spec = |index: u64| RegionSpec {
             guest_address: index * 0x3000,
-            // Every third touches the next one.
+            // Every third region touches the next one.
             length_bytes: if u64::is_multiple_of(index, 3) { 0x3000 } else { 0x1000 },
             user_address: 0,
             file_offset: 0,

@@ -1,16 +1,15 @@
-//! Gets a thread out of a system call in which somebody else makes it wait.
+//! Interrupts a thread in a system call in which another process makes it wait.
 //!
-//! A descriptor that came from another process can be made blocking by that process at any moment, since both share what
-//! the descriptor stands for. Who calls on such a descriptor therefore lets another thread watch, which interrupts the call
-//! when it takes too long.
+//! Another process that sent us a descriptor can make it blocking at any moment, because both share the open file
+//! description. So another thread watches calls on such a descriptor, and interrupts those that take too long.
 
 use std::io;
 use std::sync::OnceLock;
 
-/// Ignored by default and hardly used, so that a stray one does no harm.
+/// Ignored by default and hardly used, so a stray signal does no harm.
 const SIGNAL: libc::c_int = libc::SIGURG;
 
-/// Names a thread of this process, to interrupt what it waits for.
+/// Names a thread of this process, to interrupt its system calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InterruptHandle {
     process: libc::pid_t,
@@ -18,25 +17,25 @@ pub struct InterruptHandle {
 }
 
 impl InterruptHandle {
-    /// The calling thread.
+    /// Makes a handle to the calling thread.
     pub fn of_this_thread() -> io::Result<Self> {
         static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
         let installed = INSTALLED.get_or_init(|| install_handler().map_err(|error| error.raw_os_error().unwrap_or(0)));
         installed.map_err(io::Error::from_raw_os_error)?;
-        // SAFETY: these two calls only tell numbers.
+        // SAFETY: these two calls only return numbers.
         let (process, thread) = unsafe { (libc::getpid(), libc::gettid()) };
         Ok(Self { process, thread })
     }
 
     /// Ends a system call in which the thread waits, with `EINTR`. Does nothing if it waits in none, or has ended.
     pub fn interrupt(&self) {
-        // SAFETY: the call touches no memory. If the number has gone to another thread of ours, that one gets an
-        // interruption that it has to expect anyhow.
+        // SAFETY: the call touches no memory. If the number has passed to another thread of ours, that thread gets an
+        // interruption that it must expect anyway.
         unsafe { libc::syscall(libc::SYS_tgkill, self.process, self.thread, SIGNAL) };
     }
 }
 
-/// A handler that does nothing, and does not let the interrupted call go on (no `SA_RESTART`).
+/// Installs a handler that does nothing. The interrupted call is not restarted (no `SA_RESTART`).
 fn install_handler() -> io::Result<()> {
     extern "C" fn nothing(_: libc::c_int) {}
     // SAFETY: all-zero is a valid `sigaction`, and the handler does nothing.

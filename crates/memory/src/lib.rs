@@ -1,15 +1,16 @@
 //! The bottom of the path: memory that the kernel reads and writes for us.
 //!
-//! * [`IoBuf`] and [`Window`]: scattered memory an operation owns (or pins) while the kernel may touch it.
+//! * [`IoBuf`] and [`Window`]: scattered memory that an operation owns (or pins) while the kernel may touch it.
 //! * [`AlignedBuf`]: owned, aligned memory for metadata and bounce buffers.
 //! * [`BufferBudget`]: how much memory such buffers may take, and each disk's share of it.
 //! * [`GuestMemory`]: a guest's address space, mapped from the file descriptors that its monitor sent.
 //! * [`Pool`] and [`PoolBox`]: request contexts that are used again, without atomics or allocation; [`Placed`], [`PoolRc`]
 //!   and [`PooledFuture`] put what belongs to one thread into such memory.
-//! * [`MappingShare`]: what one peer may map, whatever others do. [`MappedWords`]: a file of our own as an array.
-//! * [`MappedRange`]: a part of a file of our own where it lies in memory, for any thread.
+//! * [`MappingShare`]: what one peer may map, whatever others do. [`MappedWords`]: a file of our own as an array of
+//!   words.
+//! * [`MappedRange`]: a part of a file of our own in memory, for any thread.
 //! * [`fault`]: what happens when such a file shrinks under us.
-//! * [`InterruptHandle`]: gets a thread out of a system call in which a peer makes it wait.
+//! * [`InterruptHandle`]: interrupts a thread in a system call in which a peer makes it wait.
 //! * [`receive_into`] and [`send_parts`]: a stream socket's bytes, straight from and to windows.
 //! * [`peer_process`]: whether the process at the other end of a socket still lives.
 //!

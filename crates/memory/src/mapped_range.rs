@@ -1,4 +1,4 @@
-//! A part of a file of our own, seen where it lies in memory.
+//! A part of a file of our own, mapped into memory.
 
 use crate::{IoBuf, Mapping, Window};
 use std::any::Any;
@@ -6,15 +6,15 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use thiserror::Error;
 
-/// A page of a mapped file could not be had: somebody made the file shorter, or its storage failed.
+/// A page of a mapped file could not be read: the file became shorter, or its storage failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("a page of a mapped file could not be had: the file has become shorter, or its storage failed")]
 pub struct MappingLost;
 
-/// A part of a mapping. Any thread may have it; it keeps the mapping.
+/// A part of a mapping, for any thread. It keeps the mapping.
 ///
-/// Others may change the bytes at any time, so they are only copied in and out. What could not be had is an error, never a
-/// signal; of what lies behind the end of a file that was cut off, zeros may show up to the end of that page.
+/// Others may change the bytes at any time, so they are only copied in and out. A lost page is an error, never a
+/// signal. But if the file was cut within a page, the rest of that page reads as zeros.
 #[derive(Debug, Clone)]
 pub struct MappedRange {
     mapping: Arc<Mapping>,
@@ -23,22 +23,22 @@ pub struct MappedRange {
 }
 
 impl MappedRange {
-    /// A part of `mapping`; `None` if it does not lie inside.
+    /// Makes a range of a part of `mapping`; `None` if it does not lie inside.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, skip_bytes: usize, length_bytes: usize) -> Option<Self> {
         let end = skip_bytes.checked_add(length_bytes)?;
         (end <= mapping.length_bytes()).then(|| Self { mapping: Arc::clone(mapping), skip_bytes, length_bytes })
     }
 
-    /// How long it is.
+    /// Returns its length in bytes.
     #[must_use]
     pub fn length_bytes(&self) -> usize {
         self.length_bytes
     }
 
-    /// Whether a page of its mapping could not be had. What was read is not to be believed then.
+    /// Fails if a page of the mapping was lost. Then what was read is not to be believed.
     pub fn check(&self) -> Result<(), MappingLost> {
-        // The mark is looked at after the bytes.
+        // The poison mark is read after the bytes.
         fence(Ordering::Acquire);
         if self.mapping.is_poisoned() { Err(MappingLost) } else { Ok(()) }
     }
@@ -46,11 +46,11 @@ impl MappedRange {
     /// Copies bytes from `skip_bytes` on.
     ///
     /// # Panics
-    /// If they do not lie inside: callers compute that from the range's own length.
+    /// Panics if they do not lie inside. Callers compute them from the range's own length.
     pub fn copy_to_slice(&self, skip_bytes: usize, target: &mut [u8]) -> Result<(), MappingLost> {
         let from = self.at(skip_bytes, target.len());
-        // SAFETY: the bytes lie in the mapping, which this keeps, and `target` is borrowed exclusively. Who writes at the
-        // same time changes only the values copied. A page that cannot be had is covered with zeros (see `fault`).
+        // SAFETY: the bytes lie in the mapping, which this keeps, and `target` is borrowed exclusively. A concurrent
+        // writer changes only the values copied. A lost page is covered with zeros (see `fault`).
         unsafe { std::ptr::copy_nonoverlapping(from, target.as_mut_ptr(), target.len()) }
         self.check()
     }
@@ -58,7 +58,7 @@ impl MappedRange {
     /// Copies `length_bytes` from `skip_bytes` on to the start of `target`, which may be a guest's memory.
     ///
     /// # Panics
-    /// If they do not lie inside, or `target` is shorter.
+    /// Panics if they do not lie inside, or `target` is shorter.
     pub fn copy_to(&self, skip_bytes: usize, length_bytes: usize, target: &Window) -> Result<(), MappingLost> {
         let mut from = self.at(skip_bytes, length_bytes);
         target.slice(0, length_bytes).for_each_segment(|segment| {
@@ -70,10 +70,10 @@ impl MappedRange {
         self.check()
     }
 
-    /// Copies `source` to `skip_bytes` and the following.
+    /// Copies `source` into the range from `skip_bytes` on.
     ///
     /// # Panics
-    /// If they do not lie inside, or the mapping is for reading only.
+    /// Panics if the bytes do not fit inside, or the mapping is for reading only.
     pub fn copy_from_slice(&self, skip_bytes: usize, source: &[u8]) -> Result<(), MappingLost> {
         let to = self.writable_at(skip_bytes, source.len());
         // SAFETY: as in `copy_to_slice`, with the directions exchanged; the mapping is for writing.
@@ -81,7 +81,7 @@ impl MappedRange {
         self.check()
     }
 
-    /// Copies `source` to `skip_bytes` and the following.
+    /// Copies `source` into the range from `skip_bytes` on.
     ///
     /// # Panics
     /// As [`Self::copy_from_slice`].
@@ -106,8 +106,8 @@ impl MappedRange {
         self.check()
     }
 
-    /// The range as the memory of an operation, on this thread. `keep` is dropped with its last handle. `None` if the
-    /// mapping is for reading only: who has a window may write to it.
+    /// Makes the range an operation's memory, on this thread. `keep` is dropped with its last handle. `None` if the
+    /// mapping is for reading only, because a window may be written to.
     #[must_use]
     pub fn window(&self, keep: Box<dyn Any>) -> Option<Window> {
         if !self.mapping.is_writable() {

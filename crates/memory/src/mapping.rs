@@ -6,8 +6,8 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Address space that all mappings together may take. A peer may name a length that its file does not have, and a
-/// process without address space cannot go on. This is half of the smallest 64-bit address space.
+/// The most address space that all mappings together take: half of the smallest 64-bit address space. A peer may name a
+/// length that its file does not have, and a process without address space cannot go on.
 const MAX_MAPPED_BYTES: usize = 1 << 46;
 
 static MAPPED_BYTES: AtomicUsize = AtomicUsize::new(0);
@@ -17,7 +17,7 @@ static MAPPED_BYTES: AtomicUsize = AtomicUsize::new(0);
 struct Room(usize);
 
 impl Room {
-    /// Takes `bytes` if no more than `limit_bytes` are taken then.
+    /// Takes `bytes` if the total stays within `limit_bytes`.
     fn take(bytes: usize, limit_bytes: usize) -> io::Result<Self> {
         let sum = |used: usize| used.checked_add(bytes).filter(|sum| *sum <= limit_bytes);
         match MAPPED_BYTES.fetch_update(Ordering::Relaxed, Ordering::Relaxed, sum) {
@@ -36,7 +36,7 @@ impl Drop for Room {
     }
 }
 
-/// The unit in which the kernel maps `file`: huge pages are mapped and unmapped as wholes.
+/// Returns the unit in which the kernel maps `file`: huge pages are mapped and unmapped as a whole.
 pub(crate) fn page_bytes_of(file: BorrowedFd<'_>) -> io::Result<usize> {
     const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
     const FUSE_MAGIC: i64 = 0x6573_5546;
@@ -47,7 +47,7 @@ pub(crate) fn page_bytes_of(file: BorrowedFd<'_>) -> io::Result<usize> {
     };
     match result {
         0 if stat.f_type == HUGETLBFS_MAGIC => Ok((stat.f_bsize as usize).max(PAGE_BYTES)),
-        // A touch of such memory waits for the server of the file system, which may be the peer itself.
+        // An access to such memory waits for the server of the file system, which may be the peer itself.
         0 if stat.f_type == FUSE_MAGIC => Err(io::Error::new(
             io::ErrorKind::Unsupported,
             "memory on a FUSE file system is refused: its server could hold up every disk; use a memfd or tmpfs",
@@ -57,7 +57,7 @@ pub(crate) fn page_bytes_of(file: BorrowedFd<'_>) -> io::Result<usize> {
     }
 }
 
-/// Whose file a mapping is of.
+/// Who owns a mapped file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Whose {
     Peers,
@@ -70,7 +70,7 @@ enum Whose {
 pub struct Mapping {
     ptr: NonNull<u8>,
     length_bytes: usize,
-    /// With the rest of the last page.
+    /// The length with the rest of the last page.
     mapped_bytes: usize,
     guard: fault::Registration,
     writable: bool,
@@ -78,7 +78,7 @@ pub struct Mapping {
 }
 
 // SAFETY: the mapping is memory that another process shares. All access goes through raw copies and atomics, never
-// through references, so a second thread is no different from the other process.
+// through references. So a second thread is no different from the other process.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -90,7 +90,7 @@ impl Mapping {
     }
 
     /// Maps the first `length_bytes` of a file of our own, for reading, and for writing if `writable`. The file may be
-    /// shorter; then nobody may touch what lies behind its end. Refused if too little address space would be left for
+    /// shorter; then what lies behind its end must not be touched. Fails if too little address space would be left for
     /// peers.
     pub fn of_storage(file: BorrowedFd<'_>, length_bytes: usize, writable: bool) -> io::Result<Self> {
         Self::map(file, 0, length_bytes, writable, Whose::Ours)
@@ -132,7 +132,8 @@ impl Mapping {
         Ok(Self { ptr, length_bytes, mapped_bytes, guard, writable, _room: room })
     }
 
-    /// Which pages of a part are in memory: a byte a page, odd if so (`mincore`). The part starts at a page.
+    /// Finds which pages of a part are in memory (`mincore`): one byte for each page, odd if it is. The part starts at
+    /// a page.
     pub fn residency(&self, skip_bytes: usize, pages: &mut [u8]) -> io::Result<()> {
         let fits = pages.len().checked_mul(PAGE_BYTES).and_then(|length_bytes| skip_bytes.checked_add(length_bytes));
         if fits.is_none_or(|end| end > self.mapped_bytes) {
@@ -146,7 +147,7 @@ impl Mapping {
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// A new anonymous memory file of `length_bytes`, and its mapping: guest memory for the driver and for tests.
+    /// Makes an anonymous memory file of `length_bytes`, and its mapping: guest memory for the driver and for tests.
     pub fn anonymous_file(name: &std::ffi::CStr, length_bytes: usize) -> io::Result<(OwnedFd, Self)> {
         // SAFETY: `name` is a valid C string.
         let raw = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
@@ -162,13 +163,13 @@ impl Mapping {
         Ok((fd, mapping))
     }
 
-    /// Where the mapping starts.
+    /// Returns where the mapping starts.
     #[must_use]
     pub fn as_ptr(&self) -> NonNull<u8> {
         self.ptr
     }
 
-    /// How many bytes are mapped.
+    /// Returns its length in bytes.
     #[must_use]
     pub fn length_bytes(&self) -> usize {
         self.length_bytes
@@ -180,8 +181,7 @@ impl Mapping {
         self.writable
     }
 
-    /// Brings its pages into memory, ready for writing (Linux 5.14). Stops where a part lies behind the end of the
-    /// file.
+    /// Brings its pages into memory, ready for writing (Linux 5.14). Stops at the end of the file.
     pub(crate) fn populate(&self) {
         // SAFETY: the range is mapped, and populating it changes no byte of it.
         let _ = unsafe { libc::madvise(self.ptr.as_ptr().cast(), self.mapped_bytes, libc::MADV_POPULATE_WRITE) };
@@ -192,8 +192,8 @@ impl Mapping {
         self.guard.fence()
     }
 
-    /// Whether an access fell behind the end of the file. The contents are then zeros of our own, and the peer must be
-    /// disconnected.
+    /// Whether an access fell behind the end of the file, or [`crate::GuestMemory::fence`] cut it off. The contents are
+    /// then zeros of our own, and the peer must be disconnected.
     #[must_use]
     pub fn is_poisoned(&self) -> bool {
         self.guard.is_poisoned()
@@ -208,8 +208,8 @@ impl Drop for Mapping {
     }
 }
 
-/// A duplicate, in the standard library's form, of a descriptor that some other library wraps (an event descriptor, for
-/// instance). The original stays open and with its owner.
+/// Duplicates a descriptor that another library wraps (an event descriptor, for instance). The original stays open and
+/// with its owner.
 pub fn duplicate_fd(wrapped: &impl AsRawFd) -> io::Result<OwnedFd> {
     // SAFETY: `fcntl` with F_DUPFD_CLOEXEC touches no memory; a number that is not open fails with EBADF.
     let raw = unsafe { libc::fcntl(wrapped.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 0) };

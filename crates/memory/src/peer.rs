@@ -1,4 +1,4 @@
-//! Whether the process at the other end of a Unix socket still lives.
+//! Finds out whether the process at the other end of a Unix socket still lives.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -6,18 +6,18 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 /// Linux 6.5; the same number on all architectures but a few old ones, where the call fails.
 const SO_PEERPIDFD: libc::c_int = 77;
 
-/// The process that connected a Unix socket, or that made the pair.
+/// The process that connected a Unix socket, or made the socket pair.
 #[derive(Debug)]
 pub enum PeerProcess {
-    /// Becomes readable when it has exited.
+    /// The process lives. The descriptor becomes readable when it has exited.
     Alive(OwnedFd),
-    /// It has exited. Others may hold its end of the socket.
+    /// The process has exited. Others may hold its end of the socket.
     Exited,
-    /// It lives in another namespace, or the kernel is too old to say.
+    /// The process lives in another namespace, or the kernel is too old to say.
     Unknown,
 }
 
-/// The process at the other end of `socket`.
+/// Returns the process at the other end of `socket`.
 #[must_use]
 pub fn peer_process(socket: BorrowedFd<'_>) -> PeerProcess {
     let mut raw: libc::c_int = -1;

@@ -6,13 +6,13 @@
 //! lock-free stack. So a thread that only frees feeds a thread that only takes.
 //!
 //! A context is created only if the thread's list and the stack are both empty. The lists of other threads may hold
-//! idle contexts at that moment. Therefore the length of a list follows the load: all lists together get a twentieth of
-//! the peak in flight, but at least eight contexts for each thread. The total stays near the peak. A reactor frees and
-//! takes by turns. It gets a longer list, so that its turns need no trade.
+//! idle contexts at that moment. So that the total stays near the peak, the length of a list follows the load. All
+//! lists together get a twentieth of the peak in flight, but at least eight contexts for each thread. A reactor, which
+//! alternates between freeing and taking, gets a longer list, so that its turns need no trade.
 //!
 //! Contexts are `Send`, since any thread may use them next. Values that belong to one thread (a task, a request that
-//! names its queue) are put into a context that is only memory: [`Room`] for one type of value ([`Placed`],
-//! [`PoolRc`]), and the chunks of [`PooledFuture`] for futures of any type.
+//! names its queue) are put into contexts that are only memory. A [`Room`] is for one type of value ([`Placed`],
+//! [`PoolRc`]), and the chunks of [`PooledFuture`] are for futures of any type.
 //!
 //! When the load falls, contexts beyond the peak of the last two [`DECAY_PERIOD`]s go back to the allocator. Threads
 //! that trade do this in passing. A reactor that is about to sleep calls [`Pool::maintain`].
@@ -70,34 +70,34 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::LocalKey;
 use std::time::{Duration, Instant};
 
-/// A peak is remembered for one to two of these.
+/// A peak is remembered for one to two of these periods.
 pub const DECAY_PERIOD: Duration = Duration::from_secs(5);
 
-/// Batches that can wait for a thread. Further ones are freed.
+/// The most batches that wait in the stack. Further ones are freed.
 const SLOTS: u16 = 2048;
-/// Trades of one thread between looks at the clock.
+/// Trades of one thread between two looks at the clock.
 const TRADES_A_LOOK: u32 = 64;
 /// Batches freed at such a look. A reactor with requests to serve must not free thousands at once.
 const BATCHES_FREED_A_LOOK: usize = 2;
 
 /// What a pool may hold.
 pub trait PoolContext: Send + Sized + 'static {
-    /// About how much memory one context holds. A sleeping thread wakes up only to give much back.
+    /// About how much memory one context holds. A thread wakes up from its sleep only to give much back.
     const HELD_BYTES: usize = size_of::<Self>();
 
-    /// Makes one. Allocate here all that requests will need.
+    /// Makes a context. Allocate here all that requests will need.
     fn create() -> Self;
 
-    /// Makes a used one ready for the next request, keeping its memory. Must not panic.
+    /// Makes a used context ready for the next request, and keeps its memory. Must not panic.
     fn reset(&mut self) {}
 }
 
 /// A [`PoolContext`] that has a pool: implemented by [`pooled!`](crate::pooled).
 pub trait Pooled: PoolContext {
-    /// The pool of this type.
+    /// Returns the pool of this type.
     fn pool() -> &'static Pool<Self>;
 
-    /// The calling thread's list of it.
+    /// Returns the calling thread's list of this type.
     fn list() -> &'static LocalKey<ThreadList<Self>>;
 }
 
@@ -138,7 +138,7 @@ pub struct Pool<T> {
 }
 
 impl<T: Pooled> Pool<T> {
-    /// An empty pool, listed by [`pools`]: for [`pooled!`](crate::pooled).
+    /// Makes an empty pool, listed by [`pools`]. For [`pooled!`](crate::pooled).
     #[must_use]
     pub fn new(name: &'static str) -> Self {
         let (stats, maintain, trim) = (|| T::pool().stats(), || T::pool().give_back(), || T::pool().trim());
@@ -148,13 +148,13 @@ impl<T: Pooled> Pool<T> {
         Self { name, depot: Depot::new(SLOTS), others, started: Instant::now(), period_end_ms }
     }
 
-    /// What it holds.
+    /// Returns the name of what it holds.
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// Its counters now.
+    /// Returns a copy of its counters.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         self.depot.stats()
@@ -162,7 +162,7 @@ impl<T: Pooled> Pool<T> {
 
     /// Gives back what the recent load did not need, from the stack and from the calling thread's list. Cheap while no
     /// [`DECAY_PERIOD`] ends; call it when a thread has time. Returns whether more will be surplus after the next two
-    /// periods if the load stays as it is. Then a thread should look again before it sleeps for long.
+    /// periods if the load stays as it is. If so, a thread should call this again before it sleeps for long.
     pub fn maintain(&self) -> bool {
         if self.period_is_over() {
             self.end_period();
@@ -172,7 +172,7 @@ impl<T: Pooled> Pool<T> {
         self.depot.coming_surplus() > 0
     }
 
-    /// [`Pool::maintain`], and how many bytes it will have to give back later.
+    /// Calls [`Pool::maintain`], and returns how many bytes will have to be given back later.
     fn give_back(&self) -> u64 {
         self.maintain();
         self.depot.coming_surplus().saturating_mul(T::HELD_BYTES as u64)
@@ -184,7 +184,7 @@ impl<T: Pooled> Pool<T> {
         self.free_surplus(usize::MAX);
     }
 
-    /// Ends the decay period at once: [`Pool::maintain`] does so when its time is over.
+    /// Ends the decay period at once. [`Pool::maintain`] does so when its time is over.
     pub fn end_period(&self) {
         // The period that begins starts with what is in flight now.
         self.settle();
@@ -265,7 +265,8 @@ impl<T: Pooled> Pool<T> {
         self.look_at_the_clock();
     }
 
-    /// Called after a trade: a change of the load shows in trades.
+    /// Now and then, ends the decay period if it is over and frees some surplus. Called after a trade, because a change
+    /// of the load shows in trades.
     fn look_at_the_clock(&self) {
         let due = T::list().try_with(|list| list.0.borrow_mut().looks_due(TRADES_A_LOOK));
         if due.unwrap_or(false) {
@@ -283,11 +284,11 @@ impl<T> std::fmt::Debug for Pool<T> {
     }
 }
 
-/// A thread's idle contexts of one type, for the pool's own use. When the thread ends, they go to the others.
+/// A thread's idle contexts of one type, for the pool's own use. When the thread ends, they go to other threads.
 pub struct ThreadList<T: Pooled>(RefCell<List<T>>);
 
 impl<T: Pooled> ThreadList<T> {
-    /// An empty list: for [`pooled!`](crate::pooled).
+    /// Makes an empty list. For [`pooled!`](crate::pooled).
     #[must_use]
     pub const fn new() -> Self {
         Self(RefCell::new(List::new()))
@@ -332,7 +333,7 @@ impl<T: Pooled> PoolBox<T> {
         Self(ManuallyDrop::new(context))
     }
 
-    /// The bare context; it must come back by [`PoolBox::from_raw`].
+    /// Returns the bare context, which must come back by [`PoolBox::from_raw`].
     #[inline]
     fn into_raw(self) -> NonNull<T> {
         let mut this = ManuallyDrop::new(self);
@@ -362,7 +363,7 @@ impl<T: Pooled> Drop for PoolBox<T> {
             return other_source::put(&T::pool().others, context);
         }
         let mut context = Some(context);
-        // Where the thread is ending and its list is gone, the context is refused too.
+        // If the thread is ending and its list is gone, the context is refused too.
         let _ = T::list().try_with(|list| {
             context = context.take().and_then(|context| list.0.borrow_mut().put(context).err());
         });

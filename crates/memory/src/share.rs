@@ -1,19 +1,19 @@
-//! What each peer may map of its memory: as much as is set aside for it, whatever others do, and more while there is
-//! some.
+//! What each peer may map of its memory: a share of its own, whatever others do, and more while there is room.
 //!
-//! A process can have only so many mappings, and the guard against files that shrink ([`crate::fault`]) knows only so
-//! many. Address space is finite, too. A peer decides how it cuts its memory, and may be hostile, so what it takes
-//! counts in a share of its own.
+//! A process can have only so many mappings, and the guard against files that shrink ([`crate::fault`]) has a table of
+//! fixed size. Address space is finite, too. A peer decides how it cuts its memory, and may be hostile. So its mappings
+//! count in a share of its own.
 
 use crate::fault::MAX_MAPPINGS;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Set aside for each peer: more regions than monitors have by themselves, twice, because a new table is mapped before
-/// the old one goes; and the memory of a common guest, twice.
+/// Set aside for each peer: more regions than monitors use by default, and the memory of a common guest. Both are
+/// doubled, because a new table is mapped before the old one goes.
 const SET_ASIDE: Amount = Amount { mappings: 32, bytes: 48 << 30 };
 
-/// What may be set aside in all, and what all peers together may take beyond that. The rest is for files of our own.
+/// The limit of all that is set aside, and also of all that peers together take beyond their shares. The rest is for
+/// files of our own.
 const MOST: Amount = Amount { mappings: MAX_MAPPINGS * 7 / 16, bytes: 3 << 43 };
 
 /// Mappings and their bytes of address space.
@@ -65,7 +65,7 @@ pub struct MappingShare {
 }
 
 impl MappingShare {
-    /// Sets a share aside. Fails if too many have been.
+    /// Sets a share aside. Fails if too many shares are.
     pub fn new() -> io::Result<Arc<Self>> {
         Self::of(&BUDGET)
     }
@@ -81,7 +81,7 @@ impl MappingShare {
         Ok(Arc::new(Self { budget, used: Mutex::default() }))
     }
 
-    /// Takes one mapping of `bytes`. Fails if the share is used up, and what all peers have beyond theirs, too.
+    /// Takes one mapping of `bytes`. Fails if both the share and what all peers may take beyond theirs are used up.
     pub(crate) fn take(self: &Arc<Self>, bytes: u64) -> io::Result<ShareOfMapping> {
         let amount = Amount { mappings: 1, bytes };
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
@@ -110,7 +110,7 @@ impl Drop for MappingShare {
     }
 }
 
-/// What one mapping takes of a share, given back on drop.
+/// One mapping's part of a share, given back on drop.
 #[derive(Debug)]
 pub(crate) struct ShareOfMapping {
     share: Arc<MappingShare>,

@@ -1,16 +1,16 @@
-//! Bytes of a stream socket, straight from and to the memory of operations.
+//! Moves bytes of a stream socket straight from and to the memory of operations.
 //!
-//! Windows are never borrowed as slices, so the kernel's calls that gather and scatter are made here. A descriptor that does
-//! not block says [`io::ErrorKind::WouldBlock`].
+//! Windows are never borrowed as slices, so this module makes the system calls that gather and scatter. A descriptor
+//! that does not block may fail with [`io::ErrorKind::WouldBlock`].
 
 use crate::Window;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Segments that one call takes; what is beyond goes with the next.
+/// The most segments in one call; further ones go with the next.
 const SEGMENTS_MAX: usize = 64;
 
-/// A part of what is sent.
+/// A part of the bytes to send.
 #[derive(Debug, Clone, Copy)]
 pub enum SocketPart<'a> {
     /// Bytes of this program.
@@ -19,7 +19,7 @@ pub enum SocketPart<'a> {
     Memory(&'a Window, usize),
 }
 
-/// A list for one call.
+/// The list of segments for one call.
 struct Segments {
     list: [libc::iovec; SEGMENTS_MAX],
     count: usize,
@@ -61,7 +61,7 @@ fn told(result: isize) -> io::Result<usize> {
     usize::try_from(result).map_err(|_| io::Error::last_os_error())
 }
 
-/// Fills a window from `skip_bytes` on with what has arrived; returns how many bytes that were. Zero means that nothing will
+/// Fills a window from `skip_bytes` on with what has arrived. Returns the number of bytes. Zero means that nothing will
 /// come any more, or that there was no room.
 pub fn receive_into(socket: BorrowedFd<'_>, window: &Window, skip_bytes: usize) -> io::Result<usize> {
     let mut segments = Segments::new();
@@ -71,8 +71,8 @@ pub fn receive_into(socket: BorrowedFd<'_>, window: &Window, skip_bytes: usize) 
     told(unsafe { libc::recvmsg(socket.as_raw_fd(), &mut message, 0) })
 }
 
-/// Sends parts, one behind the other, as far as the socket takes them; returns how many bytes that were. A peer that has gone
-/// is an error, and no signal.
+/// Sends parts, one behind the other, as far as the socket takes them. Returns the number of bytes. A peer that has
+/// gone is an error, not a signal.
 pub fn send_parts<'a>(socket: BorrowedFd<'_>, parts: impl Iterator<Item = SocketPart<'a>>) -> io::Result<usize> {
     let mut segments = Segments::new();
     for part in parts {

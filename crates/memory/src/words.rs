@@ -7,9 +7,9 @@ use std::sync::atomic::AtomicU32;
 
 /// Words of a mapped file, read and changed without a lock.
 ///
-/// The file may be shorter than the array. A word behind its end, or one whose page cannot be had, reads as zero, and the
-/// array is [poisoned](MappedWords::is_poisoned) from then on: whoever uses it reserves the file's space first, and
-/// believes nothing that it reads once it is poisoned.
+/// The file may be shorter than the array. A word behind its end, or one whose page is lost, reads as zero, and the
+/// array is [poisoned](MappedWords::is_poisoned) from then on. So its user reserves the file's space first, and
+/// believes nothing that it reads once the array is poisoned.
 #[derive(Debug)]
 pub struct MappedWords {
     mapping: Mapping,
@@ -24,7 +24,8 @@ impl MappedWords {
         Ok(Self { mapping: Mapping::of_storage(file, length_bytes, true)?, count })
     }
 
-    /// `count` words of memory that reads as zeros and takes space where it was written to. It can be swapped out.
+    /// Makes an array of `count` words in memory. They read as zeros, take space only once written, and can be swapped
+    /// out.
     pub fn in_memory(count: usize) -> io::Result<Self> {
         let too_long = || io::Error::new(io::ErrorKind::InvalidInput, "the array is longer than any address space");
         let length_bytes = count.checked_mul(size_of::<AtomicU32>()).ok_or_else(too_long)?;
@@ -32,7 +33,7 @@ impl MappedWords {
         Ok(Self { mapping, count })
     }
 
-    /// A word; `None` behind the end of the array.
+    /// Returns a word; `None` behind the end of the array.
     #[inline]
     #[must_use]
     pub fn get(&self, index: usize) -> Option<&AtomicU32> {
@@ -40,11 +41,11 @@ impl MappedWords {
             return None;
         }
         // SAFETY: the word lies in the mapping, which is page-aligned and lives as long as the reference. It is only
-        // reached as an atomic. A page that cannot be had is covered with zeros (see `fault`).
+        // reached as an atomic. A lost page is covered with zeros (see `fault`).
         Some(unsafe { &*self.mapping.as_ptr().cast::<AtomicU32>().as_ptr().add(index) })
     }
 
-    /// Whether a word could not be had.
+    /// Whether a word was behind the end of the file, or its page was lost.
     #[inline]
     #[must_use]
     pub fn is_poisoned(&self) -> bool {

@@ -1,6 +1,6 @@
 //! TLS for NBD, on both sides.
 //!
-//! * [`Credentials`]: certificates in a directory, laid out as QEMU's `tls-creds-x509` has them.
+//! * [`Credentials`]: certificates in a directory, in the layout of QEMU's `tls-creds-x509`.
 //! * [`relay`]: a thread between a TLS connection and a socket, so that the code behind the socket knows nothing of TLS.
 
 #![forbid(unsafe_code)]

@@ -4,10 +4,10 @@
 //! with structured replies, extended headers and metadata contexts. All integers are big-endian.
 //!
 //! * [`numbers`]: magic numbers, options, commands, flags, error numbers.
-//! * [`Reader`]: bytes of a peer, read with a check of each length.
-//! * [`option`]: options of the handshake and their answers.
+//! * [`Reader`]: reads a peer's bytes, and checks each length.
+//! * [`option`]: options of the handshake and their replies.
 //! * [`request`]: commands of the transmission phase.
-//! * [`reply`]: their answers.
+//! * [`reply`]: replies of the transmission phase.
 
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
@@ -24,7 +24,7 @@ pub mod request;
 
 pub use reader::Reader;
 
-/// Bytes that no peer of this protocol sends: where, and why.
+/// An error for bytes that the protocol does not allow: where, and why.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WireError(pub &'static str);
 

@@ -1,38 +1,38 @@
-//! The bus: which device answers at which port.
+//! The bus: maps ports to devices.
 
 use crate::slot::{Link, Slot};
 use crate::{Device, Width};
 use std::fmt;
 
-/// There are as many ports as 16 bits have values.
+/// The number of ports: all 16-bit values.
 const PORTS: usize = 1 << 16;
-/// No device is at the port.
+/// There is no device at the port.
 const NOBODY: u16 = u16::MAX;
 
-/// Ports of a device, one after the other.
+/// Contiguous ports of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Region {
-    /// The first.
+    /// The first port.
     pub base: u16,
-    /// How many.
+    /// The number of ports.
     pub ports: u16,
-    /// The one, counted from the base, that takes accesses of any width. At every other port a wider access is split into
-    /// bytes at neighbouring ports, as a bus with 8-bit registers does it.
+    /// The port, counted from the base, that takes accesses of any width. At all other ports, a wider access is split
+    /// into bytes at neighbouring ports, as on a bus with 8-bit registers.
     pub wide: Option<u16>,
 }
 
-/// Names a device on its bus.
+/// A device's name on its bus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceId(u16);
 
-/// Why a device does not fit.
+/// Why a device cannot be attached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttachError {
     /// Another device is at this port.
     Taken(u16),
     /// The region is empty, or ends behind the last port.
     BadRegion(Region),
-    /// There are as many devices as a bus can have.
+    /// The bus cannot have more devices.
     Full,
 }
 
@@ -57,9 +57,9 @@ struct Entry {
     wide: bool,
 }
 
-/// A bus of I/O ports. A monitor gives it every `in` and `out` of its guest.
+/// A bus of I/O ports. A monitor passes it every `in` and `out` of its guest.
 ///
-/// It is for one thread at a time: put it behind a lock if several processors of a guest reach it.
+/// One thread at a time may use it. If several processors of a guest reach it, put it behind a lock.
 pub struct Bus {
     entries: Box<[Entry]>,
     slots: Vec<Slot>,
@@ -79,20 +79,20 @@ impl fmt::Debug for Bus {
 }
 
 impl Bus {
-    /// A bus without devices, with windows.
+    /// Makes a bus without devices, with windows enabled.
     #[must_use]
     pub fn new() -> Self {
         let nobody = Entry { slot: NOBODY, offset: 0, wide: false };
         Self { entries: vec![nobody; PORTS].into(), slots: Vec::new(), windows: true }
     }
 
-    /// Whether devices may open windows from here on. A guest sees no difference, but for the time that it takes.
+    /// Sets whether devices may open windows from here on. A guest sees no difference except in speed.
     pub fn set_windows(&mut self, on: bool) {
         self.windows = on;
         self.slots.iter_mut().for_each(|slot| slot.link_mut().take_windows(on));
     }
 
-    /// Puts a device at its ports.
+    /// Attaches a device at its ports.
     pub fn attach(&mut self, device: Box<dyn Device>, regions: &[Region]) -> Result<DeviceId, AttachError> {
         let id = u16::try_from(self.slots.len()).ok().filter(|id| *id != NOBODY).ok_or(AttachError::Full)?;
         for region in regions {
@@ -114,24 +114,24 @@ impl Bus {
         Ok(DeviceId(id))
     }
 
-    /// The level of a device's interrupt line. It changes only while a guest's access or a reset is carried out.
+    /// Returns the level of a device's interrupt line. It changes only during a guest's access or a reset.
     #[must_use]
     pub fn interrupt(&self, device: DeviceId) -> bool {
         self.slots.get(usize::from(device.0)).is_some_and(|slot| slot.link().interrupt())
     }
 
-    /// How often a device was called for accesses and for ends of windows.
+    /// Returns how often a device was called for accesses and for ends of windows.
     #[must_use]
     pub fn device_calls(&self, device: DeviceId) -> u64 {
         self.slots.get(usize::from(device.0)).map_or(0, Slot::calls)
     }
 
-    /// The machine's reset line: every window is closed, every device reset.
+    /// Resets the machine: closes all windows and resets all devices.
     pub fn reset(&mut self) {
         self.slots.iter_mut().for_each(Slot::reset);
     }
 
-    /// `in`. Ports without a device read as ones.
+    /// Carries out `in`. Ports without a device read as ones.
     #[inline]
     pub fn read(&mut self, port: u16, width: Width) -> u32 {
         let entry = self.entry(port);
@@ -144,7 +144,7 @@ impl Bus {
         }
     }
 
-    /// `out`. Ports without a device take it and forget it.
+    /// Carries out `out`. Ports without a device ignore it.
     #[inline]
     pub fn write(&mut self, port: u16, width: Width, value: u32) {
         let entry = self.entry(port);
@@ -156,8 +156,8 @@ impl Bus {
         }
     }
 
-    /// `rep ins`: fills `into` by accesses of `width`, all at one port. A rest that is shorter than an access stays as it
-    /// is.
+    /// Carries out `rep ins`: fills `into` by accesses of `width`, all at one port. Bytes at the end that are fewer
+    /// than an access stay unchanged.
     pub fn read_string(&mut self, port: u16, width: Width, mut into: &mut [u8]) {
         let entry = self.entry(port);
         while into.len() >= width.bytes() {
@@ -177,7 +177,7 @@ impl Bus {
         }
     }
 
-    /// `rep outs`: the same the other way.
+    /// Carries out `rep outs`, in the same way.
     pub fn write_string(&mut self, port: u16, width: Width, mut from: &[u8]) {
         let entry = self.entry(port);
         while from.len() >= width.bytes() {
@@ -201,7 +201,7 @@ impl Bus {
         self.entries.get(usize::from(port)).copied().unwrap_or(nobody)
     }
 
-    /// A wide access at narrow ports.
+    /// Carries out a wide access at narrow ports.
     #[cold]
     fn read_bytes(&mut self, port: u16, width: Width) -> u32 {
         let bytes = neighbours(port, width);
@@ -216,13 +216,13 @@ impl Bus {
     }
 }
 
-/// The ports of a region, or `None` if there are no such.
+/// Returns the ports of a region; `None` if it is invalid.
 fn ports_of(region: &Region) -> Option<std::ops::RangeInclusive<u16>> {
     let last = region.base.checked_add(region.ports.checked_sub(1)?)?;
     Some(region.base..=last)
 }
 
-/// The ports that the bytes of a wide access go to; they start again behind the last.
+/// Returns the ports of the bytes of a wide access. Behind the last port comes the first.
 fn neighbours(port: u16, width: Width) -> impl Iterator<Item = (usize, u16)> {
     (0..width.bytes()).zip((0_u16..4).map(move |step| port.wrapping_add(step)))
 }

@@ -1,12 +1,12 @@
-//! A bus of x86 I/O ports, for people who write monitors. It stands beside the path of virtio: a guest's `in` and `out`
+//! A bus of x86 I/O ports, for people who write monitors. It is beside the path of virtio: a guest's `in` and `out`
 //! enter here.
 //!
 //! * [`Bus`]: `in` and `out` of one, two and four bytes, and their string forms.
-//! * [`Device`]: what answers at some ports ([`Region`]).
-//! * [`Window`]: data that a device lends to the bus. The bus moves the words between it and the guest by itself, and
+//! * [`Device`]: answers at some ports ([`Region`]).
+//! * [`Window`]: data that a device lends to the bus. The bus moves the words between the window and the guest, and
 //!   calls the device only when the last byte has moved. So a sector costs its device one call, not 256.
-//! * [`Link`]: what a device may do to the bus while it is called: open and close its window, raise its interrupt.
-//! * [`Shelf`]: a small device with numbered items of bytes, each read through a window.
+//! * [`Link`]: lets a device act on the bus while it is called: open and close its window, raise its interrupt.
+//! * [`Shelf`]: a small device with numbered items, whose bytes are read through a window.
 
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]

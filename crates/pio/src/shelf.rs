@@ -1,38 +1,38 @@
-//! Numbered items of bytes, as firmware reads its tables: write an item's number, then read its bytes.
+//! Numbered items of bytes, like firmware tables: the guest writes an item's number, then reads its bytes.
 
 use crate::{Device, Direction, Link, Region, Width, Window};
 
-/// The port that takes an item's number, and the port that gives its bytes.
+/// The number of ports: one takes an item's number, one gives its bytes.
 pub const SHELF_PORTS: u16 = 2;
 const NUMBER: u16 = 0;
 const BYTES: u16 = 1;
 
-/// The regions of a shelf: its number at `base`, its bytes behind it. Both ports take any width.
+/// Returns the regions of a shelf: the number at `base`, the bytes at the next port. Both ports take any width.
 #[must_use]
 pub fn shelf_region(base: u16) -> [Region; 2] {
     let one = |base| Region { base, ports: 1, wide: Some(0) };
     [one(base), one(base.saturating_add(1))]
 }
 
-/// A device with items that a guest reads byte by byte, in accesses of any width. Behind the end of an item it reads
-/// zeros. Choosing an item again starts at its first byte.
+/// A device with items that a guest reads in order, in accesses of any width. Behind the end of an item come zeros.
+/// Choosing an item again starts at its first byte.
 #[derive(Debug)]
 pub struct Shelf {
-    /// Without the bytes of the item that a window shows.
+    /// The items. That of an open window is empty here: the window has its bytes.
     items: Vec<Vec<u8>>,
     chosen: usize,
-    /// The window of the chosen item while the bus has none.
+    /// The window of the chosen item if the bus does not have it.
     own: Option<Window>,
 }
 
 impl Shelf {
-    /// A shelf with these items, from number 0 on.
+    /// Makes a shelf with these items, numbered from 0.
     #[must_use]
     pub fn new(items: Vec<Vec<u8>>) -> Self {
         Self { items, chosen: 0, own: None }
     }
 
-    /// Puts the bytes of the shown item back.
+    /// Takes the chosen item's bytes back from its window.
     fn put_back(&mut self, window: Option<Window>) {
         if let (Some(window), Some(item)) = (window, self.items.get_mut(self.chosen)) {
             *item = window.into_data();

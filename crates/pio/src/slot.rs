@@ -1,11 +1,11 @@
-//! A device's place on the bus: the device, and the window that it has open.
+//! A slot of the bus: a device, and its open window.
 
 use crate::{Device, Direction, Width, Window};
 
-/// No window is open. No port and direction has this key.
+/// No window is open. No port and direction have this key.
 const CLOSED: u32 = u32::MAX;
 
-/// Port and direction in one word, so that a plain access pays one comparison for windows.
+/// Combines port and direction in one word, so that a plain access checks for windows with one comparison.
 #[inline]
 fn key(offset: u16, direction: Direction) -> u32 {
     let bit = match direction {
@@ -15,11 +15,11 @@ fn key(offset: u16, direction: Direction) -> u32 {
     u32::from(offset) | bit
 }
 
-/// What a device may do to the bus while it is called.
+/// Lets a device act on the bus while it is called.
 #[derive(Debug)]
 pub struct Link {
     window: Option<Window>,
-    /// Of the window, or `CLOSED`.
+    /// The key of the open window, or `CLOSED`.
     open_at: u32,
     takes_windows: bool,
     interrupt: bool,
@@ -30,8 +30,8 @@ impl Link {
         Self { window: None, open_at: CLOSED, takes_windows, interrupt: false }
     }
 
-    /// Lends a window to the bus. The bus gives it back if windows are off, or if the device has one open: then the device
-    /// serves the accesses itself, with [`Window::take_unit`] and [`Window::put_unit`].
+    /// Lends a window to the bus. Fails and returns it if windows are off, or if the device has one open. Then the
+    /// device serves the accesses itself, with [`Window::take_unit`] and [`Window::put_unit`].
     pub fn open_window(&mut self, window: Window) -> Result<(), Window> {
         if !self.takes_windows || self.window.is_some() || window.is_done() {
             return Err(window);
@@ -41,7 +41,7 @@ impl Link {
         Ok(())
     }
 
-    /// Takes the window back, wherever it stands.
+    /// Takes the window back, even in the middle.
     pub fn close_window(&mut self) -> Option<Window> {
         self.open_at = CLOSED;
         self.window.take()
@@ -103,7 +103,7 @@ impl Slot {
         self.device.write(offset, width, value, &mut self.link);
     }
 
-    /// Copies as much of a string as the window has, and returns the bytes. Zero where no window is open for it.
+    /// Copies as much of a string as the window has. Returns the number of bytes; zero if no window is open for it.
     #[inline]
     pub(crate) fn read_string(&mut self, offset: u16, width: Width, into: &mut [u8]) -> usize {
         if self.link.open_at != key(offset, Direction::In) {
@@ -114,7 +114,7 @@ impl Slot {
         moved
     }
 
-    /// The same for `out`.
+    /// As [`Slot::read_string`], for `out`.
     #[inline]
     pub(crate) fn write_string(&mut self, offset: u16, width: Width, from: &[u8]) -> usize {
         if self.link.open_at != key(offset, Direction::Out) {
@@ -137,7 +137,7 @@ impl Slot {
             self.end_if_done();
             return value;
         }
-        // The window ends within the access. What follows comes from the next window, or from the device.
+        // The window ends within the access. The rest comes from the next window, or from the device.
         let unit = self.link.window.as_ref().map_or(width, Window::unit);
         let parts = 0..width.bytes().checked_div(unit.bytes()).unwrap_or(0);
         parts.fold(0, |value, index| value | unit.as_part(self.read(offset, unit), index))

@@ -1,6 +1,6 @@
-//! How wide an access is.
+//! The width of an access.
 
-/// How many bytes one `in` or `out` moves.
+/// The number of bytes that one `in` or `out` moves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Width {
     /// One byte: `inb`, `outb`.
@@ -12,7 +12,7 @@ pub enum Width {
 }
 
 impl Width {
-    /// The width of so many bytes, if there is one.
+    /// Returns the width of so many bytes; `None` if there is none.
     #[must_use]
     pub const fn of_bytes(bytes: usize) -> Option<Self> {
         match bytes {
@@ -23,7 +23,7 @@ impl Width {
         }
     }
 
-    /// One, two or four.
+    /// Returns the number of bytes: one, two or four.
     #[inline]
     #[must_use]
     pub const fn bytes(self) -> usize {
@@ -34,7 +34,7 @@ impl Width {
         }
     }
 
-    /// The bits that such an access moves.
+    /// Returns a mask of the bits that such an access moves.
     #[inline]
     #[must_use]
     pub const fn mask(self) -> u32 {
@@ -45,14 +45,14 @@ impl Width {
         }
     }
 
-    /// The bits of part `index` of a wider access, moved to where the part begins: `of_part` of an `out`.
+    /// Returns part `index` of the value of a wider `out`, moved to the lowest bits.
     #[inline]
     #[must_use]
     pub fn of_part(self, value: u32, index: usize) -> u32 {
         value.checked_shr(self.shift_bits(index)).unwrap_or(0) & self.mask()
     }
 
-    /// Part `index` of a wider access, at its place: the parts of an `in` are joined by `|`.
+    /// Moves part `index` of a wider `in` to its place in the value. The parts are joined by `|`.
     #[inline]
     #[must_use]
     pub fn as_part(self, part: u32, index: usize) -> u32 {

@@ -3,7 +3,7 @@
 use crate::Width;
 use std::ops::Range;
 
-/// Which way data move.
+/// The direction of data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// To the guest: `in`.
@@ -14,9 +14,9 @@ pub enum Direction {
 
 /// Bytes that a guest reads or writes at one port of a device, in order.
 ///
-/// A window moves *units*: what the device's port moves at a time. An access that is wider moves several. One that is
-/// narrower moves a whole unit, of which the guest sees or gives the lower bytes only; the upper ones of an `out` are zero.
-/// That is what a 16-bit port does with a byte access.
+/// A window moves *units*: a unit is what the device's port moves at once. A wider access moves several units. A
+/// narrower access moves a whole unit, of which the guest reads or writes only the lower bytes. The upper bytes of an
+/// `out` are zero. A 16-bit port does the same with a byte access.
 ///
 /// While a window is open, its bytes belong to the bus. [`Window::into_data`] gives them back.
 #[derive(Debug, PartialEq, Eq)]
@@ -30,8 +30,8 @@ pub struct Window {
 }
 
 impl Window {
-    /// A window onto `range` of `data`, at the device's port `offset`. `None` if the range is empty, ends behind the data,
-    /// or is no multiple of the unit: then no access could end it.
+    /// Makes a window over `range` of `data`, at the device's port `offset`. `None` if the range is empty, ends behind
+    /// the data, or is not a multiple of the unit, so that no access could end it.
     #[must_use]
     pub fn new(offset: u16, direction: Direction, unit: Width, data: Vec<u8>, range: Range<usize>) -> Option<Self> {
         let length = range.end.checked_sub(range.start)?;
@@ -39,25 +39,25 @@ impl Window {
         fits.then_some(Self { offset, direction, unit, data, at: range.start, end: range.end })
     }
 
-    /// The device's port.
+    /// Returns the device's port.
     #[must_use]
     pub fn offset(&self) -> u16 {
         self.offset
     }
 
-    /// Which way the data move.
+    /// Returns the direction of the data.
     #[must_use]
     pub fn direction(&self) -> Direction {
         self.direction
     }
 
-    /// What the port moves at a time.
+    /// Returns what the port moves at once.
     #[must_use]
     pub fn unit(&self) -> Width {
         self.unit
     }
 
-    /// Bytes that have not moved.
+    /// Returns the number of bytes that have not moved.
     #[inline]
     #[must_use]
     pub fn remaining_bytes(&self) -> usize {
@@ -71,25 +71,25 @@ impl Window {
         self.at >= self.end
     }
 
-    /// The data, also those outside of the window.
+    /// Returns the data, including bytes outside the window.
     #[must_use]
     pub fn into_data(self) -> Vec<u8> {
         self.data
     }
 
-    /// Moves one unit to the guest; zero behind the end. A device does this for itself while the bus has no windows.
+    /// Moves a unit to the guest; zero behind the end. A device calls it itself if windows are off.
     #[inline]
     pub fn take_unit(&mut self) -> u32 {
         self.take(self.unit).unwrap_or(0)
     }
 
-    /// Moves one unit from the guest; nothing behind the end.
+    /// Moves a unit from the guest. Does nothing behind the end.
     #[inline]
     pub fn put_unit(&mut self, value: u32) {
         let _ = self.put(self.unit, value);
     }
 
-    /// One `in`. `None` if the window ends within it.
+    /// Carries out an `in`. `None` if the window ends within it.
     #[inline]
     pub(crate) fn take(&mut self, width: Width) -> Option<u32> {
         let value = match width.max(self.unit) {
@@ -100,7 +100,7 @@ impl Window {
         Some(value & width.mask())
     }
 
-    /// One `out`. `None` if the window ends within it; then nothing has moved.
+    /// Carries out an `out`. `None` if the window ends within it; then nothing has moved.
     #[inline]
     pub(crate) fn put(&mut self, width: Width, value: u32) -> Option<()> {
         let [first, second, third, fourth] = (value & width.mask()).to_le_bytes();
@@ -112,8 +112,8 @@ impl Window {
         Some(())
     }
 
-    /// Copies to the guest's string as many whole accesses as both sides have, and returns the bytes. Accesses that are
-    /// narrower than a unit are for [`Window::take`].
+    /// Copies as many whole accesses as possible to the guest's string, and returns the number of bytes. Accesses that
+    /// are narrower than a unit are for [`Window::take`].
     #[inline]
     pub(crate) fn copy_to(&mut self, width: Width, string: &mut [u8]) -> usize {
         let length = self.whole_accesses(width, string.len());
@@ -124,7 +124,7 @@ impl Window {
         length
     }
 
-    /// The same from the guest's string.
+    /// Copies from the guest's string in the same way.
     #[inline]
     pub(crate) fn copy_from(&mut self, width: Width, string: &[u8]) -> usize {
         let length = self.whole_accesses(width, string.len());
@@ -134,7 +134,7 @@ impl Window {
         length
     }
 
-    /// Bytes of whole accesses that fit into the window and into a string of `length`.
+    /// Returns the bytes of whole accesses that fit into the window and into a string of `length`.
     fn whole_accesses(&self, width: Width, length: usize) -> usize {
         let both = length.min(self.remaining_bytes());
         // Widths are powers of two.

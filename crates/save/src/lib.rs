@@ -1,14 +1,16 @@
-//! Saves a running machine, and restores it: what the machine's memory and devices were, and what its disks held, as one
+//! Saves and restores a running machine: the state of its memory and devices, and the contents of its disks, as one
 //! pair.
 //!
-//! The machine is a QEMU that is reached over QMP. Its disks are those of a daemon with a control interface. A save leaves a
-//! directory with the machine's state ([`StateFile`]) and a record of the disks that belong to it ([`Record`]). The record
-//! is replaced in one step. So there is an old pair or a new one at any moment, whatever is interrupted.
+//! The machine is a QEMU that is reached over QMP. Its disks are those of a daemon with a control interface. A save
+//! leaves a directory with the machine's state ([`StateFile`]) and a record of the disks that belong to it
+//! ([`Record`]). The record is replaced in one step. So at any moment there is an old pair or a new one, whatever is
+//! interrupted.
 //!
-//! * The disks are frozen by a new layer on each of them; the guest goes on above it. What a record names never changes while
-//!   the record stands.
-//! * What a guest wrote since the last save is taken back into its image while the machine waits, unless it is kept. From
-//!   the moment that the record names both, the layer and its image show the same, however far that has come.
+//! * A new layer on each disk freezes it; the guest writes to that layer. Files that a record names never change while
+//!   the record is valid.
+//! * The guest's writes since the last save are taken back into the image while the machine waits, unless the user
+//!   keeps the layers. Once the record names both, the layer and its image show the same contents, however far that has
+//!   come.
 
 #![forbid(unsafe_code)]
 

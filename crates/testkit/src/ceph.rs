@@ -1,4 +1,4 @@
-//! A real Ceph cluster of one machine: a monitor, a manager, and one OSD whose disk is a file.
+//! A real Ceph cluster on one machine: a monitor, a manager, and an OSD whose disk is a file.
 
 use std::fmt::Write as _;
 use std::fs::File;
@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// The programs, which Debian's packages ceph-mon, ceph-mgr, ceph-osd and ceph-common have.
+/// The programs, from Debian's packages ceph-mon, ceph-mgr, ceph-osd and ceph-common.
 const PROGRAMS: [&str; 6] = ["ceph-mon", "ceph-mgr", "ceph-osd", "monmaptool", "ceph", "rbd"];
 const PATIENCE: Duration = Duration::from_secs(120);
-/// So much of the OSD's file is used as it has data.
+/// Size of the OSD's file, which is sparse.
 const DISK_BYTES: u64 = 4 << 30;
 const POOL: &str = "disks";
 
@@ -23,7 +23,7 @@ pub struct CephNode {
 }
 
 impl CephNode {
-    /// Starts one. `None` where a program is missing, which is an error in continuous integration.
+    /// Starts a cluster. `None` if a program is missing, which is an error in continuous integration.
     ///
     /// # Panics
     /// If it does not start.
@@ -53,19 +53,19 @@ impl CephNode {
         self.directory.path().join(name)
     }
 
-    /// The configuration file of its clients.
+    /// Returns the configuration file for its clients.
     #[must_use]
     pub fn conf(&self) -> PathBuf {
         self.path("ceph.conf")
     }
 
-    /// What an image of it is called.
+    /// Returns the name of one of its images.
     #[must_use]
     pub fn name(&self, image: &str) -> String {
         format!("rbd:{POOL}/{image}:conf={}", self.conf().display())
     }
 
-    /// Nobody but us uses it, so nobody has to say who he is.
+    /// Writes the configuration. Nobody else uses the cluster, so it needs no authentication.
     fn configure(&self) {
         let mut text = format!("[global]\nfsid = {}\nmon_initial_members = a\n", uuid());
         let _ = writeln!(text, "mon_host = {}", monitor_address());
@@ -86,14 +86,14 @@ impl CephNode {
             ("osd_pool_default_min_size", "1"),
             ("mon_allow_pool_size_one", "true"),
             ("osd_crush_chooseleaf_type", "0"),
-            // A machine whose disk is nearly full is good enough.
+            // A nearly full disk must not stop the tests.
             ("mon_data_avail_crit", "1"),
             ("osd_objectstore", "bluestore"),
             ("osd_memory_target", "939524096"),
             ("bluestore_block_size", &DISK_BYTES.to_string()),
             ("bluestore_block_create", "true"),
             ("bluestore_cache_size", "67108864"),
-            // Those who watch an image and are gone are missed soon.
+            // Watchers that are gone are dropped soon.
             ("osd_client_watch_timeout", "10"),
         ] {
             let _ = writeln!(text, "{key} = {value}");
@@ -112,7 +112,7 @@ impl CephNode {
         self.daemons.push(monitor);
     }
 
-    /// Starts the OSD, again after [`Self::kill_osd`].
+    /// Starts the OSD, also again after [`Self::kill_osd`].
     ///
     /// # Panics
     /// If it cannot be started.
@@ -120,7 +120,7 @@ impl CephNode {
         self.osd = Some(self.spawn("ceph-osd", &["-i", "0", "-f"]));
     }
 
-    /// Ends the OSD as a power cut would. Requests of clients wait then.
+    /// Ends the OSD as a power cut would. Requests of clients then wait.
     ///
     /// # Panics
     /// If it has ended by itself.
@@ -131,7 +131,7 @@ impl CephNode {
         osd.wait().unwrap();
     }
 
-    /// Runs `ceph` or `rbd` to its end, which must be a good one, and returns its output.
+    /// Runs `ceph` or `rbd` until it succeeds, and returns its output.
     ///
     /// # Panics
     /// If it fails.
@@ -142,7 +142,7 @@ impl CephNode {
             if status.success() {
                 return String::from_utf8_lossy(&stdout).into_owned();
             }
-            // The monitor may have been started a moment ago.
+            // The monitor may have only just been started.
             let is_early = program == "ceph" && Instant::now() < deadline;
             assert!(is_early, "{program} {arguments:?}: {status}\n{}", String::from_utf8_lossy(&stderr));
             std::thread::sleep(Duration::from_millis(200));
@@ -155,7 +155,7 @@ impl CephNode {
         command
     }
 
-    /// A daemon in the foreground, so that its process is ours.
+    /// Starts a daemon in the foreground, so that its process is ours.
     fn spawn(&self, program: &str, arguments: &[&str]) -> Child {
         let said = File::options().create(true).append(true).open(self.path("said")).unwrap();
         let mut command = self.command(program, arguments);
@@ -178,7 +178,7 @@ fn is_there(program: &str) -> bool {
     std::env::split_paths(&path).any(|directory: PathBuf| Path::new(&directory).join(program).is_file())
 }
 
-/// A port that was free a moment ago.
+/// Returns an address with a port that was free a moment ago.
 fn monitor_address() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     format!("[v2:{}]", listener.local_addr().unwrap())

@@ -1,4 +1,4 @@
-//! A workload, and the power cut at every write and flush of it; or a fault at every operation of it.
+//! Runs a workload, and cuts the power at each of its writes and flushes, or injects a fault into each operation.
 
 use crate::dice::mix;
 use crate::harness::{Harness, SimHarness};
@@ -11,59 +11,59 @@ use std::sync::Arc;
 
 /// Opens the disk under test on some storage.
 pub type OpenDisk<'a> = &'a dyn Fn(&SimStorage) -> Result<OpenedDisk>;
-/// Judges the bytes of the image, whatever it is.
+/// Checks the bytes of the image, in whatever format.
 pub type CheckStorage<'a> = &'a dyn Fn(&SimStorage) -> std::result::Result<(), String>;
 
-/// A disk under test, and how to close it in good order.
+/// A disk under test, and how to close it properly.
 pub struct OpenedDisk {
     /// The disk.
     pub disk: Arc<dyn Disk>,
-    /// Called when its queues are gone: writes what is still in memory.
+    /// Called when its queues are gone; writes what is still in memory.
     pub close: Box<dyn FnOnce() -> Result<()>>,
 }
 
 impl From<Arc<dyn Disk>> for OpenedDisk {
-    /// A disk that keeps nothing in memory.
+    /// Takes a disk that keeps nothing in memory.
     fn from(disk: Arc<dyn Disk>) -> Self {
         Self { disk, close: Box::new(|| Ok(())) }
     }
 }
 
-/// Bytes that one read of the whole disk asks for.
+/// Bytes in each read when the whole disk is read.
 const READ_BYTES: u64 = 1 << 18;
 
-/// What is cut, and how often.
+/// A test that cuts the power.
 pub struct PowerCutTest<'a> {
-    /// The storage as it is before the workload; it is changed.
+    /// The storage before the workload, which changes it.
     pub storage: SimStorage,
     /// Opens the disk.
     pub open: OpenDisk<'a>,
-    /// Judges the image right after a cut, before anything opens it, and again after it has been used.
+    /// Checks the image right after a cut, before anything opens it, and again after it has been used.
     pub check: CheckStorage<'a>,
-    /// What the guest does.
+    /// The guest's requests.
     pub workload: Workload,
-    /// On how many queues, each on a reactor of its own.
+    /// The number of queues, each on its own reactor.
     pub queues: usize,
-    /// Outcomes tried for each cut.
+    /// How many outcomes to try for each cut.
     pub outcomes: u64,
-    /// The step between events at which to cut; 1 for every event.
+    /// Cuts at every `stride`th event.
     pub stride: u64,
 }
 
-/// What a test went through.
+/// The counts of a test.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Summary {
-    /// Moments at which the power was cut, or faults that were injected.
+    /// How often the power was cut, or a fault was injected.
     pub moments: u64,
-    /// Storages that were checked and reopened.
+    /// How many storages were checked and reopened.
     pub reopened: u64,
-    /// Requests that failed.
+    /// How many requests failed.
     pub errors: u64,
 }
 
 impl PowerCutTest<'_> {
-    /// Runs the workload once, then cuts the power at each write and flush boundary of it. Returns the first thing that
-    /// is wrong, with all that is needed to find it again.
+    /// Runs the workload once, then cuts the power at each of its write and flush boundaries. Returns the first error,
+    /// with everything needed to reproduce it.
     pub fn run(&self) -> std::result::Result<Summary, String> {
         let before = || format!("seed {}: before any cut", self.workload.seed);
         let (initial, story) = self.play().map_err(|wrong| format!("{}: {wrong}", before()))?;
@@ -95,7 +95,7 @@ impl PowerCutTest<'_> {
         Ok(summary)
     }
 
-    /// Runs the workload, recorded; returns the model as it was at the start, and the story.
+    /// Runs the workload and records it. Returns the model at the start, and the story.
     fn play(&self) -> std::result::Result<(ModelDisk, Story), String> {
         let (start, volatile_cache) = {
             let mut session = Session::open(&self.storage, self.open, self.workload.seed, 1)?;
@@ -118,7 +118,7 @@ impl PowerCutTest<'_> {
         Ok((initial, story))
     }
 
-    /// Checks that the image is sound, that flushed data are there, that untouched data are as they were, and that the
+    /// Checks that the image is sound, that flushed data are there, that untouched data are unchanged, and that the
     /// image can be used.
     fn judge(&self, after: &SimStorage, model: &ModelDisk, seed: u64) -> std::result::Result<(), String> {
         (self.check)(after).map_err(|wrong| format!("the image is damaged: {wrong}"))?;
@@ -126,7 +126,7 @@ impl PowerCutTest<'_> {
         let contents = session.read_all()?;
         model.check_after_crash(&contents)?;
         if seed.is_multiple_of(4) {
-            // Goes on with the image as it is: writes must not land on what the crash left behind.
+            // Uses the image further: writes must not land on what the crash left behind.
             let mut model = ModelDisk::new(&contents, session.info().volatile_cache);
             let span = self.workload.span_bytes;
             let workload =
@@ -145,32 +145,32 @@ impl PowerCutTest<'_> {
     }
 }
 
-/// What is broken, and how.
+/// A test that injects faults.
 pub struct FaultTest<'a> {
-    /// Makes the storage afresh.
+    /// Makes new storage.
     pub storage: &'a dyn Fn() -> SimStorage,
     /// Opens the disk.
     pub open: OpenDisk<'a>,
-    /// Judges the image after the workload, and after it has been used again.
+    /// Checks the image after the workload, and after it has been used again.
     pub check: CheckStorage<'a>,
     /// The file that fails.
     pub file: &'a str,
     /// The kind of operation that fails.
     pub kind: OpKind,
-    /// How.
+    /// What happens to the operation.
     pub action: FaultAction,
-    /// Whether everything of the kind fails from there on.
+    /// Whether all later operations of the kind fail, too.
     pub persistent: bool,
-    /// What the guest does; errors are allowed.
+    /// The guest's requests, which may fail.
     pub workload: Workload,
-    /// On how many queues.
+    /// The number of queues.
     pub queues: usize,
-    /// The step between operations that fail; 1 for every operation.
+    /// Fails every `stride`th operation.
     pub stride: u64,
 }
 
 impl FaultTest<'_> {
-    /// Runs the workload again and again, each time with the next operation broken, until none is hit any more.
+    /// Runs the workload again and again, each time with the next operation failing, until no operation is hit.
     pub fn run(&self) -> std::result::Result<Summary, String> {
         let mut summary = Summary::default();
         for nth in (0..).step_by(self.stride as usize) {
@@ -190,7 +190,7 @@ impl FaultTest<'_> {
         Ok(summary)
     }
 
-    /// The number of requests that failed, or `None` if there was no such operation.
+    /// Runs the workload once. Returns how many requests failed; `None` if there was no such operation.
     fn one(&self, nth: u64) -> std::result::Result<Option<u64>, String> {
         let storage = (self.storage)();
         let (start, volatile_cache) = {
@@ -206,7 +206,7 @@ impl FaultTest<'_> {
         let mut errors = 0;
         let mut closed = true;
         let is_hit = || storage.pushed(self.file, self.kind) > before + nth;
-        // Opening may fail; that is an honest answer.
+        // Opening may fail: that is a correct answer.
         let session = Session::open(&storage, self.open, self.workload.seed, self.queues);
         let mut hit = is_hit();
         if let Ok(mut session) = session {
@@ -217,7 +217,7 @@ impl FaultTest<'_> {
             hit = is_hit();
             self.judge_crash(&storage.power_cut(nth), &model).map_err(|wrong| format!("power cut: {wrong}"))?;
             self.judge_crash(&storage.process_killed(nth), &model).map_err(|wrong| format!("killed: {wrong}"))?;
-            // A disk may have stopped itself after the fault; it must not read something wrong.
+            // The disk may have stopped itself after the fault, but it must not return wrong data.
             if let Ok(contents) = session.read_all() {
                 model.check_live(&contents)?;
             }
@@ -228,7 +228,7 @@ impl FaultTest<'_> {
         let after = storage.process_killed(nth);
         let mut session = Session::open(&after, self.open, nth, 1)?;
         let contents = session.read_all()?;
-        // A disk that could not be closed in good order may have lost what was not flushed.
+        // A disk that was not closed properly may have lost what was not flushed.
         let verdict = if closed { model.check_live(&contents) } else { model.check_after_crash(&contents) };
         verdict.map_err(|wrong| format!("after reopening: {wrong}"))?;
         let mut model = ModelDisk::new(&contents, volatile_cache);
@@ -244,7 +244,7 @@ impl FaultTest<'_> {
 }
 
 impl FaultTest<'_> {
-    /// A fault must not make a crash any worse.
+    /// Checks that the fault has not made a crash any worse.
     fn judge_crash(&self, after: &SimStorage, model: &ModelDisk) -> std::result::Result<(), String> {
         (self.check)(after).map_err(|wrong| format!("the image is damaged: {wrong}"))?;
         model.check_after_crash(&Session::open(after, self.open, self.workload.seed, 1)?.read_all()?)
@@ -253,7 +253,7 @@ impl FaultTest<'_> {
 
 /// A disk that is open on simulated reactors.
 pub struct Session {
-    /// Where its queues live.
+    /// The reactors of its queues.
     pub harness: SimHarness,
     /// Its queues.
     pub queues: Vec<u64>,
@@ -261,7 +261,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// Opens the disk, and `queues` queues on a reactor each.
+    /// Opens the disk, and `queues` queues, each on its own reactor.
     pub fn open(
         storage: &SimStorage,
         open: OpenDisk<'_>,
@@ -278,13 +278,13 @@ impl Session {
         Ok(Self { harness, queues: ids, opened })
     }
 
-    /// What the disk is.
+    /// Returns the disk's properties.
     #[must_use]
     pub fn info(&self) -> DiskInfo {
         self.opened.disk.info()
     }
 
-    /// One request on the first queue, alone; its data if it read.
+    /// Makes one request on the first queue, alone. Returns the data of a read.
     pub fn call(&mut self, request: Request) -> std::result::Result<Vec<u8>, String> {
         let name = crate::workload::brief(&request);
         self.harness.submit(self.queues[0], vec![(u64::MAX, request)]);
@@ -299,7 +299,7 @@ impl Session {
         }
     }
 
-    /// The contents of the whole disk.
+    /// Reads the whole disk.
     pub fn read_all(&mut self) -> std::result::Result<Vec<u8>, String> {
         let size = self.info().size_bytes;
         let mut contents = Vec::new();
@@ -311,8 +311,8 @@ impl Session {
         Ok(contents)
     }
 
-    /// Drops the queues, lets the storage finish, and closes the disk. The outer error is one that must never happen:
-    /// something was left running. The inner error is the disk's own.
+    /// Drops the queues, lets the storage finish, and closes the disk. The outer error must never happen: something was
+    /// left running. The inner error is the disk's.
     pub fn leave(mut self) -> std::result::Result<Result<()>, String> {
         for queue in std::mem::take(&mut self.queues) {
             self.harness.close(queue);
@@ -327,7 +327,7 @@ impl Session {
         }
     }
 
-    /// As [`Session::leave`], where closing must succeed.
+    /// As [`Session::leave`], but closing must succeed.
     pub fn close(self) -> std::result::Result<(), String> {
         self.leave()?.map_err(|error| format!("cannot close the disk: {error}"))
     }

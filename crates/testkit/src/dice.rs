@@ -1,4 +1,4 @@
-//! Seeded randomness: everything that varies in a test comes from here, so a seed replays it.
+//! Seeded randomness: everything random in a test comes from here, so a seed replays the test.
 
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -10,28 +10,28 @@ pub struct Dice {
 }
 
 impl Dice {
-    /// Dice that always fall the same way for one seed.
+    /// Makes dice that always fall the same way for one seed.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self { rng: StdRng::seed_from_u64(seed) }
     }
 
-    /// A number below `limit`; zero where the limit is.
+    /// Returns a number below `limit`; zero if `limit` is zero.
     pub fn below(&mut self, limit: u64) -> u64 {
         if limit == 0 { 0 } else { self.rng.random_range(0..limit) }
     }
 
-    /// An index below `limit`, which must not be zero.
+    /// Returns an index below `limit`, which must not be zero.
     pub fn index(&mut self, limit: usize) -> usize {
         self.rng.random_range(0..limit)
     }
 
-    /// True in `percent` of a hundred throws.
+    /// Returns true in `percent` of a hundred throws.
     pub fn chance(&mut self, percent: u64) -> bool {
         self.below(100) < percent
     }
 
-    /// A fresh seed for something that is to have dice of its own.
+    /// Returns a new seed, for other dice.
     pub fn seed(&mut self) -> u64 {
         self.rng.random()
     }

@@ -1,4 +1,4 @@
-//! Runs requests on the queues of any disk: over the simulator, or on real reactors' threads.
+//! Runs requests on the queues of any disk, over the simulator or on real reactors' threads.
 
 use crate::request::{Reply, Request, gathered};
 use crate::sim::SimReactor;
@@ -11,24 +11,24 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-/// Names an open queue of a harness.
+/// The name of an open queue.
 pub type QueueId = u64;
 
-/// What a turn brought.
+/// The results of a turn.
 #[derive(Debug, Default)]
 pub struct Turn {
-    /// What completed, on all queues.
+    /// Requests that completed, on all queues.
     pub replies: Vec<(QueueId, Reply)>,
-    /// Nothing more will come: what is still in flight is stalled, or lost.
+    /// Whether nothing more will come: what is still in flight is stalled or lost.
     pub idle: bool,
 }
 
-/// Where a disk's queues live and how time passes for them.
+/// Runs a disk's queues, and lets time pass for them.
 pub trait Harness {
-    /// How many reactors there are.
+    /// Returns the number of reactors.
     fn reactors(&self) -> usize;
 
-    /// Whether a read may see part of a write that overlaps it, also within a sector.
+    /// Whether a read may see parts of a write that overlaps it, even within a sector.
     fn overlapping_reads_mix(&self) -> bool {
         false
     }
@@ -36,26 +36,26 @@ pub trait Harness {
     /// Opens a queue on a reactor.
     fn open(&mut self, disk: &Arc<dyn Disk>, reactor: usize) -> Result<QueueId>;
 
-    /// Submits requests, in order, and waits for nothing.
+    /// Submits requests in order, without waiting.
     fn submit(&mut self, queue: QueueId, requests: Vec<(Tag, Request)>);
 
-    /// Lets a little time pass: until something completes, or less.
+    /// Lets a little time pass: at most until something completes.
     fn turn(&mut self) -> Turn;
 
-    /// Requests submitted to `queue` whose reply has not been handed out.
+    /// Returns how many requests of `queue` have no reply yet.
     fn in_flight(&self, queue: QueueId) -> usize;
 
-    /// Drops a queue, with whatever is in flight on it.
+    /// Drops a queue, with everything in flight on it.
     fn close(&mut self, queue: QueueId);
 
-    /// The rules that the queue has broken.
+    /// Returns the rules that the queue has broken.
     fn violations(&mut self, queue: QueueId) -> Vec<String>;
 
-    /// Waits until the storage is done with everything, dropped queues included, as far as the harness can tell.
+    /// Waits until the storage has finished everything, dropped queues included, as far as the harness can tell.
     fn settle(&mut self);
 }
 
-/// A queue and the requests on it, on its reactor's thread. Watches that the queue keeps to the rules.
+/// A queue and its requests, on its reactor's thread. Checks that the queue keeps the rules.
 struct QueueDriver {
     disk: Weak<dyn Disk>,
     queue: Box<dyn DiskQueue>,
@@ -113,7 +113,7 @@ impl QueueDriver {
     }
 }
 
-/// A harness over simulated reactors that share one world.
+/// A harness over simulated reactors in one world.
 pub struct SimHarness {
     reactors: Vec<Rc<SimReactor>>,
     queues: BTreeMap<QueueId, QueueDriver>,
@@ -121,7 +121,7 @@ pub struct SimHarness {
 }
 
 impl SimHarness {
-    /// `reactors` simulated reactors.
+    /// Makes a harness with `reactors` simulated reactors.
     #[must_use]
     pub fn new(seed: u64, reactors: usize) -> Self {
         let first = SimReactor::new(seed);
@@ -130,14 +130,14 @@ impl SimHarness {
         Self { reactors, queues: BTreeMap::new(), next_queue: 0 }
     }
 
-    /// Ends the last reactor (never the first) with whatever tasks it has. Close its queues first.
+    /// Ends the last reactor (never the first) with its tasks. Close its queues first.
     pub fn end_last_reactor(&mut self) {
         if self.reactors.len() > 1 {
             self.reactors.pop();
         }
     }
 
-    /// The first reactor.
+    /// Returns the first reactor.
     #[must_use]
     pub fn reactor(&self) -> &Rc<SimReactor> {
         &self.reactors[0]
@@ -168,7 +168,7 @@ impl Harness for SimHarness {
         for (id, driver) in &mut self.queues {
             turn.replies.extend(driver.harvest().into_iter().map(|reply| (*id, reply)));
         }
-        // A harvest may have pushed more.
+        // Harvests may have pushed more.
         turn.idle &= turn.replies.is_empty() && !self.reactors[0].step();
         turn
     }
@@ -208,7 +208,7 @@ impl Poller for ThreadPoller {
         let replies = self.driver.harvest();
         let busy = !replies.is_empty();
         for reply in replies {
-            // The harness is gone only if the test has ended.
+            // Fails only if the test has ended and dropped the harness.
             let _ = self.replies.send((self.id, reply));
         }
         busy
@@ -218,28 +218,28 @@ impl Poller for ThreadPoller {
 /// A harness over real reactors.
 pub struct ThreadHarness {
     reactors: Vec<Arc<dyn ReactorHandle>>,
-    /// Which reactor a queue is on, and how many of its replies are due.
+    /// For each queue, its reactor and how many replies are due.
     queues: BTreeMap<QueueId, (usize, usize)>,
     replies: Receiver<(QueueId, Reply)>,
     sender: Sender<(QueueId, Reply)>,
     whole_sectors: bool,
 }
 
-/// Queue names are unique in the process: several harnesses may share a thread.
+/// Numbers of queues are unique in the process: several harnesses may share a thread.
 static NEXT_QUEUE: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(1);
-/// How long a reply may take before it counts as lost. Generous: the machine may be busy.
+/// After this time a reply counts as lost. It is generous, because the machine may be busy.
 const LOST_AFTER: Duration = Duration::from_secs(60);
 
 impl ThreadHarness {
-    /// A harness over these reactors.
+    /// Makes a harness over these reactors.
     #[must_use]
     pub fn new(reactors: Vec<Arc<dyn ReactorHandle>>) -> Self {
         let (sender, replies) = channel();
         Self { reactors, queues: BTreeMap::new(), replies, sender, whole_sectors: false }
     }
 
-    /// The disk's files are read and written past the page cache: a read finds whole sectors also while a write
-    /// overlaps it.
+    /// Sets whether the disk's files bypass the page cache. A read then finds whole sectors even while a write overlaps
+    /// it.
     #[must_use]
     pub fn with_whole_sectors(mut self, whole_sectors: bool) -> Self {
         self.whole_sectors = whole_sectors;
@@ -272,7 +272,7 @@ impl Harness for ThreadHarness {
         self.reactors.len()
     }
 
-    /// The kernel's page cache copies without a lock.
+    /// Whether reads may mix: the kernel's page cache copies without a lock.
     fn overlapping_reads_mix(&self) -> bool {
         !self.whole_sectors
     }

@@ -1,11 +1,12 @@
-//! What several threads wrote to the units of a disk, and what a reader may see of it. For tests under schedules.
+//! A history of what several threads wrote to the units of a disk, and what a reader may see. For tests under
+//! schedules.
 
 use block::{FileIo, FileQueue};
 use shuttle::thread;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
-/// Lets others run before and after each operation on the file.
+/// A file queue that lets others run before and after each operation.
 pub struct Yielding(pub Rc<dyn FileQueue>);
 
 impl FileQueue for Yielding {
@@ -16,14 +17,14 @@ impl FileQueue for Yielding {
     }
 }
 
-/// One change of a guest unit, and when.
+/// A change of a guest unit, and its times.
 struct Change {
     value: u64,
     begun: u64,
     ended: Option<u64>,
 }
 
-/// All changes, by guest unit. Zero is the value of a unit that was never written, or discarded.
+/// All changes, by guest unit. Zero is the value of a unit that was never written, or was discarded.
 #[derive(Default)]
 pub struct History {
     clock: u64,
@@ -31,13 +32,13 @@ pub struct History {
 }
 
 impl History {
-    /// A moment behind all others.
+    /// Returns a moment after all others.
     pub fn now(&mut self) -> u64 {
         self.clock += 1;
         self.clock
     }
 
-    /// A change begins. Returns its index among those of its unit.
+    /// Notes the start of a change. Returns its index among those of its unit.
     pub fn begin(&mut self, unit: u64, value: u64) -> usize {
         let begun = self.now();
         let changes = self.changes.entry(unit).or_default();
@@ -45,13 +46,13 @@ impl History {
         changes.len() - 1
     }
 
-    /// The change with this index has ended.
+    /// Notes the end of the change with this index.
     pub fn end(&mut self, unit: u64, index: usize) {
         let ended = self.now();
         self.changes.get_mut(&unit).unwrap()[index].ended = Some(ended);
     }
 
-    /// Whether somebody who began to look at `since` may see this: not what was replaced before.
+    /// Whether a reader that began at `since` may see this value: not if it was replaced before.
     #[must_use]
     pub fn explains(&self, unit: u64, value: u64, since: u64) -> bool {
         let changes = self.changes.get(&unit).map_or(&[][..], Vec::as_slice);
@@ -62,8 +63,8 @@ impl History {
         ends.chain(first.map(Some)).any(|ended| ended.is_none_or(|ended| !outdated(ended)))
     }
 
-    /// Whether a power cut may leave this if the change with this index is durable. It may be that change, or one that had
-    /// not ended when it began.
+    /// Whether a power cut may leave this value if the change with this index is durable. It may be that change's
+    /// value, or that of a change that had not ended when it began.
     #[must_use]
     pub fn may_outlive(&self, unit: u64, value: u64, index: usize) -> bool {
         let changes = &self.changes[&unit];

@@ -1,15 +1,15 @@
-//! What a disk's guests wrote, sector by sector, and what each of them may read: a checker of histories.
+//! A checker of histories: what a disk's guests wrote, sector by sector, and what each of them may read.
 //!
-//! Each write gives its sectors a stamp of its own. A read of a sector has to return the last write that was
-//! acknowledged before the read began, or one that was in flight meanwhile. After a crash, a sector may hold the last
-//! write that a flush covered, or any that was not replaced when that flush began.
+//! Each write gives its sectors a unique stamp. A read of a sector must return the last write acknowledged before the
+//! read began, or one in flight meanwhile. After a crash, a sector may hold the last write that a flush covered, or any
+//! write that was not replaced when that flush began.
 
 use crate::dice::{fill_seeded, mix};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 const SECTOR: usize = block::SECTOR_BYTES as usize;
 
-/// One change of a sector. Stamp 0 stands for zeros.
+/// A change of a sector. Stamp 0 stands for zeros.
 #[derive(Debug, Clone, Copy)]
 struct Change {
     stamp: u64,
@@ -19,16 +19,16 @@ struct Change {
 
 struct State {
     clock: u64,
-    /// By sector, in the order in which they began. What was there at first counts as zeros.
+    /// The changes of each sector, in the order in which they began. The initial contents count as zeros.
     sectors: Vec<Vec<Change>>,
-    /// What was acknowledged before this moment is durable.
+    /// Changes acknowledged before this moment are durable.
     flushed: u64,
 }
 
-/// What was written to a disk that held zeros. Shared by all who write to it and read from it.
+/// The history of a disk that held zeros. Shared by all who write to it and read from it.
 pub struct SectorHistory(Mutex<State>);
 
-/// A write that has begun. One that never ends stays in flight: it may be seen or not.
+/// A write that has begun. One that never ends stays in flight: readers may or may not see it.
 #[derive(Debug, Clone, Copy)]
 pub struct BegunWrite {
     stamp: u64,
@@ -41,14 +41,14 @@ pub struct BegunWrite {
 pub struct Moment(u64);
 
 impl SectorHistory {
-    /// A disk of so many sectors of zeros.
+    /// Makes the history of a disk of so many sectors of zeros.
     #[must_use]
     pub fn new(sectors: usize) -> Self {
         let first = Change { stamp: 0, begun: 0, ended: Some(0) };
         Self(Mutex::new(State { clock: 0, sectors: vec![vec![first]; sectors], flushed: 0 }))
     }
 
-    /// A disk with these bytes: each sector is one that [`bytes_of`] gave, or zeros.
+    /// Makes the history of a disk with these bytes: each sector is one that [`bytes_of`] returned, or zeros.
     #[must_use]
     pub fn holding(bytes: &[u8]) -> Self {
         let history = Self::new(bytes.len() / SECTOR);
@@ -66,18 +66,18 @@ impl SectorHistory {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many sectors there are.
+    /// Returns the number of sectors.
     #[must_use]
     pub fn sectors(&self) -> u64 {
         self.lock().sectors.len() as u64
     }
 
-    /// A write is about to be submitted.
+    /// Notes that a write is about to be submitted.
     pub fn begin_write(&self, first: u64, count: u64) -> BegunWrite {
         self.begin(first, count, false)
     }
 
-    /// A write of zeros is about to be submitted.
+    /// Notes that a write of zeros is about to be submitted.
     pub fn begin_zeroes(&self, first: u64, count: u64) -> BegunWrite {
         self.begin(first, count, true)
     }
@@ -92,7 +92,7 @@ impl SectorHistory {
         BegunWrite { stamp: begun, first, count }
     }
 
-    /// The write was acknowledged.
+    /// Notes that the write was acknowledged.
     pub fn end_write(&self, write: BegunWrite) {
         let mut state = self.lock();
         state.clock += 1;
@@ -105,14 +105,14 @@ impl SectorHistory {
         }
     }
 
-    /// What is about to be read, or flushed, begins now.
+    /// Returns the moment at which a read or a flush begins.
     pub fn now(&self) -> Moment {
         let mut state = self.lock();
         state.clock += 1;
         Moment(state.clock)
     }
 
-    /// A flush that began at this moment was acknowledged.
+    /// Notes that a flush that began at this moment was acknowledged.
     pub fn end_flush(&self, begun: Moment) {
         let mut state = self.lock();
         state.flushed = state.flushed.max(begun.0);
@@ -124,7 +124,7 @@ impl SectorHistory {
         bytes.chunks(SECTOR).zip(first..).try_for_each(|(bytes, sector)| state.explains(sector, bytes, since.0))
     }
 
-    /// Whether these bytes may be what the disk held at one moment between these two.
+    /// Whether the disk may have held these bytes at one moment between these two.
     pub fn check_moment(&self, first: u64, bytes: &[u8], since: Moment, until: Moment) -> Result<(), String> {
         self.check_read(first, bytes, since)?;
         let state = self.lock();
@@ -138,7 +138,7 @@ impl SectorHistory {
         Ok(())
     }
 
-    /// Whether these bytes may be what a crash has left. All of the former guests are gone.
+    /// Whether a crash may have left these bytes. All former guests are gone.
     pub fn check_survivors(&self, first: u64, bytes: &[u8]) -> Result<(), String> {
         let state = self.lock();
         bytes.chunks(SECTOR).zip(first..).try_for_each(|(bytes, sector)| state.explains(sector, bytes, state.flushed))
@@ -153,7 +153,7 @@ impl State {
             changes.iter().rev().take_while(|later| later.begun > ended).find(replaced).copied()
         };
         let Some(stamp) = stamp_of(sector, bytes) else {
-            // Parts of two writes may be seen as long as one of them is in flight.
+            // Parts of two writes may be seen while one of them is in flight.
             return match changes.iter().rev().any(|change| change.ended.is_none_or(|end| end >= since)) {
                 true => Ok(()),
                 false => Err(format!("sector {sector} is torn, or holds what nobody wrote to it")),
@@ -173,7 +173,7 @@ impl State {
     }
 }
 
-/// The bytes of a write.
+/// Returns the bytes of a write.
 #[must_use]
 pub fn bytes_of(write: BegunWrite) -> Vec<u8> {
     let mut bytes = vec![0; write.count as usize * SECTOR];
@@ -189,7 +189,7 @@ fn fill_sector(sector: u64, stamp: u64, bytes: &mut [u8]) {
     fill_seeded(mix(stamp, sector), rest);
 }
 
-/// The stamp of a whole sector. `None` where it is not the bytes of one write.
+/// Returns the stamp of a whole sector; `None` if the bytes are not those of one write.
 fn stamp_of(sector: u64, bytes: &[u8]) -> Option<u64> {
     let stamp = u64::from_le_bytes(bytes.get(..8)?.try_into().ok()?);
     let mut expected = vec![0; bytes.len()];

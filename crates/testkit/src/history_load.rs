@@ -1,4 +1,4 @@
-//! Guests that work on a disk from several queues and check each byte that they read by a [`SectorHistory`].
+//! Guests that work on a disk from several queues, and check each byte that they read against a [`SectorHistory`].
 
 use crate::dice::Dice;
 use crate::history::{SectorHistory, bytes_of};
@@ -12,16 +12,16 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 const SECTOR: u64 = block::SECTOR_BYTES;
 
-/// A load: the same seed makes the same requests.
+/// A load. The same seed makes the same requests.
 #[derive(Debug, Clone)]
 pub struct HistoryLoad {
     /// Requests in flight on each queue.
     pub depth: usize,
-    /// Each request covers at most so many sectors.
+    /// The most sectors of a request.
     pub sectors_max: u64,
-    /// Of a hundred requests.
+    /// Percentage of writes among the requests.
     pub write_percent: u64,
-    /// What varies.
+    /// Seed of the random choices.
     pub seed: u64,
 }
 
@@ -39,15 +39,15 @@ struct Work {
     load: HistoryLoad,
 }
 
-/// A load that runs until it is told to stop.
+/// A load that runs until it is stopped.
 pub struct RunningLoad {
     work: Arc<Work>,
-    /// Ends when the last task has.
+    /// Closed when the last task has ended.
     ended: Receiver<()>,
 }
 
 impl HistoryLoad {
-    /// Begins, with a queue on each of these reactors.
+    /// Starts the load, with a queue on each of these reactors.
     #[must_use]
     pub fn start(
         &self,
@@ -86,13 +86,13 @@ impl Work {
 }
 
 impl RunningLoad {
-    /// Requests that have ended so far.
+    /// Returns how many requests have ended so far.
     #[must_use]
     pub fn operations(&self) -> u64 {
         self.work.operations.load(Ordering::Relaxed)
     }
 
-    /// Waits until so many more requests have ended, or something went wrong.
+    /// Waits until so many more requests have ended, or there was an error.
     pub fn wait_for_more(&self, operations: u64) {
         let until = self.operations() + operations;
         while self.operations() < until && self.work.faults.lock().expect("no test panics here").is_empty() {
@@ -100,7 +100,7 @@ impl RunningLoad {
         }
     }
 
-    /// Ends the load of a disk that has died, whose requests may never end. Reads that nothing explains.
+    /// Ends the load of a disk that has died, whose requests may never end. Returns the reads that nothing explains.
     #[must_use]
     pub fn abandon(self) -> Vec<String> {
         self.work.stop.store(true, Ordering::Relaxed);
@@ -109,7 +109,8 @@ impl RunningLoad {
         faults
     }
 
-    /// Ends the load and waits for its requests. What went wrong: reads that nothing explains, requests that failed.
+    /// Ends the load and waits for its requests. Returns the errors: reads that nothing explains, and requests that
+    /// failed.
     #[must_use]
     pub fn finish(self) -> Vec<String> {
         self.work.stop.store(true, Ordering::Relaxed);
@@ -139,7 +140,7 @@ impl Guest {
     async fn request(&mut self) -> Result<(), String> {
         let sectors = self.work.history.sectors();
         let count = 1 + self.dice.below(self.work.load.sectors_max.min(sectors));
-        // Half of the requests meet in a sixteenth of the disk.
+        // Half of the requests are in the same sixteenth of the disk.
         let room = if self.dice.chance(50) { sectors } else { sectors / 16 };
         let first = self.dice.below(room.saturating_sub(count) + 1);
         let kind = self.dice.below(100);
@@ -162,7 +163,7 @@ impl Guest {
     async fn write(&mut self, first: u64, count: u64) -> Result<(), String> {
         let history = Arc::clone(&self.work.history);
         if self.dice.chance(5) {
-            // Whole clusters are freed where the range covers some.
+            // Whole clusters are freed if the range covers some.
             let count = (count * 16).min(history.sectors() - first);
             let write = history.begin_zeroes(first, count);
             let (offset, length) = (first * SECTOR, count * SECTOR);

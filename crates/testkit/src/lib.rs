@@ -1,16 +1,16 @@
-//! For tests only: what stands in for the storage below a disk and for the guest above it.
+//! For tests only: stand-ins for the storage below a disk and for the guest above it.
 //!
-//! * [`SimStorage`], [`SimFile`], [`SimReactor`]: storage with a volatile cache, seeded completion order, [`Fault`]s and
-//!   power cuts, at one moment or at every write and flush of a [`Recording`].
+//! * [`SimStorage`], [`SimFile`], [`SimReactor`]: storage with a volatile cache, seeded completion order, [`Fault`]s
+//!   and power cuts, at one moment or at every write and flush of a [`Recording`].
 //! * [`ModelDisk`]: what a guest may read, now and after a power cut.
-//! * [`Harness`] and [`conformance`]: the suite that every `Disk` runs, on simulated or real reactors.
+//! * [`Harness`] and [`conformance`]: the suite that every `Disk` must pass, on simulated or real reactors.
 //! * [`Workload`]: seeded requests over several queues, checked against the model as they complete.
-//! * [`PowerCutTest`], [`FaultTest`]: a workload, cut at every event, or with a fault at every operation.
+//! * [`PowerCutTest`], [`FaultTest`]: a workload with a power cut at every event, or with a fault in every operation.
 //! * [`qcow2_check`]: an independent checker of qcow2 images.
-//! * [`SectorHistory`], [`HistoryLoad`]: what each read of a sector may return, checked while several queues work.
-//! * [`WebServer`]: a server of one file, with faults. [`RbdStandIn`]: images of a cluster that is none, with faults.
-//!   [`CephNode`]: a real cluster of one machine.
-//! * `schedules` and `histories` (with the feature `explore`): the order in which shuttle lets threads run, and what a
+//! * [`SectorHistory`], [`HistoryLoad`]: checks what each read of a sector returns while several queues work.
+//! * [`WebServer`]: a server of one file, with faults. [`RbdStandIn`]: images without a real cluster, with faults.
+//!   [`CephNode`]: a real cluster on one machine.
+//! * `schedules` and `histories` (with the feature `explore`): the order in which shuttle runs threads, and what a
 //!   reader may see of what they wrote.
 
 #![forbid(unsafe_code)]

@@ -1,16 +1,16 @@
-//! A library that plays librbd, with faults.
+//! A stand-in for librbd, with faults.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Images of a cluster that is none: files of a directory, behind a library that has librbd's functions.
+/// Images without a cluster: files of a directory, behind a library with librbd's functions.
 #[derive(Debug)]
 pub struct RbdStandIn {
     directory: tempfile::TempDir,
 }
 
 impl RbdStandIn {
-    /// Builds the library with the C compiler, and makes a pool of the name `pool`.
+    /// Builds the library with the C compiler, and makes a pool named `pool`.
     ///
     /// # Panics
     /// If there is no C compiler.
@@ -28,25 +28,25 @@ impl RbdStandIn {
         stand_in
     }
 
-    /// The library, for `RINGDISK_LIBRBD`.
+    /// Returns the library, for `RINGDISK_LIBRBD`.
     #[must_use]
     pub fn library(&self) -> PathBuf {
         self.directory.path().join("librbd.so")
     }
 
-    /// What an image is called.
+    /// Returns the name of an image.
     #[must_use]
     pub fn name(&self, image: &str) -> String {
         format!("rbd:pool/{image}:stand_in={}", self.directory.path().display())
     }
 
-    /// Where its bytes are. With `.lock` and `.watchers` behind its name: who has its lock, and who has it open.
+    /// Returns the file with its bytes. With `.lock` and `.watchers` appended: who has its lock, and who has it open.
     #[must_use]
     pub fn file(&self, image: &str) -> PathBuf {
         self.directory.path().join("pool").join(image)
     }
 
-    /// What goes wrong from now on: a call, an action and a number in each line, as the library's source says.
+    /// Sets the faults from now on: a call, an action and a number in each line, as described in the library's source.
     ///
     /// # Panics
     /// If the file cannot be written.

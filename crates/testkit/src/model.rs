@@ -1,9 +1,9 @@
-//! What a guest may read of a disk: in memory, sector by sector, now and after a power cut.
+//! A model of what a guest may read from a disk, sector by sector, now and after a power cut.
 //!
 //! Each sector has a list of the values written to it, with the times at which each write was submitted and completed.
-//! A value is superseded by a later write that completed, if that write was submitted after the value's own had
-//! completed; for a power cut, only by such a write that was durable. Whatever is not superseded may be read. A failed
-//! write and a discard supersede nothing: the old contents may still be there.
+//! A later write supersedes a value if it completed, and was submitted after the value's own write had completed. For a
+//! power cut, the later write must also be durable. All values that are not superseded may be read. A failed write and
+//! a discard supersede nothing: the old contents may still be there.
 
 use crate::dice::mix;
 use crate::request::{Reply, Request};
@@ -56,7 +56,7 @@ impl Value {
 struct Times {
     submitted: u64,
     completed: Option<u64>,
-    /// Completed without an error, and leaves nothing older.
+    /// Whether it completed without an error and leaves no older value.
     supersedes: bool,
     durable: bool,
 }
@@ -84,11 +84,11 @@ pub struct ModelDisk {
     clock: u64,
 }
 
-/// The operation that stands for what was there at the start.
+/// Stands for the operation that wrote the initial contents.
 const START: u64 = 0;
 
 impl ModelDisk {
-    /// A disk that holds `contents`, durably. Without a volatile cache, what completes is durable.
+    /// Makes a model of a disk that holds `contents`, durably. Without a volatile cache, what completes is durable.
     #[must_use]
     pub fn new(contents: &[u8], volatile_cache: bool) -> Self {
         let sectors = contents.chunks_exact(SECTOR).map(|bytes| vec![Entry { op: START, value: Value::of(bytes) }]);
@@ -103,14 +103,14 @@ impl ModelDisk {
         }
     }
 
-    /// Whether a read that overlaps a write in flight may see some bytes of a sector as they were and others as they will
-    /// be: so it is with the kernel's page cache, which copies without a lock.
+    /// Sets whether a read that overlaps a write may see old and new bytes in one sector. The kernel's page cache
+    /// allows this, because it copies without a lock.
     #[must_use]
     pub fn with_mixed_reads(self, mixes: bool) -> Self {
         Self { mixes, ..self }
     }
 
-    /// Size in bytes.
+    /// Returns the size in bytes.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
         (self.sectors.len() * SECTOR) as u64
@@ -121,7 +121,7 @@ impl ModelDisk {
         self.clock
     }
 
-    /// A request is submitted; tell the model before the disk.
+    /// Notes that a request is submitted. Call it before submitting to the disk.
     pub fn submit(&mut self, tag: Tag, request: &Request) {
         let op = self.tick();
         let times = Times { submitted: op, completed: None, supersedes: false, durable: false };
@@ -143,7 +143,7 @@ impl ModelDisk {
         self.flying.insert(tag, Flying { op, request: request.clone() });
     }
 
-    /// A request has completed; tell the model after the disk. Says what is wrong with the answer, if anything is.
+    /// Checks the reply to a request. Call it after the disk has completed the request. The error says what is wrong.
     pub fn complete(&mut self, reply: &Reply) -> Result<(), String> {
         let Some(Flying { op, request }) = self.flying.remove(&reply.tag) else {
             return Err(format!("tag {} completed and is not in flight", reply.tag));
@@ -174,7 +174,7 @@ impl ModelDisk {
         Ok(())
     }
 
-    /// A flush that was submitted then has succeeded.
+    /// Notes that a flush submitted at this time has succeeded.
     fn flushed(&mut self, submitted: u64) {
         let covered = |times: &&mut Times| times.completed.is_some_and(|completed| completed < submitted);
         self.times.values_mut().filter(covered).for_each(|times| times.durable = true);
@@ -192,7 +192,7 @@ impl ModelDisk {
         Ok(())
     }
 
-    /// Whether each byte is one that a read submitted then may find, while some write overlapped the read.
+    /// Whether each byte is one that a read submitted at this time may find, if a write overlapped the read.
     fn is_mixed(&self, sector: usize, bytes: &[u8], submitted: u64) -> bool {
         let Some(entries) = self.sectors.get(sector).filter(|_| self.mixes) else { return false };
         let newest = self.newest(entries, |times| times.completed.is_some_and(|at| at < submitted));
@@ -202,7 +202,7 @@ impl ModelDisk {
             && bytes.iter().enumerate().all(|(at, byte)| allowed.iter().any(|e| e.value.byte(at) == Some(*byte)))
     }
 
-    /// Checks the contents of the whole disk; nothing that writes may be in flight.
+    /// Checks the contents of the whole disk. No write may be in flight.
     pub fn check_live(&self, contents: &[u8]) -> Result<(), String> {
         self.check_all(contents, "the disk", |times| times.completed.is_some())
     }
@@ -246,13 +246,13 @@ impl ModelDisk {
         Err(message)
     }
 
-    /// When the latest `settled` superseding write was submitted: values completed before it are gone.
+    /// Returns when the latest `settled` superseding write was submitted. Values completed before it are gone.
     fn newest(&self, entries: &[Entry], settled: impl Fn(&Times) -> bool) -> u64 {
         let times = entries.iter().map(|entry| &self.times[&entry.op]);
         times.filter(|times| times.supersedes && settled(times)).map(|times| times.submitted).max().unwrap_or(0)
     }
 
-    /// Forgets what can never be read again.
+    /// Drops values that can never be read again.
     fn prune(&mut self, sector: usize) {
         let oldest = self.flying.values().map(|flying| flying.op).min().unwrap_or(u64::MAX);
         let gone = self.newest(&self.sectors[sector], |times| {
@@ -265,7 +265,7 @@ impl ModelDisk {
 
 const MAGIC: &[u8; 8] = b"testkit\0";
 
-/// Bytes for write number `id` at `offset`, unlike those of any other: each sector says where it belongs.
+/// Returns bytes for write number `id` at `offset`, unlike those of any other. Each sector says where it belongs.
 #[must_use]
 pub fn stamped(id: u64, offset: u64, length: usize) -> Vec<u8> {
     let mut bytes = vec![0; length];
@@ -281,7 +281,7 @@ pub fn stamped(id: u64, offset: u64, length: usize) -> Vec<u8> {
     bytes
 }
 
-/// What a sector seems to hold.
+/// Describes the contents of a sector.
 fn describe(bytes: &[u8]) -> String {
     if bytes.iter().all(|byte| *byte == 0) {
         return "zeros".to_owned();
@@ -309,7 +309,7 @@ mod tests {
         model.complete(&Reply { tag, result: Ok(()), data: Vec::new() }).unwrap();
     }
 
-    /// Bytes of which the model says that the sector may hold them after a crash.
+    /// Returns bytes that, according to the model, the sector may hold after a crash.
     fn after_crash(model: &ModelDisk) -> Vec<u8> {
         (0..10).filter(|byte| model.check_after_crash(&[*byte; SECTOR]).is_ok()).collect()
     }

@@ -1,27 +1,27 @@
-//! An independent checker of qcow2 images: header, refcounts, L1, L2, snapshots, bitmaps, straight from the bytes.
+//! An independent checker of qcow2 images: header, refcounts, L1, L2, snapshots, bitmaps, directly from the bytes.
 //!
-//! Written from the format's specification alone and sharing nothing with the product, so that both can't be wrong in
-//! the same way. It tells leaks (space that nobody refers to) from damage (anything that may cost data).
+//! It is written from the format's specification alone and shares nothing with the product, so that both cannot have
+//! the same error. It distinguishes leaks (space that nothing refers to) from damage (anything that may cost data).
 
 use crate::dice::mix;
 use std::collections::BTreeMap;
 
-/// What was found.
+/// The result of a check.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Qcow2Report {
-    /// Host clusters whose refcount is higher than what refers to them.
+    /// Host clusters whose refcount is higher than their references.
     pub leaked_clusters: u64,
-    /// Host clusters that are referred to.
+    /// Host clusters with references.
     pub used_clusters: u64,
     /// Guest clusters that have a host cluster.
     pub allocated_clusters: u64,
-    /// Guest clusters that are compressed.
+    /// Compressed guest clusters.
     pub compressed_clusters: u64,
-    /// Stands for all that internal snapshots hold: equal as long as they hold the same.
+    /// A digest of the contents of all internal snapshots: equal as long as they hold the same.
     pub snapshots_digest: u64,
-    /// What may cost data.
+    /// Errors that may cost data.
     pub damage: Vec<String>,
-    /// The image says that its refcounts are not to be trusted.
+    /// Whether the image marks its refcounts as invalid.
     pub dirty: bool,
 }
 
@@ -36,7 +36,7 @@ const INCOMPATIBLE_COMPRESSION: u64 = 8;
 const INCOMPATIBLE_EXTENDED_L2: u64 = 16;
 const AUTOCLEAR_BITMAPS: u64 = 1;
 const EXTENSION_BITMAPS: u32 = 0x2385_2875;
-/// Damage listed at most.
+/// The most errors that are listed.
 const LISTED: usize = 20;
 
 struct Header {
@@ -58,14 +58,14 @@ struct Header {
 struct Checker<'a> {
     bytes: &'a [u8],
     header: Header,
-    /// References counted, by host cluster.
+    /// Counted references, by host cluster.
     references: BTreeMap<u64, u64>,
-    /// Entries with the flag that says whether the refcount is one: host cluster, flag, where the entry is.
+    /// Entries with the flag "refcount is exactly one": host cluster, flag, place of the entry.
     flags: Vec<(u64, bool, String)>,
     report: Qcow2Report,
 }
 
-/// Checks the image in `bytes`. The error says why it is not a qcow2 image at all, or one this checker does not know.
+/// Checks the image in `bytes`. The error says why it is not a qcow2 image, or not one that this checker knows.
 pub fn qcow2_check(bytes: &[u8]) -> Result<Qcow2Report, String> {
     let header = Header::parse(bytes)?;
     let report = Qcow2Report { dirty: header.incompatible & INCOMPATIBLE_DIRTY != 0, ..Qcow2Report::default() };
@@ -174,7 +174,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Where the data of a header extension are.
+    /// Returns where the data of a header extension lie.
     fn extension(&self, wanted: u32) -> Option<u64> {
         let mut at = u64::from(self.header.header_bytes);
         while at < self.header.cluster() {
@@ -187,7 +187,7 @@ impl Checker<'_> {
         None
     }
 
-    /// Bitmaps, where the header says that they are kept.
+    /// Walks the bitmaps, if the header says that they are valid.
     fn walk_bitmaps(&mut self) {
         if self.header.autoclear & AUTOCLEAR_BITMAPS == 0 {
             return;
@@ -270,7 +270,7 @@ impl Checker<'_> {
             let host = entry & OFFSET_MASK;
             let (alloc, zero) = (bitmap & 0xffff_ffff, bitmap >> 32);
             if self.header.has_data_file() {
-                // Clusters of an external data file lie where they are on the disk, and are not counted.
+                // Clusters of an external data file lie at their offset on the disk, and are not counted.
                 let guest = (l1_index * per_table + index) * cluster;
                 let wrong = entry & (COMPRESSED | COPIED) != COPIED || host != guest || alloc & zero != 0;
                 if wrong && entry & !ZERO != 0 {
@@ -318,7 +318,7 @@ impl Checker<'_> {
             self.damaged(format!("{what} is compressed and flagged as copied"));
         }
         self.report.compressed_clusters += u64::from(active);
-        // Sectors are counted from the one that the data begin in.
+        // Sectors are counted from the one in which the data begin.
         let end = (offset & !511) + sectors * 512;
         if !active {
             self.digest(number, entry, offset, end - offset);
@@ -326,7 +326,7 @@ impl Checker<'_> {
         self.refer_anywhere(what, offset & !511, end - (offset & !511));
     }
 
-    /// Adds a guest cluster of a snapshot, and the bytes that hold it, to the digest.
+    /// Adds a snapshot's guest cluster, and the bytes that hold it, to the digest.
     fn digest(&mut self, number: u64, kind: u64, offset: u64, length: u64) {
         if kind == 0 && offset == 0 {
             return;
@@ -342,7 +342,7 @@ impl Checker<'_> {
         self.report.snapshots_digest = digest;
     }
 
-    /// Counts a reference to every cluster of a range that starts at a cluster.
+    /// Counts a reference to every cluster of a range, which starts at a cluster.
     fn refer(&mut self, what: &str, offset: u64, length: u64) {
         if !offset.is_multiple_of(self.header.cluster()) {
             self.damaged(format!("{what} starts at {offset:#x}, within a cluster"));
@@ -353,7 +353,7 @@ impl Checker<'_> {
     fn refer_anywhere(&mut self, what: &str, offset: u64, length: u64) {
         let cluster = self.header.cluster();
         let end = offset.saturating_add(length);
-        // A cluster may reach over the end of the file, but not lie behind it.
+        // A cluster may extend beyond the end of the file, but not begin behind it.
         if end.saturating_sub(self.bytes.len() as u64) >= cluster {
             self.damaged(format!("{what} at {offset:#x}+{length:#x} lies behind the end of the file"));
             return;
@@ -426,7 +426,7 @@ impl Checker<'_> {
 }
 
 impl Qcow2Report {
-    /// Leaks at most.
+    /// Fails if there is any damage; leaks are allowed.
     pub fn sound(&self) -> Result<(), String> {
         if self.damage.is_empty() { Ok(()) } else { Err(self.damage.join("; ")) }
     }

@@ -5,10 +5,11 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Nothing here takes longer than this unless it hangs.
+/// After this time, something hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What a bitmap of a qcow2 image marks, as an NBD client of QEMU's sees it. `directory` is for a socket.
+/// Returns the ranges that a bitmap of a qcow2 image marks, as seen by an NBD client of QEMU. `directory` is for a
+/// socket.
 ///
 /// # Panics
 ///
@@ -18,7 +19,7 @@ pub fn marked_as_qemu_sees(directory: &Path, image: &Path, bitmap: &str) -> Vec<
     let socket = directory.join(format!("nbd-{bitmap}"));
     let mut nbd = Command::new("qemu-nbd");
     nbd.args(["-r", "-f", "qcow2", "-B", bitmap, "-k"]).args([&socket, image]);
-    // It ends with its first client.
+    // The server ends with its first client.
     let mut nbd = nbd.stdin(Stdio::null()).spawn().expect("qemu-nbd can be started");
     let deadline = Instant::now() + PATIENCE;
     while !socket.exists() {
@@ -33,12 +34,12 @@ pub fn marked_as_qemu_sees(directory: &Path, image: &Path, bitmap: &str) -> Vec<
     let map = map.output().expect("qemu-img can be started");
     assert!(map.status.success(), "qemu-img map: {}", String::from_utf8_lossy(&map.stderr));
     nbd.wait().expect("a child");
-    // That is how it shows what is marked.
+    // In this map, marked ranges are shown as no data.
     let rows = String::from_utf8_lossy(&map.stdout);
     rows.lines().filter(|row| row.contains("\"data\": false")).map(range_of).collect()
 }
 
-/// Of a row of a map.
+/// Parses the range of a row of a map.
 fn range_of(row: &str) -> Range<u64> {
     let number = |key: &str| {
         let digits = row.split(&format!("\"{key}\": ")).nth(1).unwrap_or_default();

@@ -1,73 +1,73 @@
-//! Requests and replies as a test sees them: plain data that may cross threads.
+//! Requests and replies of tests: plain data that can cross threads.
 
 use block::{Disk, IoResult, Op, OpFlags, Priority, Tag, WriteMap};
 use memory::{IoBuf, Window};
 use std::sync::Arc;
 
-/// One request of a guest.
+/// A request of a guest.
 #[derive(Debug, Clone)]
 pub enum Request {
-    /// Reads into memory that lies in pieces of these lengths.
+    /// Reads into memory in pieces of these lengths.
     Read {
         /// First byte.
         offset: u64,
         /// Lengths of the pieces of memory.
         pieces: Vec<usize>,
     },
-    /// Writes `data` from memory that lies in pieces.
+    /// Writes `data` from memory in pieces.
     Write {
         /// First byte.
         offset: u64,
-        /// What to write.
+        /// The bytes to write.
         data: Arc<[u8]>,
         /// Lengths of the pieces of memory; empty for one piece.
         pieces: Vec<usize>,
-        /// A flush before it, and whether it is durable at completion.
+        /// Whether a flush comes before it, and whether it must be durable at its completion.
         flags: OpFlags,
     },
-    /// Writes `data` by a map that is committed ([`Disk::map_write`]).
+    /// Writes `data` through a map that is then committed ([`Disk::map_write`]).
     WriteByMap {
         /// First byte.
         offset: u64,
-        /// What to write.
+        /// The bytes to write.
         data: Arc<[u8]>,
     },
-    /// Makes durable what completed before.
+    /// Makes everything durable that completed before.
     Flush,
-    /// Gives a range back.
+    /// Discards a range.
     Discard {
         /// First byte.
         offset: u64,
-        /// Bytes.
+        /// Length in bytes.
         length: u64,
     },
     /// Zeroes a range.
     WriteZeroes {
         /// First byte.
         offset: u64,
-        /// Bytes.
+        /// Length in bytes.
         length: u64,
-        /// Space may be given back.
+        /// Whether the space may be freed.
         may_unmap: bool,
-        /// A flush before it, and whether it is durable at completion.
+        /// Whether a flush comes before it, and whether it must be durable at its completion.
         flags: OpFlags,
     },
 }
 
 impl Request {
-    /// A read into one piece of memory.
+    /// Makes a read into one piece of memory.
     #[must_use]
     pub fn read(offset: u64, length: usize) -> Self {
         Self::Read { offset, pieces: vec![length] }
     }
 
-    /// A volatile write from one piece of memory.
+    /// Makes a volatile write from one piece of memory.
     #[must_use]
     pub fn write(offset: u64, data: impl Into<Arc<[u8]>>) -> Self {
         Self::Write { offset, data: data.into(), pieces: Vec::new(), flags: OpFlags::NONE }
     }
 
-    /// The bytes of the disk that it names.
+    /// Returns the range of the disk that it touches.
     #[must_use]
     pub fn range(&self) -> (u64, u64) {
         match self {
@@ -78,7 +78,7 @@ impl Request {
         }
     }
 
-    /// For a write by a map: the map, on this disk if it gives space for it.
+    /// Makes the map of a write by map, in the disk's space if it gives some.
     pub(crate) fn map_on(&self, disk: Option<&dyn Disk>) -> WriteMap {
         let (offset, length) = self.range();
         let given = disk.and_then(|disk| disk.map_write(offset, length as usize));
@@ -90,12 +90,12 @@ impl Request {
         map
     }
 
-    /// The operation, and the memory that it names.
+    /// Returns the operation and its memory.
     pub(crate) fn prepare(&self) -> (Op, Vec<IoBuf>) {
         match self {
             Self::Read { offset, pieces } => {
                 let (data, memory) = scattered(pieces);
-                // What the read does not fill must not look like an answer.
+                // Bytes that the read does not fill must not look like an answer.
                 data.fill(0xa5);
                 (Op::Read { offset: *offset, data, priority: priority_at(*offset) }, memory)
             }
@@ -117,7 +117,7 @@ impl Request {
     }
 }
 
-/// A priority changes nothing that a guest can see, so transfers have one now and then.
+/// Gives some transfers a priority, which changes nothing that a guest can see.
 fn priority_at(offset: u64) -> Priority {
     match offset / 4096 % 4 {
         0 => Priority::best_effort((offset / 16384 % 8) as u16),
@@ -125,7 +125,7 @@ fn priority_at(offset: u64) -> Priority {
     }
 }
 
-/// Memory in pieces; each but the first starts at an odd address now and then, as a guest's may.
+/// Allocates memory in pieces. Some pieces after the first start at an odd address, as a guest's may.
 fn scattered(pieces: &[usize]) -> (Window, Vec<IoBuf>) {
     if let [length] = pieces {
         let buf = IoBuf::zeroed(*length);
@@ -137,7 +137,7 @@ fn scattered(pieces: &[usize]) -> (Window, Vec<IoBuf>) {
     (IoBuf::gather(windows.collect()).whole(), memory)
 }
 
-/// The bytes of a read, from the memory that [`Request::prepare`] made.
+/// Returns the bytes of a read from the memory that [`Request::prepare`] made.
 pub(crate) fn gathered(request: &Request, memory: &[IoBuf]) -> Vec<u8> {
     let Request::Read { pieces, .. } = request else {
         return Vec::new();
@@ -150,13 +150,13 @@ pub(crate) fn gathered(request: &Request, memory: &[IoBuf]) -> Vec<u8> {
     bytes
 }
 
-/// The end of a request.
+/// The reply to a request.
 #[derive(Debug, Clone)]
 pub struct Reply {
     /// The request's tag.
     pub tag: Tag,
-    /// How it ended.
+    /// The result.
     pub result: IoResult,
-    /// What a read delivered.
+    /// The data of a read.
     pub data: Vec<u8>,
 }

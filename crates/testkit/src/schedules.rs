@@ -1,34 +1,35 @@
-//! Seeded schedules that interrupt a thread seldom. Faults need two or three interruptions in the right places, not
-//! thousands anywhere. A thread that waits for the storage is sometimes left out for long, as with a slow disk.
+//! Seeded schedules that rarely interrupt a thread. To show a fault, two or three interruptions in the right places are
+//! needed, not thousands anywhere. A thread that waits for storage is sometimes suspended for long, as with a slow
+//! disk.
 
 use crate::dice::{Dice, mix};
 use shuttle::scheduler::{Schedule, Scheduler, Task, TaskId};
 use shuttle::{Config, Runner};
 use std::sync::{Arc, Mutex};
 
-/// What went wrong first, noted without a panic: threads of an execution share the locks of this process.
+/// The first error, noted without a panic: threads of an execution share the locks of this process.
 #[derive(Clone, Default)]
 pub struct Verdict(Arc<Mutex<Option<String>>>);
 
 impl Verdict {
-    /// Notes it, if it is the first.
+    /// Notes an error, if it is the first.
     pub fn fail(&self, what: String) {
         self.0.lock().unwrap().get_or_insert(what);
     }
 
-    /// What it was.
+    /// Returns the first error.
     #[must_use]
     pub fn get(&self) -> Option<String> {
         self.0.lock().unwrap().clone()
     }
 }
 
-/// The longest that a slow operation takes.
+/// The longest time of a slow operation, in steps.
 const LONG_STEPS: u64 = 4000;
 
-/// How often threads are interrupted, of ten thousand steps, where an execution takes thousands of steps.
+/// How often threads are interrupted, in ten thousand steps. For executions of thousands of steps.
 pub const LONG: &[u64] = &[5, 20, 100, 500];
-/// As [`LONG`], where it takes tens.
+/// As [`LONG`], for executions of tens of steps.
 pub const SHORT: &[u64] = &[500, 1500, 3000];
 
 struct Seldom {
@@ -36,11 +37,11 @@ struct Seldom {
     executions: u64,
     limit: u64,
     dice: Dice,
-    /// Of ten thousand steps, in some of the executions.
+    /// Interruptions in ten thousand steps. Each execution takes one of these values.
     interruptions: &'static [u64],
     chance: u64,
     step: u64,
-    /// The threads that wait for a slow disk, and until when.
+    /// The thread that waits for a slow disk, and the step until which it waits.
     waiting: Option<(TaskId, u64)>,
     verdict: Verdict,
 }
@@ -80,25 +81,25 @@ impl Scheduler for Seldom {
     }
 }
 
-/// The first seed: `RINGDISK_SEED`, or 1.
+/// Returns the first seed: `RINGDISK_SEED`, or 1.
 ///
 /// # Panics
-/// If it is no number.
+/// If it is not a number.
 #[must_use]
 pub fn seed() -> u64 {
     std::env::var("RINGDISK_SEED").map_or(1, |text| text.parse().unwrap())
 }
 
-/// How many schedules a test explores: `RINGDISK_SCHEDULES`, or the number given.
+/// Returns how many schedules a test explores: `RINGDISK_SCHEDULES`, or the number given.
 ///
 /// # Panics
-/// If it is no number.
+/// If it is not a number.
 #[must_use]
 pub fn schedules(by_default: u64) -> u64 {
     std::env::var("RINGDISK_SCHEDULES").map_or(by_default, |text| text.parse().unwrap())
 }
 
-/// Runs `execution`, which gets a seed of its own each time, through `limit` schedules or up to the first that fails.
+/// Runs `execution` through `limit` schedules, or until one fails. Each execution gets its own seed.
 pub fn explore(
     seed: u64,
     limit: u64,

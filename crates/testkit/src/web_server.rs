@@ -6,61 +6,61 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// What a server does wrong, and what it has done.
+/// The faults of a server, and its counters.
 #[derive(Default)]
 pub struct Behaviour {
-    /// The file.
+    /// The contents of the file.
     pub bytes: Mutex<Vec<u8>>,
-    /// `ETag`, where there is one.
+    /// The header `ETag`; empty for none.
     pub tag: Mutex<String>,
-    /// `Last-Modified`, where there is one.
+    /// The header `Last-Modified`; empty for none.
     pub date: Mutex<String>,
-    /// Before each answer.
+    /// The time before each answer.
     pub latency_ms: AtomicU64,
-    /// So many requests end in the middle of their body.
+    /// How many requests end in the middle of their body.
     pub cuts: AtomicU64,
-    /// So many requests get 503.
+    /// How many requests get status 503.
     pub refusals: AtomicU64,
-    /// Connections are closed at once.
+    /// Whether connections are closed at once.
     pub is_out: AtomicBool,
-    /// Whole files only.
+    /// Whether only whole files are sent.
     pub has_no_ranges: AtomicBool,
-    /// Lines that must be sent.
+    /// A header line that requests must have.
     pub wanted_line: Mutex<String>,
-    /// Requests so far.
+    /// Number of requests so far.
     pub requests: AtomicU64,
-    /// Bytes of bodies that are parts.
+    /// Bytes sent in bodies of partial answers.
     pub sent_bytes: AtomicU64,
-    /// Requests that were answered at one time, at most.
+    /// The most requests that were answered at the same time.
     pub at_once_max: AtomicU64,
     at_once: AtomicU64,
-    /// Where `/moved` leads.
+    /// The target to which `/moved` redirects.
     pub moved_to: Mutex<String>,
 }
 
-/// A server of one file under every path, on a port of its own. It ends with this.
+/// A server of one file under every path, on a port of its own. It ends when this is dropped.
 pub struct WebServer {
-    /// How it behaves.
+    /// Its faults and counters.
     pub behaviour: Arc<Behaviour>,
-    /// Where it listens.
+    /// The address at which it listens.
     pub address: SocketAddr,
     stop: Arc<AtomicBool>,
 }
 
-/// How a connection is made of a socket.
+/// Makes a connection of a socket.
 pub type Wrap = Arc<dyn Fn(TcpStream) -> Option<Box<dyn Connection>> + Send + Sync>;
 
-/// What a server talks over.
+/// A connection of a client.
 pub trait Connection: Read + Write + Send {}
 impl<T: Read + Write + Send> Connection for T {}
 
 impl WebServer {
-    /// Serves `bytes`, under the tag "one".
+    /// Starts a server of `bytes`, with the tag "one".
     pub fn start(bytes: &[u8]) -> Self {
         Self::start_with(bytes, Arc::new(|stream| Some(Box::new(stream) as Box<dyn Connection>)))
     }
 
-    /// Sockets become connections by `wrap`, which may put TLS between.
+    /// As [`WebServer::start`]. `wrap` makes connections of sockets, perhaps with TLS.
     pub fn start_with(bytes: &[u8], wrap: Wrap) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let behaviour = Arc::new(Behaviour::default());
@@ -79,7 +79,7 @@ impl WebServer {
                     if !behaviour.is_out.load(Ordering::SeqCst)
                         && let Some(connection) = wrap(stream)
                     {
-                        // A client that leaves is no failure.
+                        // A client that disconnects is no failure.
                         let _ = serve(&behaviour, connection);
                     }
                     let _ = raw.shutdown(Shutdown::Both);
@@ -89,12 +89,12 @@ impl WebServer {
         server
     }
 
-    /// The name of a file of it.
+    /// Returns the URL of a file on it.
     pub fn url(&self, path_and_keys: &str) -> String {
         format!("http://{}{path_and_keys}", self.address)
     }
 
-    /// How many requests it has had.
+    /// Returns the number of requests so far.
     pub fn requests(&self) -> u64 {
         self.behaviour.requests.load(Ordering::SeqCst)
     }
@@ -136,12 +136,12 @@ fn serve(behaviour: &Behaviour, connection: Box<dyn Connection>) -> std::io::Res
     }
 }
 
-/// Takes one of so many.
+/// Takes one from a count. Returns false if it was zero.
 fn take(count: &AtomicU64) -> bool {
     count.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |count| count.checked_sub(1)).is_ok()
 }
 
-/// False if the connection ends with this.
+/// Answers a request. Returns false if the connection ends after it.
 fn answer(behaviour: &Behaviour, to: &mut dyn Connection, lines: &[String]) -> std::io::Result<bool> {
     let bytes = behaviour.bytes.lock().unwrap().clone();
     let wanted = behaviour.wanted_line.lock().unwrap().clone();

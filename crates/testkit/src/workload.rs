@@ -10,35 +10,35 @@ const SECTOR: u64 = 512;
 /// Idle turns after which a request counts as lost.
 const QUIET_TURNS: u32 = 100;
 
-/// What a workload does.
+/// A workload of a guest.
 #[derive(Debug, Clone)]
 pub struct Workload {
-    /// Decides everything.
+    /// The seed of everything random.
     pub seed: u64,
-    /// Requests in all.
+    /// Number of requests.
     pub requests: u64,
-    /// Requests in flight on one queue at most.
+    /// The most requests in flight on one queue.
     pub depth: usize,
-    /// How much of the disk is used, from its start.
+    /// The part of the disk that is used, from its start.
     pub span_bytes: u64,
-    /// Requests like to begin and end at multiples of this (the image's cluster).
+    /// Many requests begin and end at multiples of this (the image's cluster).
     pub granule_bytes: u64,
     /// Smallest unit of offsets and lengths.
     pub block_bytes: u64,
-    /// Tags, and the stamps of what is written, begin here: two workloads on one model must not share any.
+    /// The first tag, and the first stamp of written data. Two workloads on one model must not share any.
     pub first_tag: Tag,
     /// Percent of requests that only read.
     pub read_percent: u64,
     /// Percent of the other requests that are flushes.
     pub flush_percent: u64,
-    /// Whether requests may fail; otherwise one that does ends the workload with an error.
+    /// Whether requests may fail. If not, a failed request ends the workload with an error.
     pub may_fail: bool,
-    /// Whether half of the writes are maps that are committed.
+    /// Whether half of the writes go through maps.
     pub maps: bool,
 }
 
 impl Workload {
-    /// A mixed workload on the first `span_bytes` of a disk.
+    /// Makes a mixed workload on the first `span_bytes` of a disk.
     #[must_use]
     pub fn new(seed: u64, requests: u64, span_bytes: u64, granule_bytes: u64) -> Self {
         Self {
@@ -57,7 +57,7 @@ impl Workload {
     }
 }
 
-/// What happened, as the guest saw it.
+/// An event, as the guest sees it.
 #[derive(Debug, Clone)]
 pub enum GuestEvent {
     /// A request is submitted.
@@ -67,7 +67,7 @@ pub enum GuestEvent {
 }
 
 impl GuestEvent {
-    /// Tells the model.
+    /// Reports the event to the model.
     pub fn tell(&self, model: &mut ModelDisk) -> Result<(), String> {
         match self {
             Self::Submit(tag, request) => {
@@ -79,17 +79,17 @@ impl GuestEvent {
     }
 }
 
-/// The story of a workload.
+/// The record of a workload.
 #[derive(Debug, Default)]
 pub struct Story {
-    /// What happened, each at the clock's time.
+    /// The events, each with the clock's time.
     pub events: Vec<(u64, GuestEvent)>,
     /// Requests that failed.
     pub errors: Vec<(Request, IoError)>,
 }
 
 impl Workload {
-    /// Runs it on `queues` to its end; `clock` stamps the story.
+    /// Runs the workload on `queues` to its end. `clock` gives the times of events.
     pub fn run(
         &self,
         harness: &mut dyn Harness,
@@ -133,7 +133,7 @@ impl Workload {
                 model.complete(&reply).map_err(|wrong| format!("{}: {wrong}", brief(&request)))?;
                 story.events.push((clock(), GuestEvent::Complete(reply)));
             }
-            // Many turns could have submitted something, but did not, and nothing comes.
+            // For many turns nothing was submitted, and nothing has completed.
             if quiet_turns > QUIET_TURNS {
                 let lost: Vec<_> = pending.values().map(brief).collect();
                 return Err(format!("never completed: {}", lost.join(", ")));
@@ -175,7 +175,7 @@ impl Workload {
         }
     }
 
-    /// A range: small, or of whole granules, or any; half of them at the start of the disk, so that they overlap.
+    /// Returns a range: small, of whole granules, or any. Many are at the start of the disk, so that they overlap.
     fn range(&self, dice: &mut Dice) -> (u64, u64) {
         let span = if dice.chance(40) { (self.span_bytes / 8).max(self.granule_bytes) } else { self.span_bytes };
         let span = span.min(self.span_bytes);
@@ -196,7 +196,7 @@ impl Workload {
     }
 }
 
-/// Cuts a length into pieces, now and then at odd places.
+/// Cuts a length into pieces, sometimes at odd places.
 fn pieces(length: u64, dice: &mut Dice) -> Vec<usize> {
     let length = length as usize;
     let mut cuts = vec![0, length];
@@ -210,7 +210,7 @@ fn pieces(length: u64, dice: &mut Dice) -> Vec<usize> {
     cuts.windows(2).map(|pair| pair[1] - pair[0]).collect()
 }
 
-/// Few writes ask for more than to be written.
+/// Returns a write's flags. Few writes have any.
 fn flags(dice: &mut Dice) -> OpFlags {
     match dice.below(100) {
         0..8 => OpFlags::FUA,
@@ -220,7 +220,7 @@ fn flags(dice: &mut Dice) -> OpFlags {
     }
 }
 
-/// A request in a few words.
+/// Describes a request in a few words.
 pub(crate) fn brief(request: &Request) -> String {
     let (offset, length) = request.range();
     match request {

@@ -1,4 +1,5 @@
-//! A disk as virtio-blk shows it: the features on offer, the configuration space, and what a queue asks at each request.
+//! A disk as virtio-blk shows it: the offered features, the configuration space, and what a queue needs for each
+//! request.
 
 use crate::shown::{Overrides, Shown, sectors};
 use crate::write_cache::WriteCache;
@@ -15,20 +16,20 @@ pub const MAX_QUEUE_SIZE: u16 = 1024;
 /// The most queues that a device offers.
 pub const MAX_QUEUES: u16 = 256;
 
-/// Most ranges in a discard or write-zeroes.
+/// Most ranges in a discard, write-zeroes or secure erase.
 const MAX_RANGES: u32 = 16;
 
 /// Most sectors in a range: a gibibyte. Guests split what is longer.
 const MAX_RANGE_SECTORS: u32 = 1 << 21;
 
-/// Most sectors in a range of a secure erase: each queue that offers it keeps so many zeros to write.
+/// Most sectors in a range of a secure erase: each queue that offers it keeps this many zeros to write.
 pub(crate) const MAX_ERASE_SECTORS: u32 = 512;
 
-/// What a device offers of its disk.
+/// The options of a device.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct DeviceOptions {
-    /// For logs.
+    /// The name in logs.
     pub name: String,
     /// Queues that the driver may use, 1 to [`MAX_QUEUES`].
     pub max_queues: u16,
@@ -36,9 +37,9 @@ pub struct DeviceOptions {
     pub queue_size: u16,
     /// The driver may not write, whatever the disk allows.
     pub read_only: bool,
-    /// Packed rings are offered, too. Whoever passes the driver's features on must be able to set such rings up.
+    /// Packed rings are offered, too. The front end must be able to set such rings up.
     pub packed: bool,
-    /// What the driver is told instead of what the disk says.
+    /// Properties that the driver is told instead of the disk's own.
     pub overrides: Overrides,
 }
 
@@ -70,26 +71,26 @@ impl DeviceOptions {
     }
 }
 
-/// A virtio-blk device: what its queues and whoever configures them share. Queues read it at each request, without a lock.
+/// A virtio-blk device, shared by its queues and the front end. Queues read it for each request, without a lock.
 pub struct Device {
-    /// `None` once it was let go.
+    /// `None` after [`Device::let_go`].
     disk: Mutex<Option<Arc<dyn Disk>>>,
     options: DeviceOptions,
-    /// What the disk was when the device was made. Only its size is followed.
+    /// The disk's properties when the device was made. Only changes of its size are followed.
     info: DiskInfo,
     read_only: bool,
     shown: Shown,
-    /// What the storage said of its wear when the device was made.
+    /// The storage's wear when the device was made.
     lifetime: Option<Lifetime>,
     capacity_sectors: AtomicU64,
     /// Sectors in a logical block, less one.
     block_mask: u64,
     cache: WriteCache,
-    /// Times that the guest chose how its cache works.
+    /// Times that the guest switched its cache.
     cache_switches: Counter,
-    /// Called when the configuration space has changed by itself.
+    /// Called when the configuration space changes, but not because the driver wrote to it.
     on_config_change: OnceLock<Box<dyn Fn() + Send + Sync>>,
-    /// One a queue.
+    /// One for each queue.
     counters: Vec<Arc<RingCounters>>,
 }
 
@@ -100,8 +101,8 @@ impl std::fmt::Debug for Device {
 }
 
 impl Device {
-    /// A device over `disk`, whose size it follows. Fails if the options are out of range, or if what the driver is to be
-    /// told contradicts itself or the disk.
+    /// Makes a device over `disk`, and follows the disk's size. Fails if the options are out of range, or if the
+    /// overrides contradict each other or the disk.
     pub fn new(disk: Arc<dyn Disk>, options: DeviceOptions) -> Result<Arc<Self>> {
         options.check()?;
         let info = disk.info();
@@ -134,26 +135,27 @@ impl Device {
             options,
         });
         disk.subscribe(Arc::downgrade(&device) as Weak<dyn DiskListener>);
-        // The disk may have changed before anybody listened. A listener's call that came first knows better.
+        // The disk may have changed before the subscription. If a listener's call came first, its value is newer and
+        // stays.
         let (told, now) = (device.info.size_bytes, disk.info().size_bytes);
         let [told, now] = [told, now].map(|size_bytes| size_bytes >> SECTOR_SHIFT);
         let _ = device.capacity_sectors.compare_exchange(told, now, Ordering::Relaxed, Ordering::Relaxed);
         Ok(device)
     }
 
-    /// Has `tell` called, on any thread, whenever the configuration space has changed by itself: the disk has a new size.
-    /// Whoever sets a device up says so once; `tell` must not wait, and passes the news on to the driver.
+    /// Sets `tell`, which is called on any thread when the disk has a new size, and so the configuration space has
+    /// changed. The front end sets it once. `tell` must not wait, and notifies the driver.
     pub fn on_config_change(&self, tell: impl Fn() + Send + Sync + 'static) {
         let _ = self.on_config_change.set(Box::new(tell));
     }
 
-    /// Its name in logs.
+    /// Returns its name in logs.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.options.name
     }
 
-    /// What it was made with.
+    /// Returns its options.
     #[must_use]
     pub fn options(&self) -> &DeviceOptions {
         &self.options
@@ -165,7 +167,8 @@ impl Device {
         self.read_only
     }
 
-    /// The virtio features on offer. They never change: a guest that comes back has negotiated them already.
+    /// Returns the offered virtio features. They never change, because a guest that reconnects has already negotiated
+    /// them.
     #[must_use]
     pub fn features(&self) -> u64 {
         let mut features = f::VERSION_1 | f::INDIRECT_DESC | f::EVENT_IDX;
@@ -183,18 +186,18 @@ impl Device {
         features
     }
 
-    /// The driver has chosen `features` among those on offer; zero after a reset.
+    /// Notes the features that the driver chose among those offered; zero after a reset.
     pub fn negotiated(&self, features: u64) {
         self.cache.negotiated(features);
     }
 
-    /// A queue begins at an entry other than the first: unless it ran here before, another program served this guest, and
-    /// may have been told things that nobody tells us. Called after [`Device::negotiated`].
+    /// Notes that a queue begins at an entry other than the first. Unless it ran here before, another program served
+    /// this guest, and may know settings that nobody tells us. Called after [`Device::negotiated`].
     pub fn taken_over(&self) {
         self.cache.taken_over();
     }
 
-    /// Queues have run here: where they go on tells nothing of other programs.
+    /// Notes that queues have run here. Where they go on then says nothing of other programs.
     pub fn settle(&self) {
         self.cache.settle();
     }
@@ -207,12 +210,12 @@ impl Device {
         self.options.overrides.secure_erase
     }
 
-    /// Whether what is overwritten is gone: a layer that was put on the disk since keeps what lies below.
+    /// Whether overwritten data are gone. If a layer was put on the disk since, the data below it stay.
     pub(crate) fn overwrites_in_place(&self) -> bool {
         self.disk().is_ok_and(|disk| disk.overwrites_in_place())
     }
 
-    /// What `GET_LIFETIME` answers.
+    /// Returns the answer to `GET_LIFETIME`.
     pub(crate) fn lifetime(&self) -> [u8; LIFETIME_BYTES] {
         let Lifetime { end_of_life, worn_a, worn_b } = self.lifetime.unwrap_or_default();
         let [[a, b], [c, d], [e, f]] = [end_of_life, worn_a, worn_b].map(u16::to_le_bytes);
@@ -223,7 +226,7 @@ impl Device {
         self.info.write_zeroes && !self.read_only
     }
 
-    /// What requests a queue serves.
+    /// Returns which requests a queue serves, and their limits.
     pub(crate) fn limits(&self) -> RequestLimits {
         RequestLimits {
             discard: self.serves_discard(),
@@ -236,7 +239,7 @@ impl Device {
         }
     }
 
-    /// The configuration space, now.
+    /// Returns the configuration space at this moment.
     #[must_use]
     pub fn config(&self) -> BlkConfig {
         let mut config = self.shown.config(self.capacity_sectors.load(Ordering::Relaxed));
@@ -268,8 +271,8 @@ impl Device {
         bytes.iter_mut().zip(field).for_each(|(byte, ours)| *byte = *ours);
     }
 
-    /// The driver writes to the configuration space. It may change one field, `writeback`; what monitors write along with
-    /// it has to be what they read. Anything else is refused and changes nothing.
+    /// Writes to the configuration space, for the driver. It may change only `writeback`. Other bytes that a monitor
+    /// writes along with it must be those that it read. Any other write fails and changes nothing.
     pub fn write_config(&self, offset: usize, bytes: &[u8]) -> Result<()> {
         let mut wanted = vec![0; bytes.len()];
         self.read_config(offset, &mut wanted);
@@ -300,7 +303,7 @@ impl Device {
         }
     }
 
-    /// Where `length_bytes` at `sector` begin on the disk, if they lie on it and on its blocks.
+    /// Returns the byte offset of `sector`, if `length_bytes` from there lie on the disk and consist of whole blocks.
     #[inline]
     pub(crate) fn offset(&self, sector: u64, length_bytes: u64) -> Option<u64> {
         let sectors = length_bytes >> SECTOR_SHIFT;
@@ -310,20 +313,20 @@ impl Device {
         (on_blocks && inside).then(|| sector.wrapping_shl(SECTOR_SHIFT))
     }
 
-    /// Whether a write has to be durable before it completes.
+    /// Whether a write must be durable before it completes.
     #[inline]
     pub(crate) fn write_through(&self) -> bool {
         self.cache.write_through()
     }
 
-    /// How often durable writes have begun: what was completed before may be volatile until a flush has ended that began
-    /// later.
+    /// Returns how often the device has switched to durable writes. Writes that completed before the last switch may be
+    /// volatile until a flush has ended that began after it.
     #[inline]
     pub(crate) fn durable_writes_begun(&self) -> u32 {
         self.cache.begun()
     }
 
-    /// The guest sends a flush.
+    /// Notes that the guest sends a flush.
     #[inline]
     pub(crate) fn guest_flushes(&self) {
         self.cache.guest_flushes();
@@ -334,13 +337,13 @@ impl Device {
         disk.ok_or_else(|| Error::new(ErrorKind::Io, "the disk is served no more"))
     }
 
-    /// Gives the disk up, though somebody may keep the device: the disk can then be closed. No queue may run any more, and
-    /// none starts.
+    /// Drops the disk, so that it can be closed although the device may be kept. No queue may run any more, and none
+    /// starts.
     pub fn let_go(&self) {
         self.disk.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
-    /// What `GET_ID` answers.
+    /// Returns the answer to `GET_ID`.
     pub(crate) fn serial(&self) -> &str {
         &self.info.serial
     }
@@ -349,18 +352,18 @@ impl Device {
         self.counters.get(usize::from(index)).cloned().unwrap_or_default()
     }
 
-    /// What each queue has done.
+    /// Returns the counters of each queue.
     #[must_use]
     pub fn stats(&self) -> Vec<RingStats> {
         self.counters.iter().map(|counters| counters.snapshot()).collect()
     }
 
-    /// Has each queue that is awake look for its oldest request, for the next [`Device::latency`].
+    /// Asks each queue that is awake to look for its oldest request, for the next [`Device::latency`].
     pub fn ask_for_oldest(&self) {
         self.counters.iter().filter_map(|counters| counters.latency_if_any()).for_each(Latency::ask);
     }
 
-    /// How long the requests of all queues have taken.
+    /// Returns how long the requests of all queues have taken.
     #[must_use]
     pub fn latency(&self) -> QueueLatency {
         let mut sum = QueueLatency::default();
@@ -451,8 +454,7 @@ mod tests {
         assert_eq!(device.features() & (f::FLUSH | f::CONFIG_WCE), 0);
     }
 
-    /// A disk that grows while it is looked at: whoever listens is told of the newest size before the caller of `info` has
-    /// got an older one.
+    /// A disk that grows during `info`: listeners are told of the newest size before the caller gets an older one.
     #[derive(Default)]
     struct Growing {
         listener: Mutex<Option<Weak<dyn DiskListener>>>,

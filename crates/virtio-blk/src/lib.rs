@@ -1,13 +1,13 @@
-//! A virtio-blk device over a [`block::Disk`], for any transport: a monitor that has its guest's memory and its rings
-//! serves a disk with this crate alone; `export-vhost-user` puts a socket before it.
+//! A virtio-blk device over a [`block::Disk`], for any transport. A monitor that has its guest's memory and its rings
+//! serves a disk with this crate alone. `export-vhost-user` adds a socket.
 //!
-//! A request enters here: `ring (pop a batch) -> parse -> disk queue (submit)`, and leaves here: `harvest -> used ring ->
-//! at most one notification a batch`.
+//! The way in is `ring (pop a batch) -> parse -> disk queue (submit)`. The way out is `harvest -> used ring -> at most
+//! one notification a batch`.
 //!
 //! * [`Device`]: a disk as its guest sees it: features, configuration space, cache type. Its queues share it.
 //! * `DeviceQueue`: one virtqueue on one reactor, the data path; generic over the layout of the ring.
-//! * [`Transport`]: what a queue needs of whoever connects it with its driver.
-//! * [`RunningQueue`]: starts, changes and stops a queue from another thread than its reactor's.
+//! * [`Transport`]: connects a queue with its driver.
+//! * [`RunningQueue`]: starts, changes and stops a queue from a thread other than its reactor's.
 //!
 //! `examples/monitor.rs` is the shortest use of all four.
 

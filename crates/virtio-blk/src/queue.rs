@@ -1,8 +1,8 @@
 //! One virtqueue on its reactor: the data path.
 //!
-//! A turn harvests what the disk has completed, publishes that with at most one notification, and takes a batch of requests,
-//! which the reactor submits. What of the batch has ended by then is published, too. Nothing here waits, locks or allocates
-//! (after the first requests).
+//! A turn harvests what the disk has completed, and publishes that with at most one notification. Then it takes a batch
+//! of requests, which the reactor submits. Requests of the batch that end at once are published, too. Nothing here
+//! waits, locks or allocates (after the first requests).
 
 mod end;
 mod start;
@@ -28,73 +28,73 @@ use virtio::{BlkQueue, DeviceRing, FaultReason, PackedDeviceRing, Request, RingF
 /// Most requests that one queue takes in a turn, so that the queues of a reactor share it fairly.
 const BATCH: usize = 128;
 
-/// Of more than this a turn takes half: the guest goes on with that half while the other is served, instead of taking
-/// turns with us.
+/// Of more requests than this a turn takes half. The guest goes on when that half is done, while the other half is
+/// served, instead of alternating with us.
 const WHOLE_BATCH: usize = 16;
 
-/// Bytes of data after which a queue takes no further request in a turn: data that is at hand is copied on the reactor's
-/// thread, while the other queues wait for it, and the guest for the first of it. Long requests come one by one.
+/// Bytes of data after which a queue takes no further request in a turn. Cached data are copied on the reactor's
+/// thread, and other queues wait meanwhile. So long requests are taken one by one.
 const BATCH_BYTES: usize = 128 << 10;
 
-/// Pieces of memory after which a queue takes no further request in a turn. A guest may cut a request into more than a
-/// thousand, each of which is looked up and listed.
+/// Pieces of memory after which a queue takes no further request in a turn. A guest may cut a request into a thousand
+/// pieces, each of which is looked up and listed.
 const BATCH_SEGMENTS: usize = 1024;
 
-/// So long is a batch for a disk that completes at once: a driver that looks by itself goes on with it while the next is
-/// served, instead of taking turns with us.
+/// The length of a batch for a disk that completes at once. A driver that polls goes on with it while the next batch is
+/// served, instead of alternating with us.
 const STEP: usize = 16;
 
-/// A driver that does not say when it has something is asked so often while nothing comes.
+/// How often an idle ring is looked at if its driver sends no kicks.
 const LOOK_PERIOD: Timespec = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
 
-/// Everything that a queue needs to begin.
+/// All that a queue needs to begin.
 #[derive(Debug)]
 pub struct QueueSetup<T> {
     /// Its device.
     pub device: Arc<Device>,
-    /// Which of the device's queues it is, from zero.
+    /// Its index among the device's queues, from zero.
     pub index: u16,
-    /// The ring, split or packed as the driver chose, and with it the guest's memory.
+    /// The ring, split or packed as the driver chose. It holds the guest's memory.
     pub areas: RingAreas,
     /// The features that the driver chose.
     pub features: u64,
     /// Where the ring begins ([`DeviceRing::base`]): zero for a new split ring, [`PackedDeviceRing::NEW`] for a new packed
     /// one, [`StoppedQueue::base`] for one that goes on.
     pub base: u32,
-    /// Registers the guest's memory with the reactor's engines, where that pays. Its pages are pinned then.
+    /// Registers the guest's memory with the reactor's engines, if they can use that. Its pages are then pinned.
     pub register_memory: bool,
     /// The way to the driver.
     pub transport: T,
 }
 
-/// Why a queue takes nothing more, though nobody stopped it.
+/// Why a queue takes no more requests although nobody stopped it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Halt {
-    /// With the guest's memory as it is, the ring or its next request cannot be reached. Monitors exchange memory piece by
-    /// piece while the guest runs: after the next change the queue can be tried again where it was.
+    /// The ring or its next request lies outside the guest's memory. Monitors exchange memory piece by piece while the
+    /// guest runs, so after the next change the queue can go on where it was.
     Unreachable,
-    /// The driver broke the ring's rules: only setting the queue up again helps.
+    /// The driver broke the ring's rules. The queue must be set up again.
     RulesBroken,
 }
 
-/// What is left of a queue that was stopped.
+/// The state of a queue that was stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StoppedQueue {
-    /// Where the ring goes on ([`DeviceRing::base`]): nothing that it took is in flight.
+    /// Where the ring goes on ([`DeviceRing::base`]). No request is in flight.
     pub base: u32,
-    /// It had stopped by itself before.
+    /// Why it had stopped by itself before, if it had.
     pub halt: Option<Halt>,
 }
 
-/// The operations of one request that have not ended. Nearly all requests have one; a discard or write-zeroes has one a
-/// range.
+/// The operations of one request that have not ended. Nearly all requests have one; a discard or write-zeroes has one
+/// for each range.
 #[derive(Debug, Clone, Copy, Default)]
 struct Pending {
     operations: u16,
     failed: Option<Status>,
-    /// A flush is among them, which makes durable what was completed before durable writes began this time; zero if not.
+    /// A flush is among them. It settles this value of [`Device::durable_writes_begun`]. Zero if there is none.
     settles: u32,
-    /// It writes, and what it writes may be volatile when it has ended.
+    /// The request writes, and its data may be volatile when it has ended.
     volatile: bool,
     /// When it was taken, and its kind ([`Stopwatch::key`]).
     key: u64,
@@ -109,45 +109,47 @@ pub(crate) struct DeviceQueue<T, R> {
     batch_end: BatchEnd,
     pending: Box<[Pending]>,
     harvested: Vec<Completion>,
-    /// What was completed before durable writes began this time is durable (see [`Device::durable_writes_begun`]).
+    /// The last value of [`Device::durable_writes_begun`] for which all earlier writes are known to be durable.
     settled: u32,
     /// Requests that ended since the used ring was published.
     ended: usize,
-    /// Requests are taken.
+    /// The queue takes requests.
     taking: bool,
     halt: Option<Halt>,
-    /// Told once no request is in flight.
+    /// Told as soon as no request is in flight.
     on_drained: Option<SyncSender<StoppedQueue>>,
     transport: T,
-    /// What a secure erase writes; empty where none is offered.
+    /// The zeros that a secure erase writes; empty if none is offered.
     zeros: IoBuf,
-    /// Wakes the reactor to look, where the driver has nothing to wake it by.
+    /// Wakes the reactor to look at the ring, if the driver sends no kicks.
     look_timer: Option<OwnedFd>,
     counters: Arc<RingCounters>,
     stopwatch: Stopwatch,
-    /// Keeps the memory registered with the engines. The queue goes when nothing is in flight.
+    /// Keeps the memory registered with the engines. The queue is dropped when nothing is in flight.
     registered: Option<Box<dyn Any>>,
 }
 
-/// What others ask of a queue on its reactor, whatever the layout of its ring.
+/// How a queue is controlled on its reactor, whatever the layout of its ring.
 pub(crate) trait QueueControl<T>: Poller {
-    /// The way to the driver, to change it while the queue runs.
+    /// Returns the way to the driver, to change it while the queue runs.
     fn transport_mut(&mut self) -> &mut T;
 
-    /// Takes no more requests; tells `on_drained` when those in flight have ended and are published.
+    /// Takes no more requests, and tells `on_drained` when those in flight have ended and are published.
     fn stop(&mut self, on_drained: SyncSender<StoppedQueue>);
 
-    /// Ends what is in flight with errors, though the storage has not: it hangs, and the disk is removed. The caller cuts
-    /// the queue's memory off at once ([`GuestMemory::fence`]). Reads whose pages a device may hold are not answered.
+    /// Ends requests in flight with errors although the storage has not ended them: it hangs, and the disk is removed.
+    /// The caller cuts off the returned memory at once ([`GuestMemory::fence`]). Reads whose pages a device may hold
+    /// are not answered.
     fn give_up(&mut self) -> Arc<GuestMemory>;
 }
 
-/// A queue for whoever polls it by hand; called on the reactor's thread. [`crate::RunningQueue`] is the usual way.
+/// Opens a queue that the caller polls by hand. Called on the reactor's thread. [`crate::RunningQueue`] is the usual
+/// way.
 pub fn open_poller<T: Transport>(ctx: &Rc<dyn ReactorCtx>, setup: QueueSetup<T>) -> Result<Rc<RefCell<dyn Poller>>> {
     Ok(open_queue(ctx, setup)?)
 }
 
-/// Begins on a ring; called on the reactor's thread, which then polls it ([`ReactorCtx::add_poller`]).
+/// Opens a queue on a ring. Called on the reactor's thread, which then polls it ([`ReactorCtx::add_poller`]).
 pub(crate) fn open_queue<T: Transport>(
     ctx: &Rc<dyn ReactorCtx>,
     setup: QueueSetup<T>,
@@ -170,7 +172,7 @@ pub(crate) fn open_queue<T: Transport>(
     })
 }
 
-/// What a queue needs beside its ring.
+/// What a queue needs besides its ring.
 struct Parts<T> {
     device: Arc<Device>,
     index: u16,
@@ -223,7 +225,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         })
     }
 
-    /// Lets others know since when the oldest request has been in flight.
+    /// Notes since when the oldest request has been in flight, for other threads.
     #[inline(never)]
     fn note_oldest(&self) {
         let in_flight = usize::from(self.queue.ring().in_flight());
@@ -237,12 +239,12 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         }
         let stopped = StoppedQueue { base: self.queue.ring().base(), halt: self.halt };
         if let Some(on_drained) = self.on_drained.take() {
-            // Whoever waited may have gone; the queue is as stopped as before.
+            // The waiting thread may be gone. The queue is stopped all the same.
             let _ = on_drained.send(stopped);
         }
     }
 
-    /// Takes a batch and submits it. Returns how many requests that were.
+    /// Takes a batch and submits it. Returns the number of requests.
     fn take_batch(&mut self) -> usize {
         let (mut taken, mut bytes, mut segments) = (0_usize, 0_usize, 0_usize);
         let mut most = BATCH;
@@ -270,13 +272,13 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         taken
     }
 
-    /// Shows the guest what has ended, and tells it if it wants to be told.
+    /// Shows the guest what has ended, and notifies it if it wants that.
     fn publish(&mut self) {
         if self.ended == 0 {
             return;
         }
         self.ended = 0;
-        // Data may have gone to, or come from, memory that is no longer the guest's: it is told of no end any more.
+        // Data may have gone to, or come from, memory that is no longer the guest's. So no more ends are published.
         if self.look_for_poison() {
             return;
         }
@@ -289,8 +291,8 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         self.stopwatch.published(end_ns, notified);
     }
 
-    /// The guest broke the ring's rules, or leads out of its memory: this ring takes nothing more until it is reset, or
-    /// until the memory changes. The request in question counts as not taken.
+    /// Stops the queue because the guest broke the ring's rules, or named addresses outside its memory. It takes
+    /// nothing more until it is reset, or until the memory changes. The request in question counts as not taken.
     #[cold]
     fn stop_for(&mut self, fault: &RingFault) {
         self.taking = false;
@@ -313,7 +315,8 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         self.transport.stopped(fault);
     }
 
-    /// Whether somebody shrank the guest's memory under us: what was read since is zeros of our own.
+    /// Whether the peer shrank the guest's memory file. What was read since may be zeros of our own. If so, tells the
+    /// transport.
     fn look_for_poison(&mut self) -> bool {
         let poisoned = self.queue.memory().is_poisoned();
         if poisoned {
@@ -329,7 +332,7 @@ fn look_timer() -> Result<OwnedFd> {
         .map_err(|error| block::Error::io("cannot make a timer for a queue without kicks", error.into()))
 }
 
-/// Wakes the reactor after a while. Returns whether it will.
+/// Sets the timer to wake the reactor. Returns whether that worked.
 fn look_later(timer: &OwnedFd) -> bool {
     let once = Itimerspec { it_interval: Timespec::default(), it_value: LOOK_PERIOD };
     timerfd_settime(timer, TimerfdTimerFlags::empty(), &once).is_ok()
@@ -363,7 +366,7 @@ impl<T: Transport, R: DeviceRing + 'static> QueueControl<T> for DeviceQueue<T, R
             failed = failed.saturating_add(1);
         }
         self.publish();
-        // Requests that use it are in the kernel's hands: it stays registered for ever.
+        // Requests in the kernel still use it, so it stays registered for ever.
         std::mem::forget(self.registered.take());
         tracing::error!(
             disk = %self.device.name(),
@@ -384,7 +387,7 @@ impl<T: Transport, R: DeviceRing + 'static> Poller for DeviceQueue<T, R> {
         if taken > 0 {
             self.counters.requests.add(taken);
             self.counters.batches.add(1);
-            // Disks that need no storage have completed already.
+            // Disks that complete at once have completed already.
             harvested = harvested.saturating_add(self.harvest());
             self.stopwatch.ends_batch(self.queue.ring().in_flight() == 0);
         }
@@ -406,7 +409,7 @@ impl<T: Transport, R: DeviceRing + 'static> Poller for DeviceQueue<T, R> {
             return false;
         }
         let more = self.queue.ring_mut().enable_notifications();
-        // An idle ring on a memory file that was shrunk may look like one without work.
+        // A ring on a memory file that was shrunk looks like an idle one.
         if self.look_for_poison() {
             return false;
         }

@@ -1,6 +1,6 @@
-//! How another thread starts, changes and stops a queue that lives on a reactor's thread.
+//! Starts, changes and stops a queue on a reactor's thread from another thread.
 //!
-//! Queues stay on their thread; others know them by a key, which jobs on that thread look up.
+//! Queues stay on their thread. Other threads know them by a key, which jobs on that thread look up.
 
 use crate::queue::{QueueControl, QueueSetup, StoppedQueue, open_queue};
 use crate::transport::Transport;
@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::Duration;
 
-/// The reactor keeps the queue: it goes when its reactor does.
+/// Only the reactor keeps the queue alive.
 type WeakQueue<T> = Weak<RefCell<dyn QueueControl<T>>>;
 
 struct Entry {
@@ -40,21 +40,21 @@ pub struct RunningQueue<T> {
 }
 
 impl<T: Transport> RunningQueue<T> {
-    /// Starts a queue on `reactor` and waits until it is there. Not to be called on the reactor's own thread.
+    /// Starts a queue on `reactor` and waits until it is there. Must not be called on the reactor's own thread.
     pub fn start(reactor: &Arc<dyn ReactorHandle>, setup: QueueSetup<T>) -> Result<Self> {
         let key = NEXT_KEY.fetch_add(1, Ordering::Relaxed);
         run_and_wait(reactor.as_ref(), move |ctx| add(ctx, key, setup))??;
         Ok(Self { reactor: Arc::clone(reactor), key, transport: PhantomData })
     }
 
-    /// Changes the way to the driver, between two turns, and waits until that is done.
+    /// Changes the way to the driver between two turns, and waits until that is done.
     pub fn change_transport(&self, change: impl FnOnce(&mut T) + Send + 'static) {
         let key = self.key;
         // A reactor that has ended has no queue to change.
         let _ = run_and_wait(self.reactor.as_ref(), move |_| with::<T>(key, |queue| change(queue.transport_mut())));
     }
 
-    /// Begins to stop: no request is taken any more. Several queues begin, then each is waited for.
+    /// Begins to stop: no request is taken any more. For several queues, begin with all, then wait for each.
     pub fn begin_stop(self) -> StoppingQueue<T> {
         let (sender, drained) = sync_channel(1);
         let key = self.key;
@@ -64,16 +64,16 @@ impl<T: Transport> RunningQueue<T> {
     }
 }
 
-/// A queue whose requests in flight are waited for.
+/// A queue that is stopping: its requests in flight are waited for.
 pub struct StoppingQueue<T> {
     queue: RunningQueue<T>,
     drained: Receiver<StoppedQueue>,
-    /// What was received already; `None` within where the reactor ended.
+    /// What was already received; the inner `None` means that the reactor ended.
     stopped: Option<Option<StoppedQueue>>,
 }
 
 impl<T: Transport> StoppingQueue<T> {
-    /// Whether no request is in flight any more; waits for so long at most.
+    /// Waits until no request is in flight, for `time` at most. Returns whether that is so.
     pub fn is_drained_within(&mut self, time: Duration) -> bool {
         if self.stopped.is_none() {
             self.stopped = match self.drained.recv_timeout(time) {
@@ -85,9 +85,9 @@ impl<T: Transport> StoppingQueue<T> {
         self.stopped.is_some()
     }
 
-    /// Ends what is in flight with errors, though the storage has not. Returns the guest's memory, which the caller cuts
-    /// off ([`GuestMemory::fence`]) when all queues on it have been given up. Then the queue goes from its reactor with
-    /// [`StoppingQueue::abandon`].
+    /// Ends requests in flight with errors although the storage has not ended them. Returns the guest's memory, which
+    /// the caller cuts off ([`GuestMemory::fence`]) when all queues on it have been given up. Then
+    /// [`StoppingQueue::abandon`] removes the queue from its reactor.
     #[must_use]
     pub fn give_up(&self) -> Option<Arc<GuestMemory>> {
         let key = self.queue.key;
@@ -99,21 +99,21 @@ impl<T: Transport> StoppingQueue<T> {
         given_up.ok().flatten()
     }
 
-    /// Takes a queue that was given up off its reactor. What the storage ends later is ended for nobody.
+    /// Removes a queue that was given up from its reactor. What the storage ends later is ignored.
     pub fn abandon(self) {
         let (reactor, key) = (self.queue.reactor.as_ref(), self.queue.key);
         // A reactor that has ended has no queue.
         let _ = run_and_wait(reactor, move |ctx| remove(ctx, key));
     }
 
-    /// Waits until no request is in flight, and takes the queue off its reactor. When this returns, the reactor holds the
-    /// guest's memory and the transport no more: whoever drops the last handle to the memory unmaps it, and that takes
-    /// long. `None` if the reactor ended before.
+    /// Waits until no request is in flight, and removes the queue from its reactor. When this returns, the reactor no
+    /// longer holds the guest's memory and the transport. So it never drops the last handle to the memory, which unmaps
+    /// it and takes long. `None` if the reactor ended before.
     pub fn wait(self) -> Option<StoppedQueue> {
         let stopped = self.stopped.unwrap_or_else(|| self.drained.recv().ok());
         let (reactor, key) = (self.queue.reactor.as_ref(), self.queue.key);
         if run_and_wait(reactor, move |ctx| remove(ctx, key)).is_ok() {
-            // The reactor lets go of it at the end of a turn.
+            // The reactor drops it at the end of a turn.
             while let Ok(false) = run_and_wait(reactor, move |_| forget::<T>(key)) {}
         }
         stopped
@@ -143,7 +143,7 @@ fn remove(ctx: &Rc<dyn ReactorCtx>, key: u64) {
     }
 }
 
-/// Forgets a queue if it is gone; returns whether it is.
+/// Forgets a queue if it was dropped. Returns whether it was.
 fn forget<T: Transport>(key: u64) -> bool {
     let is_there =
         |entry: &Entry| entry.queue.downcast_ref::<WeakQueue<T>>().is_some_and(|queue| queue.strong_count() > 0);

@@ -1,24 +1,24 @@
-//! What a guest is shown of its disk: the disk's own word, or what somebody wants it to be told.
+//! What a guest is shown of its disk: the disk's own properties, or overrides.
 
 use block::{DiskInfo, Error, ErrorKind, Result, SECTOR_BYTES};
 use virtio::blk::{BlkConfig, Geometry, SECTOR_SHIFT};
 
 /// Most data segments in a request. With header and status it fits a ring of 128 without indirect descriptors, the
-/// smallest that monitors choose by themselves.
+/// smallest that monitors use by default.
 const SEG_MAX: u16 = 126;
 
-/// The largest logical block: what drivers in user space can copy as one piece.
+/// The largest logical block: the most that drivers in user space can copy in one piece.
 const LOGICAL_BLOCK_BYTES_MAX: u32 = 64 << 10;
 
-/// What a guest is told instead of what its disk says. Without a value the disk's own word counts.
+/// What a guest is told instead of its disk's own properties. Without a value the disk's own counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Overrides {
-    /// Cylinders, heads and sectors a track: all three or none.
+    /// Cylinders, heads and sectors in a track: all three or none.
     pub geometry: Option<Geometry>,
     /// The smallest unit that the guest may address.
     pub logical_block_bytes: Option<u32>,
-    /// Writes smaller than it are slow.
+    /// Physical block: smaller writes are slow.
     pub physical_block_bytes: Option<u32>,
     /// Where the first physical block begins.
     pub alignment_offset_bytes: Option<u32>,
@@ -28,18 +28,18 @@ pub struct Overrides {
     pub optimal_io_bytes: Option<u32>,
     /// Alignment of discards. Zero: no discards are offered.
     pub discard_granularity_bytes: Option<u32>,
-    /// Longest data segment. Without it no limit is named.
+    /// Longest data segment. Without it there is no limit.
     pub size_max_bytes: Option<u32>,
     /// Most data segments in a request.
     pub seg_max: Option<u16>,
-    /// Secure erases are offered: what is erased is overwritten in its place. Other disks than those that write in place
-    /// ([`block::Disk::overwrites_in_place`]) cannot offer it.
+    /// Secure erases are offered: erased data are overwritten in place. Only a disk that writes in place can offer it
+    /// ([`block::Disk::overwrites_in_place`]).
     pub secure_erase: bool,
-    /// How the cache begins, write-back or not. The guest may switch it.
+    /// Whether the cache begins as write-back. The guest may switch it.
     pub write_cache: Option<bool>,
 }
 
-/// What the configuration space says that never changes.
+/// The constant fields of the configuration space.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Shown {
     geometry: Option<Geometry>,
@@ -58,7 +58,7 @@ fn refuse<T>(message: String) -> Result<T> {
 }
 
 impl Shown {
-    /// Fails where what is wanted contradicts itself or the disk.
+    /// Combines the disk's properties with the overrides. Fails if these contradict each other or the disk.
     pub(crate) fn of(info: &DiskInfo, queue_size: u16, wanted: &Overrides) -> Result<Self> {
         let block_bytes = logical_block(info, wanted)?;
         let physical_bytes = physical_block(info, block_bytes, wanted)?;
@@ -103,12 +103,12 @@ impl Shown {
         })
     }
 
-    /// Bytes of a logical block, a power of two.
+    /// Returns the bytes of a logical block, a power of two.
     pub(crate) fn block_bytes(&self) -> u32 {
         self.block_bytes
     }
 
-    /// The fields of the configuration space, for a disk of `capacity_sectors`.
+    /// Returns the fields of the configuration space, for a disk of `capacity_sectors`.
     pub(crate) fn config(&self, capacity_sectors: u64) -> BlkConfig {
         BlkConfig {
             capacity_sectors,
@@ -125,7 +125,7 @@ impl Shown {
     }
 }
 
-/// As disks have told it since they are larger than what can be told: at most 16383 cylinders of 16 heads and 63 sectors.
+/// Returns the usual geometry of disks that are too large for one: at most 16383 cylinders of 16 heads and 63 sectors.
 fn usual_geometry(capacity_sectors: u64) -> Geometry {
     const HEADS: u8 = 16;
     const SECTORS: u8 = 63;
@@ -175,7 +175,7 @@ fn physical_block(info: &DiskInfo, block_bytes: u32, wanted: &Overrides) -> Resu
 
 fn alignment(info: &DiskInfo, block_bytes: u32, physical_bytes: u32, wanted: &Overrides) -> Result<u8> {
     let Some(bytes) = wanted.alignment_offset_bytes else {
-        // The disk's own is left out where it says nothing in blocks of this size.
+        // The disk's own offset is left out if it cannot be expressed in blocks of this size.
         let own = info.topology.alignment_offset_bytes;
         let fits = own < physical_bytes && own.is_multiple_of(block_bytes);
         let blocks = own.checked_div(block_bytes).filter(|_| fits).unwrap_or(0);
@@ -219,7 +219,7 @@ fn check_whole_blocks(key: &str, bytes: Option<u32>, block_bytes: u32) -> Result
     }
 }
 
-/// Sectors in `bytes`.
+/// Returns how many sectors `bytes` are.
 pub(crate) fn sectors(bytes: u32) -> u32 {
     bytes >> SECTOR_SHIFT
 }
@@ -287,7 +287,7 @@ mod tests {
         assert_eq!((larger.blk_size_bytes, larger.physical_block_exp), (8192, 0), "a block is never less than logical");
     }
 
-    /// A wish, and part of why it is refused.
+    /// An override, and part of the reason why it is refused.
     type Case<'a> = (&'a dyn Fn(&mut Overrides), &'a str);
 
     #[test]

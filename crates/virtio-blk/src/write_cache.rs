@@ -1,35 +1,36 @@
-//! Whether the guest's completed writes may still be lost: its cache type, write-back or write-through.
+//! The guest's cache type: with write-back, completed writes may still be lost; with write-through, they are durable.
 //!
 //! It belongs to one device. Another device over the same disk has its own, and neither changes the other's.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use virtio::blk::features as f;
 
-/// One device's cache type, and what its guest said of it.
+/// One device's cache type, and what its guest chose.
 #[derive(Debug)]
 pub(crate) struct WriteCache {
-    /// Completed writes may be lost without a flush. If not, every write is durable anyhow.
+    /// Completed writes may be lost without a flush. If false, every write is durable anyway.
     volatile: bool,
     /// The features that the driver chose.
     acked: AtomicU64,
     /// What the `writeback` byte shows: true is write-back.
     write_back: AtomicBool,
-    /// The byte that the guest wrote last. It outlives resets: monitors (QEMU) show later drivers that byte from a copy of
-    /// their own, which a reset does not change.
+    /// The byte that the guest wrote last. It outlives resets: monitors (QEMU) show later drivers a copy of their own,
+    /// which a reset does not change.
     last_word: AtomicBool,
-    /// The guest was there before this program, and has not yet told by a flush or by the byte how it uses the cache.
+    /// The guest was there before this program, and has not yet shown, by a flush or by the byte, how it uses the
+    /// cache.
     unknown_guest: AtomicBool,
-    /// Queues ran, so that the guest cannot be an older one that comes back.
+    /// Queues ran here, so the guest is not one that another program served before.
     settled: AtomicBool,
-    /// Each write has to be durable before it completes.
+    /// Each write must be durable before it completes.
     write_through: AtomicBool,
-    /// Times that durable writes began, whatever was written before: that may be volatile until a flush has ended which
-    /// began later. Each queue sees to that for itself.
+    /// How often the cache has switched to durable writes. Writes before the last switch may be volatile until a flush
+    /// has ended that began after it. Each queue takes care of that for itself.
     begun: AtomicU32,
 }
 
 impl WriteCache {
-    /// A cache that is volatile or not, and how it begins.
+    /// Makes a cache that is volatile or not, and begins as write-back or not.
     pub(crate) fn new(volatile: bool, write_back: bool) -> Self {
         Self {
             volatile,
@@ -38,29 +39,29 @@ impl WriteCache {
             last_word: AtomicBool::new(write_back),
             unknown_guest: AtomicBool::new(false),
             settled: AtomicBool::new(false),
-            // Nothing was written yet, so nothing is owed when it stays so.
+            // Nothing was written yet, so if it stays write-through, no flush is owed.
             write_through: AtomicBool::new(volatile),
             begun: AtomicU32::new(0),
         }
     }
 
-    /// Whether there is anything to flush, and a choice to offer.
+    /// Whether there is anything to flush, and so a choice to offer.
     pub(crate) fn is_volatile(&self) -> bool {
         self.volatile
     }
 
-    /// What the `writeback` byte shows.
+    /// Whether the `writeback` byte shows write-back.
     pub(crate) fn is_write_back(&self) -> bool {
         self.write_back.load(Ordering::Relaxed)
     }
 
-    /// Whether a write has to be durable before it completes.
+    /// Whether a write must be durable before it completes.
     #[inline]
     pub(crate) fn write_through(&self) -> bool {
         self.write_through.load(Ordering::Relaxed) || self.unknown_guest.load(Ordering::Relaxed)
     }
 
-    /// What the guest writes to the `writeback` byte.
+    /// Notes what the guest writes to the `writeback` byte.
     pub(crate) fn set_write_back(&self, write_back: bool) {
         self.write_back.store(write_back, Ordering::Relaxed);
         self.last_word.store(write_back, Ordering::Relaxed);
@@ -68,15 +69,16 @@ impl WriteCache {
         self.apply();
     }
 
-    /// How often durable writes have begun. As long as a queue has ended no flush that it began after the last time, each
-    /// durable write of it takes a flush along: the guest relies on what was completed before, on all queues.
+    /// Returns how often the cache has switched to durable writes. The guest then relies on all earlier writes, of all
+    /// queues. So each durable write of a queue takes a flush along until the queue has ended one that it began after
+    /// the last switch.
     #[inline]
     pub(crate) fn begun(&self) -> u32 {
         self.begun.load(Ordering::Acquire)
     }
 
-    /// What was negotiated just now decides how the cache begins (it may begin either way, 5.2.5): as the guest left it,
-    /// but a guest that could choose and cannot flush begins with write-through (5.2.5.2).
+    /// Sets how the cache begins after a negotiation (it may begin either way, 5.2.5): as the guest left it. But a
+    /// guest that may choose and cannot flush begins with write-through (5.2.5.2).
     pub(crate) fn negotiated(&self, acked: u64) {
         self.acked.store(acked, Ordering::Relaxed);
         let cannot_flush = acked & (f::CONFIG_WCE | f::FLUSH) == f::CONFIG_WCE;
@@ -84,8 +86,9 @@ impl WriteCache {
         self.apply();
     }
 
-    /// A queue goes on where this program never was: another one served this guest before, and may have been told to write
-    /// through. Monitors do not tell it again, so writes are durable until the guest shows what it expects.
+    /// Notes that a queue goes on where this program never was. Another program served this guest before, and may have
+    /// been told to write through. Monitors do not repeat that, so writes are durable until the guest shows what it
+    /// expects.
     pub(crate) fn taken_over(&self) {
         let may_choose = self.acked.load(Ordering::Relaxed) & f::CONFIG_WCE != 0;
         if may_choose && self.volatile && !self.settled.load(Ordering::Relaxed) {
@@ -94,12 +97,12 @@ impl WriteCache {
         }
     }
 
-    /// From here on queues go on where we left them.
+    /// Notes that from here on queues go on where this program left them.
     pub(crate) fn settle(&self) {
         self.settled.store(true, Ordering::Relaxed);
     }
 
-    /// The guest flushes: it takes the cache for write-back, or has none that it would rely on.
+    /// Notes that the guest flushes: so it expects write-back, or relies on nothing.
     #[inline]
     pub(crate) fn guest_flushes(&self) {
         if self.unknown_guest.load(Ordering::Relaxed) {
@@ -112,8 +115,8 @@ impl WriteCache {
         self.unknown_guest.store(false, Ordering::Relaxed);
     }
 
-    /// Decides whether writes are durable one by one, from what was negotiated: a guest with CONFIG_WCE says so in the
-    /// configuration space; one with FLUSH alone flushes itself; one with neither cannot flush (5.2.6.2).
+    /// Decides from the negotiated features whether writes are durable one by one. A guest with CONFIG_WCE says so in
+    /// the configuration space. One with FLUSH alone sends flushes, and one with neither cannot flush (5.2.6.2).
     fn apply(&self) {
         let acked = self.acked.load(Ordering::Relaxed);
         let write_back = match acked & f::CONFIG_WCE != 0 {

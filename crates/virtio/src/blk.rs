@@ -7,7 +7,7 @@ pub const DEVICE_ID: u32 = 2;
 /// Sectors of the protocol: 512 bytes, whatever the block size.
 pub const SECTOR_SHIFT: u32 = 9;
 
-/// Bytes that `GET_ID` answers at most (5.2.6: a string, padded with zeros, without an end mark where it is full).
+/// The most bytes that `GET_ID` answers (5.2.6: a string, padded with zeros, without an end mark if it is full).
 pub const ID_BYTES: usize = 20;
 
 /// Feature bits as masks (5.2.3 and chapter 6).
@@ -67,7 +67,7 @@ pub enum Status {
 }
 
 impl Status {
-    /// What a driver makes of a status byte: everything unknown is an error.
+    /// Reads a status byte, as a driver does. Everything unknown is an error.
     #[must_use]
     pub fn from_byte(byte: u8) -> Self {
         match byte {
@@ -80,9 +80,9 @@ impl Status {
 
 /// Request types (5.2.6).
 pub mod request_type {
-    /// Device to driver: a read.
+    /// A read: data go from device to driver.
     pub const IN: u32 = 0;
-    /// Driver to device: a write.
+    /// A write: data go from driver to device.
     pub const OUT: u32 = 1;
     /// Legacy: a SCSI packet command.
     pub const SCSI_CMD: u32 = 2;
@@ -119,7 +119,7 @@ pub struct RequestHeader {
 }
 
 impl RequestHeader {
-    /// Little-endian bytes.
+    /// Returns the little-endian bytes.
     #[must_use]
     pub fn to_bytes(self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
@@ -130,7 +130,7 @@ impl RequestHeader {
         bytes
     }
 
-    /// From little-endian bytes.
+    /// Reads little-endian bytes.
     #[must_use]
     pub fn from_bytes(bytes: [u8; HEADER_BYTES]) -> Self {
         let mut input = Reader { bytes: &bytes };
@@ -138,8 +138,8 @@ impl RequestHeader {
     }
 }
 
-/// Bytes of what `GET_LIFETIME` answers: what is left in reserve and two estimates of wear, little-endian and two bytes
-/// each (5.2.6).
+/// Bytes of the answer to `GET_LIFETIME`: the reserve that is left and two estimates of wear, each two little-endian
+/// bytes (5.2.6).
 pub const LIFETIME_BYTES: usize = 6;
 
 /// Bytes of a [`RangeSegment`].
@@ -160,7 +160,7 @@ impl RangeSegment {
     /// Write-zeroes may give the space back. Reserved in a discard.
     pub const UNMAP: u32 = 1;
 
-    /// Little-endian bytes.
+    /// Returns the little-endian bytes.
     #[must_use]
     pub fn to_bytes(self) -> [u8; RANGE_SEGMENT_BYTES] {
         let mut bytes = [0; RANGE_SEGMENT_BYTES];
@@ -171,7 +171,7 @@ impl RangeSegment {
         bytes
     }
 
-    /// From little-endian bytes.
+    /// Reads little-endian bytes.
     #[must_use]
     pub fn from_bytes(bytes: [u8; RANGE_SEGMENT_BYTES]) -> Self {
         let mut input = Reader { bytes: &bytes };
@@ -179,8 +179,8 @@ impl RangeSegment {
     }
 }
 
-/// Bytes of the configuration space in virtio 1.2. Older devices have less, newer ones more: bytes that are missing
-/// count as zero.
+/// Bytes of the configuration space in virtio 1.2. Older devices have fewer, newer ones more. Missing bytes count as
+/// zero.
 pub const CONFIG_BYTES: usize = 72;
 
 /// Where the `writeback` byte lies in the configuration space: the only field that a driver may write.
@@ -238,12 +238,12 @@ pub struct Geometry {
     pub cylinders: u16,
     /// Heads.
     pub heads: u8,
-    /// Sectors a track.
+    /// Sectors in a track.
     pub sectors: u8,
 }
 
 impl BlkConfig {
-    /// Little-endian bytes, as the specification lays them out.
+    /// Returns the little-endian bytes, as the specification lays them out.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; CONFIG_BYTES] {
         let mut bytes = [0; CONFIG_BYTES];
@@ -275,7 +275,7 @@ impl BlkConfig {
         bytes
     }
 
-    /// From little-endian bytes; what is missing at the end is zero, what is too much is ignored.
+    /// Reads little-endian bytes. Missing ones at the end are zero, and further ones are ignored.
     #[must_use]
     pub fn from_bytes(bytes: &[u8]) -> Self {
         let mut input = Reader { bytes };
@@ -308,7 +308,7 @@ impl BlkConfig {
     }
 }
 
-/// Fills a buffer from its front. The buffers here are as long as the fields that go in.
+/// Fills a buffer from its front. The buffers here are exactly as long as their fields.
 struct Writer<'a> {
     bytes: &'a mut [u8],
 }
@@ -339,7 +339,7 @@ impl Writer<'_> {
     }
 }
 
-/// Takes fields from the front of a buffer; behind its end everything is zero.
+/// Takes fields from the front of a buffer. Behind its end everything is zero.
 struct Reader<'a> {
     bytes: &'a [u8],
 }

@@ -1,4 +1,4 @@
-//! The device's half of a ring: takes chains, gives them back, decides about notifications.
+//! The device's half of a ring: takes chains, gives them back, and decides about notifications.
 //!
 //! Queue code is generic over [`DeviceRing`], so that another layout of the ring changes nothing above.
 
@@ -10,38 +10,39 @@ use crate::ring_access::{
 
 /// What queue code needs of a ring, whatever its layout.
 pub trait DeviceRing {
-    /// Descriptors: heads are below it.
+    /// Returns the number of descriptors. Heads are below it.
     fn size(&self) -> u16;
 
-    /// Takes the next available chain into `chain` and returns its head; `None` when there is none. After a fault
-    /// nothing is taken any more.
+    /// Takes the next available chain into `chain` and returns its head; `None` if there is none. After a fault nothing
+    /// is taken any more.
     fn pop(&mut self, chain: &mut ChainMemory) -> Result<Option<u16>, RingFault>;
 
-    /// The chain taken last cannot be a request: it is left with the device, and nothing more is taken.
+    /// Stops the ring, because the chain taken last cannot be a request. The chain counts as not taken.
     fn stop_at(&mut self, head: u16);
 
-    /// Gives a chain back, of which the first `written_bytes` writable bytes were written. Invisible before
+    /// Gives a chain back, whose first `written_bytes` writable bytes were written. The driver does not see it before
     /// [`DeviceRing::publish`].
     fn put_used(&mut self, head: u16, written_bytes: u32);
 
-    /// Makes what was put visible; returns whether the driver wants to be notified. Once a batch.
+    /// Makes the chains that were given back visible. Returns whether the driver wants to be notified. Call it once a
+    /// batch.
     fn publish(&mut self) -> bool;
 
-    /// Asks for notifications of new chains; returns whether there are some already.
+    /// Asks for notifications of new chains. Returns whether there are some already.
     fn enable_notifications(&mut self) -> bool;
 
-    /// The device looks by itself: notifications are not needed.
+    /// Turns notifications off, because the device looks by itself.
     fn disable_notifications(&mut self);
 
-    /// Where the ring goes on: what a front end hands to the next owner of the ring. As vhost-user words it: of a split
-    /// ring the index of the next entry to take; of a packed one fifteen bits of the next descriptor to take and its wrap
-    /// counter, and in the upper half the same of the next descriptor to use.
+    /// Returns where the ring goes on, which a front end hands to the ring's next owner. The format is vhost-user's.
+    /// For a split ring, it is the index of the next entry to take. For a packed one, the lower half has fifteen bits
+    /// of the next descriptor to take and its wrap counter; the upper half has the same for the next descriptor to use.
     fn base(&self) -> u32;
 
-    /// Chains taken and not given back.
+    /// Returns how many chains are taken and not given back.
     fn in_flight(&self) -> u16;
 
-    /// Chains that are known to wait; there may be more.
+    /// Returns how many chains are known to wait. There may be more.
     fn waiting(&self) -> u16;
 }
 
@@ -87,7 +88,7 @@ impl<R: DeviceRing + ?Sized> DeviceRing for Box<R> {
     }
 }
 
-/// What was negotiated about a ring.
+/// The negotiated features of a ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RingFeatures {
     /// INDIRECT_DESC.
@@ -97,7 +98,7 @@ pub struct RingFeatures {
 }
 
 impl RingFeatures {
-    /// Picks them out of the negotiated feature bits. The layout is [`crate::ring_access::RingLayout`].
+    /// Picks the ring's features out of the negotiated bits. The layout is [`crate::ring_access::RingLayout`].
     #[must_use]
     pub fn from_bits(bits: u64) -> Self {
         use crate::blk::features::{EVENT_IDX, INDIRECT_DESC};
@@ -112,13 +113,14 @@ pub struct SplitDeviceRing {
     features: RingFeatures,
     /// Next entry of the available ring to take.
     next_avail: u16,
-    /// The driver's index when it was last read: up to here entries can be taken without looking again.
+    /// The driver's index when it was last read. Entries up to here can be taken without looking again.
     seen_avail: u16,
     /// Next entry of the used ring to fill.
     next_used: u16,
-    /// The used index that the driver sees, at which notifying it was last decided about.
+    /// The used index that the driver sees. The last decision about a notification was made at it.
     published_used: u16,
-    /// The driver was told at least once, so that `published_used` says what it knows.
+    /// A batch was published before, so the driver knows about `published_used`. With EVENT_IDX, the first batch always
+    /// notifies.
     notified_once: bool,
     faulted: bool,
     in_flight: HeadSet,
@@ -127,8 +129,8 @@ pub struct SplitDeviceRing {
 }
 
 impl SplitDeviceRing {
-    /// Starts on a ring, taking from `next_avail` on. The used index goes on from the ring's own: an earlier user of
-    /// the ring published it there.
+    /// Starts on a ring, and takes chains from `next_avail` on. The used index goes on from the ring's own, which an
+    /// earlier user of the ring published.
     #[must_use]
     pub fn new(areas: SplitAreas, features: RingFeatures, next_avail: u16) -> Self {
         let next_used = areas.used_index();
@@ -147,7 +149,7 @@ impl SplitDeviceRing {
         }
     }
 
-    /// The ring's memory.
+    /// Returns the ring's memory.
     #[must_use]
     pub fn areas(&self) -> &SplitAreas {
         &self.areas
@@ -182,7 +184,7 @@ impl SplitDeviceRing {
         Ok(Some(head))
     }
 
-    /// Follows the chain, reading each descriptor once: what is checked is what is used.
+    /// Follows the chain. Reads each descriptor once, so that the checked value is the used one.
     #[inline]
     fn walk(&mut self, head: u16, chain: &mut ChainMemory) -> Result<(), FaultReason> {
         let size = self.areas.size();
@@ -204,8 +206,8 @@ impl SplitDeviceRing {
         Err(FaultReason::ChainTooLong { limit: u32::from(size) })
     }
 
-    /// Follows the chain in an indirect table. The table's own descriptor has no direction (2.7.5.3.2) and may stand
-    /// behind direct ones.
+    /// Follows the chain in an indirect table. The table's own descriptor has no direction (2.7.5.3.2) and may follow
+    /// direct ones.
     #[inline]
     fn walk_indirect(&mut self, table: Descriptor, chain: &mut ChainMemory) -> Result<(), FaultReason> {
         if !self.features.indirect {
@@ -236,7 +238,7 @@ impl SplitDeviceRing {
     }
 }
 
-/// Descriptors in an indirect table of `length_bytes`.
+/// Returns the number of descriptors in an indirect table of `length_bytes`.
 pub(crate) fn indirect_count(length_bytes: u32) -> Result<u16, FaultReason> {
     let limit = MAX_CHAIN_SEGMENTS as u32;
     let possible = length_bytes != 0 && length_bytes.is_multiple_of(16) && length_bytes >> 4 <= limit;
@@ -264,7 +266,7 @@ impl DeviceRing for SplitDeviceRing {
     #[cold]
     fn stop_at(&mut self, head: u16) {
         self.faulted = true;
-        // As if it had never been taken: the next owner of the ring finds it first.
+        // The chain counts as never taken: the next owner of the ring finds it first.
         if self.in_flight.remove(head) {
             self.next_avail = self.next_avail.wrapping_sub(1);
         }
@@ -312,7 +314,7 @@ impl DeviceRing for SplitDeviceRing {
 
     fn disable_notifications(&mut self) {
         match self.features.event_idx {
-            // An event in the past is not crossed before the index has come round.
+            // An event in the past is not crossed before the index has wrapped around.
             true => self.areas.set_avail_event(self.next_avail.wrapping_sub(1)),
             false => self.areas.set_used_flags(USED_NO_NOTIFY),
         }
@@ -331,7 +333,7 @@ impl DeviceRing for SplitDeviceRing {
     }
 }
 
-/// Which heads are in flight: a bit each.
+/// The heads that are in flight, one bit for each.
 #[derive(Debug)]
 struct HeadSet {
     words: Box<[u64]>,

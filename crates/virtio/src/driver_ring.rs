@@ -1,13 +1,13 @@
 //! The driver's half of a ring, split or packed: descriptors out, used entries in.
 //!
-//! Requests are added, then published together; [`DriverRing::publish`] says whether the device
-//! wants to be kicked for them. Used entries are popped without a system call. Callbacks are off from the start: a
-//! driver that is about to sleep turns them on and looks once more ([`DriverRing::enable_callbacks`]), so that nothing
-//! is missed and nobody is interrupted while it polls.
+//! Requests are added, then published together; [`DriverRing::publish`] says whether the device wants to be kicked for
+//! them. Used entries are popped without a system call. Callbacks are off from the start, so a driver is not
+//! interrupted while it polls. Before it sleeps, it turns them on and looks once more
+//! ([`DriverRing::enable_callbacks`]), so it misses nothing.
 //!
-//! Every head has a place of its own in an optional area of indirect tables, so an indirect request costs
-//! one descriptor of the ring and no allocation. The device is not trusted: an entry that it cannot have used breaks
-//! the ring for good, with the reason.
+//! Every head has a place of its own in an optional area of indirect tables, so an indirect request costs one
+//! descriptor of the ring and no allocation. The device is not trusted: an impossible used entry breaks the ring for
+//! good, with the reason.
 
 mod packed;
 mod split;
@@ -23,12 +23,12 @@ use state::State;
 use std::sync::Arc;
 use thiserror::Error;
 
-/// One buffer of a request, by guest physical address. Those that the device reads come before those that it writes.
+/// One buffer of a request, by guest physical address. Buffers that the device reads come before those that it writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Buffer {
-    /// Where.
+    /// Guest physical address.
     pub address: u64,
-    /// How long.
+    /// Length in bytes.
     pub length_bytes: u32,
     /// Whether the device writes it.
     pub device_writes: bool,
@@ -47,21 +47,21 @@ pub struct IndirectLayout {
     pub address: u64,
     /// From one head's table to the next, a multiple of 16.
     pub stride_bytes: usize,
-    /// Descriptors in each.
+    /// Descriptors in each table.
     pub entries: u16,
 }
 
-/// How the device broke the rules. The ring is of no use after it.
+/// How the device broke the rules. The ring cannot be used any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum RingError {
     /// The used index moved past what is in flight, or backwards.
     #[error("the device moved its used index from {from} to {to} with {in_flight} requests in flight")]
     UsedIndex {
-        /// Where it was.
+        /// The used index before.
         from: u16,
-        /// Where it is now.
+        /// The used index as the device moved it.
         to: u16,
-        /// What it could have used.
+        /// Requests that it could have used.
         in_flight: u16,
     },
     /// The used entry names no descriptor (no buffer, in a packed ring).
@@ -89,9 +89,9 @@ pub enum AddError {
     /// No ring of this size and layout can hold the request.
     #[error("a request of {buffers} buffers where at most {most} fit")]
     TooLong {
-        /// Asked for.
+        /// Buffers of the request.
         buffers: usize,
-        /// Possible.
+        /// The most that fit.
         most: u16,
     },
 }
@@ -101,7 +101,7 @@ pub enum AddError {
 pub struct Used {
     /// Its head, as [`DriverRing::add`] returned it. In a packed ring it is the buffer's id.
     pub head: u16,
-    /// How many bytes the device says that it wrote.
+    /// How many bytes the device claims to have written.
     pub written_bytes: u32,
 }
 
@@ -120,13 +120,13 @@ impl Indirect {
         Ok(Some(Self { words, layout }))
     }
 
-    /// Where the table of `head` begins.
+    /// Returns the offset of the table of `head`.
     fn start(&self, head: u16) -> usize {
         self.layout.stride_bytes.wrapping_mul(usize::from(head))
     }
 }
 
-/// The driver's half of a ring. One look at its layout for each call.
+/// The driver's half of a ring. Each call branches on the layout once.
 #[derive(Debug)]
 pub struct DriverRing {
     state: State,
@@ -149,7 +149,7 @@ macro_rules! either {
 }
 
 impl DriverRing {
-    /// A ring over areas that nobody uses yet: positions begin anew, callbacks are off.
+    /// Makes a ring over areas that nobody uses yet. Positions start anew, and callbacks are off.
     pub fn new(
         areas: impl Into<RingAreas>,
         event_idx: bool,
@@ -166,19 +166,19 @@ impl DriverRing {
         Ok(ring)
     }
 
-    /// Entries.
+    /// Returns the number of entries.
     #[must_use]
     pub fn size(&self) -> u16 {
         self.state.size
     }
 
-    /// The most buffers that a request may have.
+    /// Returns the most buffers that a request may have.
     #[must_use]
     pub fn max_buffers(&self) -> u16 {
         self.state.max_buffers()
     }
 
-    /// The head that the next successful [`DriverRing::add`] returns.
+    /// Returns the head that the next successful [`DriverRing::add`] returns; `None` if the ring is full.
     #[inline]
     #[must_use]
     pub fn next_head(&self) -> Option<u16> {
@@ -186,19 +186,19 @@ impl DriverRing {
         self.state.free.last().copied().filter(|_| has_room)
     }
 
-    /// Requests added and not popped.
+    /// Returns how many requests were added and not popped.
     #[must_use]
     pub fn in_flight(&self) -> u16 {
         self.state.in_flight()
     }
 
-    /// What broke the ring, if something has.
+    /// Returns what broke the ring, if anything.
     #[must_use]
     pub fn broken(&self) -> Option<RingError> {
         self.state.broken
     }
 
-    /// Adds a request; the device sees it with the next [`DriverRing::publish`].
+    /// Adds a request and returns its head. The device sees it with the next [`DriverRing::publish`].
     #[inline]
     pub fn add(&mut self, buffers: &[Buffer]) -> Result<u16, AddError> {
         let Self { state, half } = self;
@@ -212,14 +212,14 @@ impl DriverRing {
         Ok(head)
     }
 
-    /// Requests added since the device was last shown any.
+    /// Returns how many requests were added since the last [`DriverRing::show`] or [`DriverRing::publish`].
     #[must_use]
     pub fn unshown(&self) -> u16 {
         low(self.state.added.wrapping_sub(self.state.shown))
     }
 
-    /// Lets a device that polls see what was added so far, in the middle of a batch: no barrier and no kick, both of
-    /// which come with [`DriverRing::publish`] at its end.
+    /// Lets a device that polls see what was added so far, in the middle of a batch. The barrier and the kick come with
+    /// [`DriverRing::publish`] at its end.
     pub fn show(&mut self) {
         either!(&mut self.half, half => half.show(&self.state));
         self.state.shown = self.state.added;
@@ -238,7 +238,7 @@ impl DriverRing {
         }
         self.show();
         self.state.published = self.state.added;
-        // 2.7.13.4.1, 2.8.21.3.1: what was added is visible before we look whether the device waits for it.
+        // 2.7.13.4.1, 2.8.21.3.1: requests must be visible before we look whether the device waits for them.
         full_fence();
         either!(&mut self.half, half => half.wants_kick(&self.state))
     }
@@ -270,22 +270,22 @@ impl DriverRing {
         Ok(Some(Used { head, written_bytes }))
     }
 
-    /// Asks the device to call when it uses the next entry. Returns true if it has used one already; then the caller
-    /// should go on instead of sleeping.
+    /// Asks the device for a callback when it uses the next entry. Returns true if it has used one already; then the
+    /// caller should go on instead of sleeping.
     pub fn enable_callbacks(&mut self) -> bool {
         either!(&self.half, half => half.enable_callbacks(&self.state));
-        // 2.7.14, 2.8.21.3.1: the wish is visible before the second look.
+        // 2.7.14, 2.8.21.3.1: the wish must be visible before the second look.
         full_fence();
         self.has_used()
     }
 
-    /// The device need not call: the driver looks by itself.
+    /// Turns callbacks off, because the driver looks by itself.
     pub fn disable_callbacks(&self) {
         either!(&self.half, half => half.disable_callbacks(&self.state));
     }
 }
 
-/// A counter as the ring shows it.
+/// Returns a counter in the ring's form.
 fn low(counter: u64) -> u16 {
     // The truncation is the ring's own: its indices are free-running 16-bit numbers.
     counter as u16

@@ -1,4 +1,4 @@
-//! Why a queue stopped: what a driver did that no correct driver does.
+//! Why a queue stopped: things that no correct driver does.
 
 use memory::MemoryError;
 use std::fmt;
@@ -7,7 +7,7 @@ use thiserror::Error;
 /// A driver broke the ring's rules. The queue stops taking requests until it is reset; what is in flight still ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RingFault {
-    /// The chain it is about, where it is about one.
+    /// The chain that the fault is in, if it is in one.
     pub head: Option<u16>,
     /// What was wrong.
     pub reason: FaultReason,
@@ -27,23 +27,23 @@ impl std::error::Error for RingFault {}
 /// What was wrong.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum FaultReason {
-    /// More was announced than the ring holds.
+    /// The driver announced more than the ring holds.
     #[error("the available index jumped from {from} to {to}, more than the ring's {size} entries")]
     AvailIndexJump {
         /// Next entry to take.
         from: u16,
-        /// What the driver says is the end.
+        /// The end that the driver announced.
         to: u16,
         /// Entries.
         size: u16,
     },
-    /// The head is no descriptor.
+    /// The head lies outside the descriptor table.
     #[error("the head lies outside the table of {size} descriptors")]
     HeadOutside {
         /// Entries.
         size: u16,
     },
-    /// The id of a buffer in a packed ring is too large for what the ring can hold.
+    /// The id of a buffer in a packed ring is not below the ring's size.
     #[error("the buffer id {id} is not below the ring's {size} descriptors")]
     IdOutside {
         /// The id.
@@ -51,7 +51,7 @@ pub enum FaultReason {
         /// Descriptors.
         size: u16,
     },
-    /// More descriptors of a packed ring were made available than it has, with those that the device has not given back.
+    /// More descriptors of a packed ring are available or in flight than it has.
     #[error("more descriptors are available than the ring's {size}")]
     TooManyInFlight {
         /// Descriptors.
@@ -71,13 +71,13 @@ pub enum FaultReason {
     /// A loop, or a chain longer than allowed.
     #[error("the chain loops or has more than {limit} descriptors")]
     ChainTooLong {
-        /// What is allowed.
+        /// The limit.
         limit: u32,
     },
-    /// An indirect descriptor without the feature.
+    /// An indirect descriptor, without the negotiated feature.
     #[error("an indirect descriptor, which was not negotiated")]
     IndirectNotNegotiated,
-    /// Both flags in one descriptor.
+    /// INDIRECT and NEXT in one descriptor.
     #[error("an indirect descriptor that also has a next one")]
     IndirectWithNext,
     /// An indirect descriptor in an indirect table.
@@ -97,28 +97,28 @@ pub enum FaultReason {
     /// A descriptor without bytes.
     #[error("a descriptor of zero bytes")]
     ZeroLength,
-    /// A buffer for the device to read behind one for it to write.
+    /// A buffer that the device reads follows one that it writes.
     #[error("a readable descriptor behind a writable one")]
     WrongOrder,
     /// More bytes than a request may have.
     #[error("more than {limit} bytes in one request")]
     TooManyBytes {
-        /// What is allowed.
+        /// The limit.
         limit: u32,
     },
     /// The request header is not whole.
     #[error("{readable_bytes} readable bytes are too few for a request header")]
     HeaderTooShort {
-        /// What there is.
+        /// Readable bytes of the chain.
         readable_bytes: u32,
     },
-    /// There is no place for the status.
+    /// There is no writable byte for the status.
     #[error("no writable byte for the status")]
     NoStatusByte,
 }
 
 impl FaultReason {
-    /// The fault, in the chain of `head`.
+    /// Makes the fault, in the chain of `head`.
     #[must_use]
     pub fn in_chain(self, head: u16) -> RingFault {
         RingFault { head: Some(head), reason: self }

@@ -1,11 +1,11 @@
-//! Virtqueues and virtio-blk, as virtio 1.2 lays them out: where a guest's request enters, and where its end leaves.
+//! Virtqueues and virtio-blk, as virtio 1.2 lays them out. A guest's request enters here, and its end leaves here.
 //!
 //! * [`blk`]: feature bits, configuration space, request header, status.
-//! * [`ring_access`]: the fields of a ring in memory that somebody else changes; the only module with `unsafe`.
-//! * [`device_ring`]: the device's half of a ring: chains out, used entries in, notifications as few as possible. Split
-//!   rings; packed ones are in [`packed_device_ring`].
-//! * [`request`]: chains to block requests and back.
-//! * [`fault`]: what a driver did wrong when its queue stops.
+//! * [`ring_access`]: the fields of a ring in memory that the other side changes; the only module with `unsafe`.
+//! * [`device_ring`]: the device's half of a split ring: chains out, used entries in, as few notifications as possible.
+//!   For packed rings, see [`packed_device_ring`].
+//! * [`request`]: from chains to block requests and back.
+//! * [`fault`]: why a queue stopped.
 //! * [`driver_ring`]: the driver's half of a ring, split or packed.
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]

@@ -1,8 +1,8 @@
 //! The device's half of a packed ring (virtio 1.2, 2.8).
 //!
-//! Used descriptors of a batch become visible together: the driver looks at them in order, so the flags of the first are
-//! written last. A chain that is given back takes one descriptor of the ring, and the device skips the rest of what the
-//! chain took.
+//! The driver looks at used descriptors in order, so the flags of the first are written last: then those of a batch
+//! become visible together. A chain that is given back takes one descriptor of the ring, and the device skips the
+//! chain's other descriptors.
 
 use crate::device_ring::{DeviceRing, RingFeatures, indirect_count};
 use crate::fault::{FaultReason, RingFault};
@@ -22,29 +22,29 @@ pub struct PackedDeviceRing {
     next_used: PackedPosition,
     /// The first descriptor given back since [`DeviceRing::publish`], and its flags, which are not written yet.
     unpublished: Option<(u16, u16)>,
-    /// Descriptors given back since then.
+    /// Descriptors given back since the last publish.
     moved: u16,
-    /// The driver was told at least once.
+    /// A batch was published with EVENT_IDX. The first one always notifies.
     notified_once: bool,
     faulted: bool,
-    /// For each buffer id how many descriptors its chain takes; zero if it is not in flight.
+    /// For each buffer id, how many descriptors its chain takes; zero if it is not in flight.
     chains: Box<[u16]>,
     /// Chains in flight.
     in_flight: u16,
-    /// Descriptors between `next_used` and `next_avail`: never more than the ring has.
+    /// Descriptors between `next_used` and `next_avail`; never more than the ring has.
     held: u16,
     /// Memory region in which indirect tables were found last.
     table_hint: usize,
 }
 
 impl PackedDeviceRing {
-    /// Where a new ring begins, as [`DeviceRing::base`] says it.
+    /// Where a new ring begins, in the format of [`DeviceRing::base`].
     pub const NEW: u32 = 0x8000_8000;
 
-    /// Starts on a ring, going on from `base`. Its upper half may be zero: nothing is in flight then.
+    /// Starts on a ring, from `base` on. Its upper half may be zero: nothing is in flight then.
     ///
-    /// Some front ends (User Mode Linux) begin every ring at zero, as if it were split. That is also where a ring goes on
-    /// after a turn with the wrap counter set, but in that turn the driver wrote the last descriptor.
+    /// Some front ends (User Mode Linux) begin every ring at zero, as if it were split. A ring also goes on at zero
+    /// after a turn with the wrap counter set, but then the driver wrote the last descriptor in that turn.
     pub fn new(areas: PackedAreas, features: RingFeatures, base: u32) -> Result<Self, LayoutError> {
         let size = areas.size();
         let base = if base == 0 && !areas.was_filled() { Self::NEW } else { base };
@@ -70,7 +70,7 @@ impl PackedDeviceRing {
         })
     }
 
-    /// The ring's memory.
+    /// Returns the ring's memory.
     #[must_use]
     pub fn areas(&self) -> &PackedAreas {
         &self.areas
@@ -100,8 +100,8 @@ impl PackedDeviceRing {
         Ok(Some(id))
     }
 
-    /// Follows the chain, reading each descriptor once. Returns the buffer's id, which stands in the last descriptor, and
-    /// how many there are.
+    /// Follows the chain. Reads each descriptor once. Returns the buffer's id, which is in the last descriptor, and the
+    /// number of descriptors.
     #[inline]
     fn walk(&mut self, head: u16, flags: u16, chain: &mut ChainMemory) -> Result<(u16, u16), FaultReason> {
         let size = self.areas.size();
@@ -125,7 +125,7 @@ impl PackedDeviceRing {
         Err(FaultReason::ChainTooLong { limit: u32::from(size) })
     }
 
-    /// Takes the buffers of an indirect table, which follow each other. Only their WRITE flag means something (2.8.7).
+    /// Takes the buffers of an indirect table, in order. Only their WRITE flag has a meaning (2.8.7).
     #[inline]
     fn walk_indirect(&mut self, table: PackedDescriptor, chain: &mut ChainMemory) -> Result<(), FaultReason> {
         if !self.features.indirect {
@@ -145,7 +145,7 @@ impl PackedDeviceRing {
         Ok(())
     }
 
-    /// Forgets a chain in flight; gives the number of its descriptors, zero if it was not in flight.
+    /// Forgets a chain in flight. Returns the number of its descriptors; zero if it was not in flight.
     #[inline]
     fn forget(&mut self, id: u16) -> u16 {
         let count = self.chains.get_mut(usize::from(id)).map_or(0, std::mem::take);
@@ -173,7 +173,7 @@ impl DeviceRing for PackedDeviceRing {
     #[cold]
     fn stop_at(&mut self, head: u16) {
         self.faulted = true;
-        // As if it had never been taken: the next owner of the ring finds it first.
+        // The chain counts as never taken: the next owner of the ring finds it first.
         let count = self.forget(head);
         self.next_avail = self.next_avail.back(count, self.areas.size());
     }
@@ -236,7 +236,7 @@ impl DeviceRing for PackedDeviceRing {
         self.in_flight
     }
 
-    /// No index tells: looks at a few descriptors ahead. The driver makes them available in order.
+    /// Looks at a few descriptors ahead, because a packed ring has no index. The driver makes them available in order.
     fn waiting(&self) -> u16 {
         let size = self.areas.size();
         let is_there = |ahead: &u16| {

@@ -1,8 +1,8 @@
 //! From chains to block requests and back: what a virtio-blk device does with a ring, without the storage.
 //!
-//! A request may be cut into descriptors in any way (VERSION_1 and ANY_LAYOUT): the header is the first sixteen bytes
-//! that the device may read, the status the last byte that it may write, and the data what is left of the side that the
-//! request's type says.
+//! A request may be cut into descriptors in any way (VERSION_1 and ANY_LAYOUT). The header is the first sixteen bytes
+//! that the device may read, and the status is the last byte that it may write. The data are the rest of the readable
+//! or the writable bytes, as the request's type says.
 
 use crate::blk::{HEADER_BYTES, ID_BYTES, RANGE_SEGMENT_BYTES, RangeSegment, RequestHeader, Status, request_type};
 use crate::device_ring::DeviceRing;
@@ -11,7 +11,7 @@ use crate::ring_access::ChainMemory;
 use memory::{GuestMemory, Window};
 use std::sync::Arc;
 
-/// A request, checked as far as it can be without the disk. Its end is told with [`BlkQueue::complete`].
+/// A request, checked as far as possible without the disk. [`BlkQueue::complete`] ends it.
 #[derive(Debug)]
 pub enum Request {
     /// Fill `data` from the disk. Its length is a multiple of the sector, and not zero.
@@ -20,7 +20,7 @@ pub enum Request {
         sector: u64,
         /// Where to.
         data: Window,
-        /// The driver's word for how urgent it is, as it stands in the header: Linux puts an I/O priority there.
+        /// The priority field of the header. Linux puts an I/O priority there.
         priority: u32,
     },
     /// Store `data`. Its length is a multiple of the sector, and not zero.
@@ -29,7 +29,7 @@ pub enum Request {
         sector: u64,
         /// Where from.
         data: Window,
-        /// The driver's word for how urgent it is, as it stands in the header: Linux puts an I/O priority there.
+        /// The priority field of the header. Linux puts an I/O priority there.
         priority: u32,
     },
     /// Make completed writes durable.
@@ -42,9 +42,9 @@ pub enum Request {
     WriteZeroes,
     /// Make the ranges that [`BlkQueue::ranges`] names unreadable for ever.
     SecureErase,
-    /// Answer with [`BlkQueue::complete_with`]: [`crate::blk::LIFETIME_BYTES`] of them.
+    /// Answer with [`BlkQueue::complete_with`], with [`crate::blk::LIFETIME_BYTES`] bytes.
     GetLifetime,
-    /// Not to be carried out; complete it with this.
+    /// The request is not to be carried out. Complete it with this status.
     Refused(Status),
 }
 
@@ -57,9 +57,9 @@ pub struct RequestLimits {
     pub write_zeroes: bool,
     /// Secure erases are served.
     pub secure_erase: bool,
-    /// The wear of the storage is told.
+    /// The wear of the storage can be asked for.
     pub lifetime: bool,
-    /// Most ranges in any of the three.
+    /// Most ranges in a discard, write-zeroes or secure erase.
     pub max_ranges: u32,
     /// Most sectors in a range of a discard or write-zeroes.
     pub max_range_sectors: u32,
@@ -68,7 +68,7 @@ pub struct RequestLimits {
 }
 
 impl RequestLimits {
-    /// Nothing more.
+    /// Nothing beyond reads, writes, flushes and the serial.
     pub const NONE: Self = Self {
         discard: false,
         write_zeroes: false,
@@ -83,12 +83,12 @@ impl RequestLimits {
 /// What is kept of a request until its end. Four of them share a cache line.
 #[derive(Debug, Default, Clone, Copy)]
 struct Context {
-    /// From the header, to name the request if it fails.
+    /// The header's sector, to name the request if it fails.
     sector: u64,
-    /// From the header.
+    /// The header's type.
     kind: u32,
-    /// For the used ring: how many bytes at the front of the writable part are written after success. Where that is
-    /// one byte, it is the status, which is written after a failure as well.
+    /// For the used ring: how many bytes at the front of the writable part are written after success. If it is one
+    /// byte, that is the status, which is written after a failure as well.
     written_bytes: u32,
 }
 
@@ -98,13 +98,13 @@ pub struct BlkQueue<R> {
     ring: R,
     chain: ChainMemory,
     contexts: Box<[Context]>,
-    /// The ranges of each discard or write-zeroes in flight, by head.
+    /// The ranges of each discard, write-zeroes or secure erase in flight, by head.
     ranges: Box<[Vec<RangeSegment>]>,
     limits: RequestLimits,
 }
 
 impl<R: DeviceRing> BlkQueue<R> {
-    /// Requests from `ring`, whose buffers lie in `memory`.
+    /// Makes a queue of requests from `ring`, whose buffers lie in `memory`.
     #[must_use]
     pub fn new(ring: R, memory: Arc<GuestMemory>, limits: RequestLimits) -> Self {
         let contexts = vec![Context::default(); usize::from(ring.size())].into_boxed_slice();
@@ -113,24 +113,25 @@ impl<R: DeviceRing> BlkQueue<R> {
         Self { ring, chain, contexts, ranges, limits }
     }
 
-    /// The ring.
+    /// Returns the ring.
     #[must_use]
     pub fn ring(&self) -> &R {
         &self.ring
     }
 
-    /// The ring, for notifications.
+    /// Returns the ring, for notifications.
     pub fn ring_mut(&mut self) -> &mut R {
         &mut self.ring
     }
 
-    /// The memory that the requests lie in.
+    /// Returns the memory that the requests lie in.
     #[must_use]
     pub fn memory(&self) -> &Arc<GuestMemory> {
         self.chain.memory()
     }
 
-    /// Takes the next request and its head, which names it until [`BlkQueue::complete`]. After a fault no more come.
+    /// Takes the next request and its head, which names it until [`BlkQueue::complete`]. After a fault there are no
+    /// more.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<(u16, Request)>, RingFault> {
         let Some(head) = self.ring.pop(&mut self.chain)? else {
@@ -145,14 +146,14 @@ impl<R: DeviceRing> BlkQueue<R> {
         }
     }
 
-    /// Into how many pieces of memory the request taken last was cut: what it costs besides its bytes.
+    /// Returns how many pieces of memory the request taken last has: its cost besides its bytes.
     #[inline]
     #[must_use]
     pub fn segment_count(&self) -> usize {
         self.chain.segment_count()
     }
 
-    /// A chain without room for header or status: nothing can be said to its driver, so it stays with the device.
+    /// Stops the queue at a chain without room for header or status: the driver cannot be answered.
     #[cold]
     fn stopped_at(&mut self, head: u16) {
         self.chain.keep_nothing(head);
@@ -214,7 +215,7 @@ impl<R: DeviceRing> BlkQueue<R> {
         }
     }
 
-    /// Copies the ranges out of guest memory, once, and checks them (5.2.6.2).
+    /// Copies the ranges out of guest memory once, then checks them (5.2.6.2).
     fn parse_ranges(&mut self, head: u16, length_bytes: u32, allowed_flags: u32, served: Request) -> Request {
         let Some(ranges) = self.ranges.get_mut(usize::from(head)) else {
             return Request::Refused(Status::IoErr);
@@ -245,19 +246,20 @@ impl<R: DeviceRing> BlkQueue<R> {
         }
     }
 
-    /// The type and the first sector of a request in flight, as its header had them.
+    /// Returns the type and the first sector of a request in flight, from its header.
     #[must_use]
     pub fn kind_and_sector(&self, head: u16) -> (u32, u64) {
         self.contexts.get(usize::from(head)).map_or((0, 0), |context| (context.kind, context.sector))
     }
 
-    /// The ranges of a discard or write-zeroes in flight.
+    /// Returns the ranges of a discard, write-zeroes or secure erase in flight.
     #[must_use]
     pub fn ranges(&self, head: u16) -> &[RangeSegment] {
         self.ranges.get(usize::from(head)).map_or(&[], Vec::as_slice)
     }
 
-    /// Ends a request: writes its status and gives the chain back. Visible with the next [`BlkQueue::publish`].
+    /// Ends a request: writes its status and gives the chain back. The driver sees it with the next
+    /// [`BlkQueue::publish`].
     #[inline]
     pub fn complete(&mut self, head: u16, status: Status) {
         let Some(context) = self.contexts.get(usize::from(head)) else { return };
@@ -269,7 +271,7 @@ impl<R: DeviceRing> BlkQueue<R> {
         self.ring.put_used(head, written_bytes);
     }
 
-    /// Ends a [`Request::GetId`] with `serial`, of which at most twenty bytes go out, padded with zeros.
+    /// Ends a [`Request::GetId`] with at most twenty bytes of `serial`, padded with zeros.
     pub fn complete_id(&mut self, head: u16, serial: &str) {
         let mut id = [0; ID_BYTES];
         for (target, byte) in id.iter_mut().zip(serial.bytes()) {
@@ -278,11 +280,11 @@ impl<R: DeviceRing> BlkQueue<R> {
         self.complete_with(head, &id);
     }
 
-    /// Ends a request that asks for something with `answer`, as far as the driver has room for it.
+    /// Ends a request with as much of `answer` as the driver has room for.
     pub fn complete_with(&mut self, head: u16, answer: &[u8]) {
         let data = self.chain.data(head);
         let copied = data.copy_from_slice(0, answer);
-        // The status is the next byte only where the buffer has no more than the answer.
+        // The status directly follows only if the answer fills the buffer.
         let status = u32::from(copied == data.length_bytes());
         drop(data);
         let written = u32::try_from(copied).unwrap_or(u32::MAX).saturating_add(status);
@@ -290,7 +292,7 @@ impl<R: DeviceRing> BlkQueue<R> {
         self.complete(head, Status::Ok);
     }
 
-    /// Makes completed requests visible; returns whether the driver wants to be notified. Once a batch.
+    /// Makes completed requests visible. Returns whether the driver wants to be notified. Call it once a batch.
     #[inline]
     pub fn publish(&mut self) -> bool {
         self.ring.publish()

@@ -1,19 +1,21 @@
 //! Access to ring memory that another process changes at the same time: the only module of this crate with `unsafe`.
 //!
-//! [`SplitAreas`] and [`PackedAreas`] resolve a ring's three areas once and keep the pointers. Every access is an atomic
-//! of the field's own size, because the other side may write at any moment; indices into the areas are masked by the queue
-//! size, so no value that the other side chooses leads outside. Loads and stores are relaxed except where the
-//! specification orders them: an index is loaded with acquire before the entries that it announces are read, and stored
-//! with release after they were written (virtio 1.2, 2.7.13). [`full_fence`] is the barrier between "publish" and "does
-//! the other side want to know" (2.7.13.4.1, 2.7.14).
+//! [`SplitAreas`] and [`PackedAreas`] resolve a ring's three areas once and keep the pointers. Every access is an
+//! atomic of the field's own size, because the other side may write at any moment. Indices into the areas are masked by
+//! the queue size, so no value that the other side chooses leads outside. Loads and stores are relaxed except where the
+//! specification orders them. An index is loaded with acquire before the entries that it announces are read, and stored
+//! with release after they were written (virtio 1.2, 2.7.13). [`full_fence`] is the barrier between publishing and the
+//! question whether the other side wants a notification (2.7.13.4.1, 2.7.14).
 //!
 //! [`ChainMemory`] holds the buffers that descriptors name.
 //!
-//! Safe to use from safe code: whatever is built here holds its [`GuestMemory`], so the mapping outlives the pointers.
+//! Safe code can use all of it: each value holds its [`GuestMemory`], so the mapping outlives the pointers.
 
 mod areas;
 mod chain;
 mod packed;
+#[cfg(test)]
+mod tests;
 
 pub use areas::{RingAreas, RingLayout};
 pub use chain::{ChainMemory, MAX_CHAIN_BYTES, MAX_CHAIN_SEGMENTS};
@@ -38,7 +40,7 @@ pub const MAX_SPLIT_SIZE: u16 = 32768;
 pub mod descriptor_flags {
     /// The chain goes on at `next`.
     pub const NEXT: u16 = 1;
-    /// The device writes this buffer; without it, it reads it.
+    /// The device writes this buffer. Without the flag, it reads the buffer.
     pub const WRITE: u16 = 2;
     /// The buffer is a table of descriptors.
     pub const INDIRECT: u16 = 4;
@@ -55,11 +57,11 @@ pub const USED_NO_NOTIFY: u16 = 1;
 pub struct Descriptor {
     /// Guest physical address.
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length_bytes: u32,
     /// See [`descriptor_flags`].
     pub flags: u16,
-    /// The next one, where the flags say so.
+    /// The next descriptor, if the flags say so.
     pub next: u16,
 }
 
@@ -70,7 +72,7 @@ impl Descriptor {
         self.flags & flag != 0
     }
 
-    /// The little-endian bytes, for indirect tables that a driver writes.
+    /// Returns the little-endian bytes, for indirect tables that a driver writes.
     #[must_use]
     pub fn to_bytes(self) -> [u8; DESCRIPTOR_BYTES] {
         let mut bytes = [0; DESCRIPTOR_BYTES];
@@ -90,14 +92,14 @@ impl Descriptor {
     }
 }
 
-/// Whether the side that waits for `event` has to be told, now that the index moved from `old` to `new` (2.7.10, the
+/// Whether the side that waits for `event` must be notified when the index moves from `old` to `new` (2.7.10, the
 /// specification's `vring_need_event`).
 #[must_use]
 pub fn crossed_event(event: u16, old: u16, new: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }
 
-/// Everything before is visible to the other side before anything after is read from it.
+/// Makes all earlier writes visible to the other side before anything is read from it later.
 pub fn full_fence() {
     fence(Ordering::SeqCst);
 }
@@ -105,13 +107,13 @@ pub fn full_fence() {
 /// Why a ring's areas cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum LayoutError {
-    /// Not a power of two, zero, or too large for a split ring.
+    /// The size is not a power of two, is zero, or is too large for a split ring.
     #[error("a queue of {size} entries: it must be a power of two, at most {MAX_SPLIT_SIZE}")]
     Size {
         /// Entries asked for.
         size: u32,
     },
-    /// Zero, or too large for a packed ring.
+    /// The size is zero, or too large for a packed ring.
     #[error("a packed queue of {size} entries: it must have 1 to {MAX_PACKED_SIZE}")]
     PackedSize {
         /// Entries asked for.
@@ -128,9 +130,9 @@ pub enum LayoutError {
     /// An area is not aligned as 2.7 or 2.8 demands.
     #[error("the ring's {area} at {address:#x} is not aligned to {alignment_bytes} bytes")]
     Alignment {
-        /// Which one.
+        /// Which area.
         area: &'static str,
-        /// Where it should be.
+        /// Its address.
         address: u64,
         /// What it must be a multiple of.
         alignment_bytes: u64,
@@ -138,7 +140,7 @@ pub enum LayoutError {
     /// An area is not in guest memory.
     #[error("the ring's {area}: {source}")]
     Memory {
-        /// Which one.
+        /// Which area.
         area: &'static str,
         /// Why not.
         source: MemoryError,
@@ -156,15 +158,15 @@ pub struct RingAddresses {
     pub used: u64,
 }
 
-/// A split ring's areas. Fields behave as virtio 1.2 section 2.7 says; who may write which is up to the half that uses
-/// it.
+/// A split ring's areas. Fields behave as virtio 1.2 section 2.7 says. The half that uses them must know which it may
+/// write.
 #[derive(Debug)]
 pub struct SplitAreas {
     table: NonNull<u8>,
     avail: NonNull<u8>,
     used: NonNull<u8>,
     size: u16,
-    /// Keeps the three mapped.
+    /// Keeps the three areas mapped.
     memory: Arc<GuestMemory>,
 }
 
@@ -176,8 +178,8 @@ const TABLE: (&str, usize) = ("descriptor table", 16);
 const AVAIL: (&str, usize) = ("available ring", 2);
 const USED: (&str, usize) = ("used ring", 4);
 
-/// Bytes of the three areas of a ring with `size` entries: table, available ring, used ring. The event fields count
-/// always.
+/// Returns the bytes of a ring's three areas for `size` entries: table, available ring, used ring. The event fields
+/// always count.
 #[must_use]
 pub fn area_bytes(size: u16) -> (usize, usize, usize) {
     let size = usize::from(size);
@@ -200,8 +202,8 @@ fn resolve_area(
     length_bytes: usize,
 ) -> Result<NonNull<u8>, LayoutError> {
     let ptr = find(address, length_bytes as u64).map_err(|source| LayoutError::Memory { area, source })?;
-    // Both addresses: ours for the atomics, theirs because the specification says so and ours follows only where the
-    // file offsets are aligned too.
+    // Both addresses are checked: ours for the atomics, and theirs because the specification says so. Theirs implies
+    // ours only if the file offsets are aligned too.
     match ptr.as_ptr().addr().is_multiple_of(alignment) && address.is_multiple_of(alignment as u64) {
         true => Ok(ptr),
         false => Err(LayoutError::Alignment { area, address, alignment_bytes: alignment as u64 }),
@@ -209,14 +211,14 @@ fn resolve_area(
 }
 
 impl SplitAreas {
-    /// A ring whose areas are named in the peer's own address space (vhost-user).
+    /// Finds a ring whose areas are named in the peer's own address space (vhost-user).
     pub fn at_user_addresses(memory: Arc<GuestMemory>, at: RingAddresses, size: u16) -> Result<Self, LayoutError> {
         let find = |address, length| memory.translate_user(address, length);
         let [table, avail, used] = Self::resolve(find, at, size)?;
         Ok(Self { table, avail, used, size, memory })
     }
 
-    /// A ring whose areas are named by guest physical address (a driver's own ring).
+    /// Finds a ring whose areas are named by guest physical address (a driver's own ring).
     pub fn at_guest_addresses(memory: Arc<GuestMemory>, at: RingAddresses, size: u16) -> Result<Self, LayoutError> {
         let find = |address, length| memory.translate(address, length, &mut 0);
         let [table, avail, used] = Self::resolve(find, at, size)?;
@@ -237,19 +239,19 @@ impl SplitAreas {
         ])
     }
 
-    /// Entries.
+    /// Returns the number of entries.
     #[must_use]
     pub fn size(&self) -> u16 {
         self.size
     }
 
-    /// The memory that the areas, and the buffers that descriptors name, lie in.
+    /// Returns the memory that the areas, and the buffers that descriptors name, lie in.
     #[must_use]
     pub fn memory(&self) -> &Arc<GuestMemory> {
         &self.memory
     }
 
-    /// `position` modulo the queue size. All indexing goes through here.
+    /// Returns `position` modulo the queue size. All indexing goes through here.
     fn slot(&self, position: u16) -> usize {
         usize::from(position & self.size.wrapping_sub(1))
     }
@@ -257,7 +259,7 @@ impl SplitAreas {
     fn table_word(&self, index: u16, word: usize) -> &AtomicU64 {
         let offset = self.slot(index).wrapping_mul(DESCRIPTOR_BYTES).wrapping_add(word.wrapping_mul(8));
         // SAFETY: the slot is below the queue size and `word` is 0 or 1, so the eight bytes lie in the table, which is
-        // 16-byte aligned and stays mapped while `self.memory` lives. Everybody accesses them atomically.
+        // 16-byte aligned and stays mapped while `self.memory` lives. Both sides access them atomically.
         unsafe { AtomicU64::from_ptr(self.table.as_ptr().add(offset).cast()) }
     }
 
@@ -280,17 +282,17 @@ impl SplitAreas {
         unsafe { AtomicU32::from_ptr(self.used.as_ptr().add(offset).cast()) }
     }
 
-    /// Offset of the event field at the end of the available ring.
+    /// Returns the offset of the event field at the end of the available ring.
     fn used_event_offset(&self) -> usize {
         usize::from(self.size).wrapping_mul(2).wrapping_add(4)
     }
 
-    /// Offset of the event field at the end of the used ring.
+    /// Returns the offset of the event field at the end of the used ring.
     fn avail_event_offset(&self) -> usize {
         usize::from(self.size).wrapping_mul(8).wrapping_add(4)
     }
 
-    /// Copies a descriptor out. `index` counts modulo the queue size: check it first where that would be a fault.
+    /// Copies a descriptor out. `index` counts modulo the queue size: check it first if an index outside is a fault.
     #[inline]
     #[must_use]
     pub fn descriptor(&self, index: u16) -> Descriptor {
@@ -306,7 +308,7 @@ impl SplitAreas {
         self.table_word(index, 1).store(descriptor.second_word().to_le(), Ordering::Relaxed);
     }
 
-    /// `avail.flags`.
+    /// Returns `avail.flags`.
     #[must_use]
     pub fn avail_flags(&self) -> u16 {
         u16::from_le(self.avail_field(0).load(Ordering::Relaxed))
@@ -317,20 +319,20 @@ impl SplitAreas {
         self.avail_field(0).store(flags.to_le(), Ordering::Relaxed);
     }
 
-    /// `avail.idx`; what it announces can be read afterwards.
+    /// Returns `avail.idx`. The entries that it announces can be read afterwards.
     #[inline]
     #[must_use]
     pub fn avail_index(&self) -> u16 {
         u16::from_le(self.avail_field(2).load(Ordering::Acquire))
     }
 
-    /// Publishes available entries (driver): everything written before is visible to whoever sees the index.
+    /// Publishes available entries (driver): everything written before is visible to a device that sees the index.
     #[inline]
     pub fn publish_avail_index(&self, index: u16) {
         self.avail_field(2).store(index.to_le(), Ordering::Release);
     }
 
-    /// The head in the available ring at `position` (modulo the size). It may be any number.
+    /// Returns the head in the available ring at `position` (modulo the size). It may be any number.
     #[inline]
     #[must_use]
     pub fn avail_entry(&self, position: u16) -> u16 {
@@ -345,7 +347,7 @@ impl SplitAreas {
         self.avail_field(offset).store(head.to_le(), Ordering::Relaxed);
     }
 
-    /// Where in the used ring the driver wants its next interrupt (EVENT_IDX).
+    /// Returns where in the used ring the driver wants its next interrupt (EVENT_IDX).
     #[must_use]
     pub fn used_event(&self) -> u16 {
         u16::from_le(self.avail_field(self.used_event_offset()).load(Ordering::Relaxed))
@@ -356,7 +358,7 @@ impl SplitAreas {
         self.avail_field(self.used_event_offset()).store(event.to_le(), Ordering::Relaxed);
     }
 
-    /// `used.flags`.
+    /// Returns `used.flags`.
     #[must_use]
     pub fn used_flags(&self) -> u16 {
         u16::from_le(self.used_field(0).load(Ordering::Relaxed))
@@ -367,20 +369,21 @@ impl SplitAreas {
         self.used_field(0).store(flags.to_le(), Ordering::Relaxed);
     }
 
-    /// `used.idx`; what it announces can be read afterwards.
+    /// Returns `used.idx`. The entries that it announces can be read afterwards.
     #[inline]
     #[must_use]
     pub fn used_index(&self) -> u16 {
         u16::from_le(self.used_field(2).load(Ordering::Acquire))
     }
 
-    /// Publishes used entries (device): everything written before, data included, is visible to whoever sees the index.
+    /// Publishes used entries (device): everything written before, data included, is visible to a driver that sees the
+    /// index.
     #[inline]
     pub fn publish_used_index(&self, index: u16) {
         self.used_field(2).store(index.to_le(), Ordering::Release);
     }
 
-    /// Head and written bytes in the used ring at `position` (modulo the size). They may be any numbers.
+    /// Returns head and written bytes in the used ring at `position` (modulo the size). They may be any numbers.
     #[inline]
     #[must_use]
     pub fn used_entry(&self, position: u16) -> (u32, u32) {
@@ -396,7 +399,7 @@ impl SplitAreas {
         self.used_word(position, 1).store(written_bytes.to_le(), Ordering::Relaxed);
     }
 
-    /// Where in the available ring the device wants its next notification (EVENT_IDX).
+    /// Returns where in the available ring the device wants its next notification (EVENT_IDX).
     #[must_use]
     pub fn avail_event(&self) -> u16 {
         u16::from_le(self.used_field(self.avail_event_offset()).load(Ordering::Relaxed))
@@ -408,7 +411,7 @@ impl SplitAreas {
     }
 }
 
-/// The table at guest physical `address` that an indirect descriptor names. `hint` is the region found last.
+/// Finds the table at guest physical `address` that an indirect descriptor names. `hint` is the region found last.
 #[inline]
 pub fn indirect_table<'a>(
     memory: &'a GuestMemory,
@@ -459,9 +462,9 @@ impl IndirectTable<'_> {
     }
 }
 
-/// A run of eight-byte words in guest memory, for what a driver keeps beside its ring: request headers, status bytes,
-/// indirect tables. As with the ring, the other side may look or write at any moment. What lies behind the end is not
-/// written and reads as zero.
+/// A run of eight-byte words in guest memory, for a driver's data beside its ring: request headers, status bytes,
+/// indirect tables. As with the ring, the other side may read or write at any moment. Words behind the end are not
+/// written and read as zero.
 #[derive(Debug)]
 pub struct SharedWords {
     start: NonNull<u8>,
@@ -475,7 +478,8 @@ pub struct SharedWords {
 unsafe impl Send for SharedWords {}
 
 impl SharedWords {
-    /// The words at guest physical `address`, which must be a multiple of 8 here and there.
+    /// Finds the words at guest physical `address`, which must be a multiple of 8 in the guest and in our address
+    /// space.
     pub fn at_guest_address(memory: Arc<GuestMemory>, address: u64, length_bytes: usize) -> Result<Self, LayoutError> {
         const AREA: &str = "request area";
         let start = memory
@@ -487,7 +491,7 @@ impl SharedWords {
         Ok(Self { start, length_bytes: length_bytes & !7, address, _memory: memory })
     }
 
-    /// Guest physical address of the first word.
+    /// Returns the guest physical address of the first word.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.address
@@ -528,7 +532,7 @@ impl SharedWords {
             .then(|| unsafe { AtomicU8::from_ptr(self.start.as_ptr().add(offset_bytes).cast()) })
     }
 
-    /// The byte at `offset_bytes`.
+    /// Returns the byte at `offset_bytes`.
     #[inline]
     #[must_use]
     pub fn byte(&self, offset_bytes: usize) -> u8 {
@@ -541,99 +545,5 @@ impl SharedWords {
         if let Some(byte) = self.shared_byte(offset_bytes) {
             byte.store(value, Ordering::Relaxed);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use memory::{GuestRegion, Mapping, RegionSpec};
-
-    const BASE: u64 = 0x4000_0000;
-
-    fn memory(length_bytes: usize) -> (Arc<GuestMemory>, Arc<Mapping>) {
-        let (_, mapping) = Mapping::anonymous_file(c"ring", length_bytes).unwrap();
-        let mapping = Arc::new(mapping);
-        let spec = RegionSpec::new(BASE, length_bytes as u64).with(|region| region.user_address = 0x7000);
-        let region = GuestRegion::of_mapping(spec, Arc::clone(&mapping), 0).unwrap();
-        (Arc::new(GuestMemory::new(vec![region]).unwrap()), mapping)
-    }
-
-    fn bytes(mapping: &Mapping, offset: usize, length: usize) -> Vec<u8> {
-        // SAFETY: the tests ask for ranges inside the mapping, and nobody writes meanwhile.
-        unsafe { std::slice::from_raw_parts(mapping.as_ptr().as_ptr().add(offset), length) }.to_vec()
-    }
-
-    #[test]
-    fn fields_lie_where_the_specification_puts_them() {
-        let (memory, mapping) = memory(4096);
-        let at = RingAddresses { table: BASE, avail: BASE + 64, used: BASE + 128 };
-        let ring = SplitAreas::at_guest_addresses(memory, at, 4).unwrap();
-        ring.set_descriptor(
-            1,
-            Descriptor { address: 0x0807_0605_0403_0201, length_bytes: 0x0c0b_0a09, flags: 0x0e0d, next: 0x100f },
-        );
-        assert_eq!(bytes(&mapping, 16, 16), (1..=16).collect::<Vec<u8>>());
-        assert_eq!(ring.descriptor(1).to_bytes().to_vec(), bytes(&mapping, 16, 16));
-        ring.set_avail_flags(0x0201);
-        ring.publish_avail_index(0x0403);
-        ring.set_avail_entry(4, 0x0605);
-        ring.set_avail_entry(7, 0x0807);
-        ring.set_used_event(0x0a09);
-        assert_eq!(bytes(&mapping, 64, 14), [1, 2, 3, 4, 5, 6, 0, 0, 0, 0, 7, 8, 9, 10]);
-        ring.set_used_flags(0x0201);
-        ring.publish_used_index(0x0403);
-        ring.set_used_entry(0xfffd, 0x0807_0605, 0x0c0b_0a09);
-        ring.set_avail_event(0x0e0d);
-        let used = bytes(&mapping, 128, 38);
-        assert_eq!(used[..4], [1, 2, 3, 4]);
-        assert_eq!(used[12..20], [5, 6, 7, 8, 9, 10, 11, 12]);
-        assert_eq!(used[36..], [13, 14]);
-        assert_eq!((ring.used_entry(1), ring.avail_event()), ((0x0807_0605, 0x0c0b_0a09), 0x0e0d));
-        assert_eq!((ring.avail_entry(0), ring.used_event()), (0x0605, 0x0a09));
-    }
-
-    #[test]
-    fn a_ring_that_does_not_fit_its_memory_is_refused() {
-        let (memory, _) = memory(4096);
-        let at = RingAddresses { table: 0x7000, avail: 0x7400, used: 0x7800 };
-        let ring = |at, size| SplitAreas::at_user_addresses(Arc::clone(&memory), at, size).map(|_| ());
-        assert_eq!(ring(at, 16), Ok(()));
-        assert_eq!(ring(at, 0), Err(LayoutError::Size { size: 0 }));
-        assert_eq!(ring(at, 12), Err(LayoutError::Size { size: 12 }));
-        assert!(matches!(ring(at, 512), Err(LayoutError::Memory { area: "descriptor table", .. })));
-        let odd = RingAddresses { avail: 0x7401, ..at };
-        assert!(matches!(ring(odd, 16), Err(LayoutError::Alignment { area: "available ring", .. })));
-        // The used ring's last event field falls behind the region by two bytes.
-        let late = RingAddresses { used: 0x8000 - 132, ..at };
-        assert!(matches!(ring(late, 16), Err(LayoutError::Memory { area: "used ring", .. })));
-        let fits = RingAddresses { used: 0x8000 - 136, ..at };
-        assert_eq!(ring(fits, 16), Ok(()));
-    }
-
-    #[test]
-    fn an_event_is_crossed_once_also_around_the_end_of_the_index() {
-        assert!(crossed_event(5, 5, 6));
-        assert!(!crossed_event(5, 6, 7));
-        assert!(!crossed_event(7, 5, 7));
-        assert!(crossed_event(0xffff, 0xfffe, 1));
-        assert!(!crossed_event(1, 0xfffe, 1));
-    }
-
-    #[test]
-    fn words_beside_the_ring_are_little_endian_and_end_at_their_end() {
-        let (memory, mapping) = memory(4096);
-        let words = SharedWords::at_guest_address(Arc::clone(&memory), BASE + 64, 24).unwrap();
-        words.set_word(0, 0x0807_0605_0403_0201);
-        words.set_descriptor(8, Descriptor { address: 9, length_bytes: 10, flags: 11, next: 12 });
-        words.set_word(24, u64::MAX);
-        words.set_word(4, u64::MAX);
-        words.set_byte(24, 1);
-        words.set_byte(5, 0xff);
-        let expected = [1, 2, 3, 4, 5, 0xff, 7, 8, 9, 0, 0, 0, 0, 0, 0, 0, 10, 0, 0, 0, 11, 0, 12, 0, 0, 0, 0];
-        assert_eq!(bytes(&mapping, 64, 27), expected);
-        assert_eq!((words.byte(5), words.byte(24)), (0xff, 0));
-        assert!(SharedWords::at_guest_address(Arc::clone(&memory), BASE + 4, 8).is_err());
-        assert!(SharedWords::at_guest_address(memory, BASE + 4088, 16).is_err());
     }
 }

@@ -9,10 +9,10 @@ use anyhow::{Context, Result};
 use std::path::Path;
 use std::time::Instant;
 
-/// A cell below this has lost speed.
+/// Below this ratio, a cell has lost speed.
 const FLOOR: f64 = 0.97;
 
-/// The new build's figures by the old one's, round by round.
+/// The new build's figures divided by the old one's, round by round.
 struct Compared {
     name: String,
     iops: f64,
@@ -50,7 +50,7 @@ fn compare(cell: &Cell, new: &Tools, old: &Tools, files: &Files, arguments: &Ben
     let sample = |tools| measure::calm(cell, || measure::ringdisk(cell, tools, files, arguments.seconds));
     let (mut ours, mut theirs): (Vec<Sample>, Vec<Sample>) = Default::default();
     for round in 0..arguments.pairs {
-        // The one that begins has the machine as the last round left it.
+        // The order alternates: the first side gets the machine as the last round left it.
         if round % 2 == 0 {
             ours.push(sample(new)?);
             theirs.push(sample(old)?);
@@ -74,7 +74,7 @@ impl Compared {
         median(&self.rate_ratios)
     }
 
-    /// The rate's ratio with the middle half of the rounds, the processor time's, and the rate itself.
+    /// Describes the rate's ratio with the middle half of the rounds, the CPU time's ratio, and the rate itself.
     fn words(&self) -> String {
         let [low, high] = [0.25, 0.75].map(|part| quantile(&self.rate_ratios, part));
         let (rate, cpu, iops) = (self.rate(), median(&self.cpu_ratios), self.iops);

@@ -1,20 +1,20 @@
-//! What is measured: workloads on storages.
+//! The measured cells: workloads on storages.
 
 use std::fmt;
 
-/// What the servers serve.
+/// The storage that the servers serve.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Storage {
-    /// No storage: what the path itself costs.
+    /// No storage: the cost of the path itself.
     #[default]
     Null,
     /// A raw file in memory.
     RawTmpfs,
     /// The same as qcow2, every cluster allocated.
     Qcow2Tmpfs,
-    /// An empty qcow2 image in memory, made anew for each measurement.
+    /// A new, empty qcow2 image in memory for each measurement.
     Qcow2Empty,
-    /// An empty overlay over the raw file in memory, made anew for each measurement.
+    /// A new, empty overlay over the raw file in memory for each measurement.
     Qcow2Overlay,
     /// A chain of 16 in memory whose layers have every 16th cluster each.
     ChainSpread,
@@ -24,7 +24,7 @@ pub(super) enum Storage {
     RawPageCache,
     /// The same, and every write is durable before it completes.
     RawSync,
-    /// A raw file on a disk, past the page cache.
+    /// A raw file on a disk, with direct I/O.
     RawDirect,
     /// The same as qcow2, every cluster allocated.
     Qcow2Direct,
@@ -41,7 +41,7 @@ pub(super) enum Engine {
     Threads,
 }
 
-/// In which order offsets come, and which way bytes go.
+/// The order of offsets, and whether it reads or writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Access {
     #[default]
@@ -59,15 +59,15 @@ pub(super) struct Cell {
     pub(super) access: Access,
     pub(super) block_kib: u32,
     pub(super) depth: u32,
-    /// The guest flushes each time after this many writes.
+    /// The guest flushes after each run of this many writes.
     pub(super) flush_every: Option<u32>,
-    /// The client's memory and fio's buffers are registered. Otherwise neither is.
+    /// Whether the client's memory and fio's buffers are registered. Otherwise neither is.
     pub(super) fixed_buffers: bool,
-    /// The servers sleep as soon as they have nothing to do.
+    /// Whether the servers sleep as soon as they have nothing to do.
     pub(super) never_spins: bool,
 }
 
-/// Layers of a chain.
+/// The number of layers of a chain.
 pub(super) const CHAIN_LAYERS: u64 = 16;
 
 impl Storage {
@@ -93,7 +93,7 @@ impl Storage {
         matches!(self, Self::RawDirect | Self::Qcow2Direct)
     }
 
-    /// Whether each request is the disk's to serve.
+    /// Whether each request has to wait for the disk.
     pub(super) fn is_at_the_disks_pace(self) -> bool {
         self.is_direct() || self == Self::RawSync
     }
@@ -106,12 +106,12 @@ impl Storage {
         matches!(self, Self::ChainSpread | Self::ChainBase)
     }
 
-    /// Made anew for each measurement, because measuring fills it.
+    /// Whether it is made anew for each measurement, because measuring fills it.
     pub(super) fn is_fresh(self) -> bool {
         matches!(self, Self::Qcow2Empty | Self::Qcow2Overlay)
     }
 
-    /// The storage whose CPU time a request Ringdisk should not exceed here. It is measured in the same round.
+    /// Returns the storage whose CPU time a request Ringdisk should not exceed here. It is measured in the same round.
     pub(super) fn reference(self) -> Option<Self> {
         match self {
             Self::Qcow2Tmpfs => Some(Self::RawTmpfs),
@@ -121,7 +121,7 @@ impl Storage {
         }
     }
 
-    /// For headings.
+    /// Returns the name for headings.
     pub(super) fn title(self) -> &'static str {
         match self {
             Self::Null => "Null disk",
@@ -158,7 +158,7 @@ impl fmt::Display for Storage {
 }
 
 impl Engine {
-    /// As Ringdisk calls it.
+    /// Returns Ringdisk's name of the engine.
     pub(super) fn ringdisk(self) -> &'static str {
         match self {
             Self::Auto => "auto",
@@ -168,7 +168,7 @@ impl Engine {
         }
     }
 
-    /// As QEMU calls it.
+    /// Returns QEMU's name of the engine.
     pub(super) fn qemu(self) -> &'static str {
         match self {
             Self::Auto | Self::IoUring => "io_uring",
@@ -177,7 +177,8 @@ impl Engine {
         }
     }
 
-    /// As fio calls it. fio's own threads cannot match a pool, so io_uring stands for the host there too.
+    /// Returns fio's name of the engine. fio's own threads cannot match a pool, so io_uring also stands for the host
+    /// there.
     pub(super) fn fio(self) -> &'static str {
         match self {
             Self::Auto | Self::IoUring | Self::Threads => "io_uring",
@@ -187,7 +188,7 @@ impl Engine {
 }
 
 impl Access {
-    /// As fio and `ringdisk bench` call it.
+    /// Returns its name in fio and `ringdisk bench`.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::RandomRead => "randread",
@@ -216,7 +217,7 @@ impl Cell {
         Self { storage, access, block_kib, depth, ..Self::default() }
     }
 
-    /// For `--filter`: storage, access, block, depth, engine, and what is special.
+    /// Returns the name for `--filter`: storage, access, block, depth, engine, and special settings.
     pub(super) fn name(&self) -> String {
         let Self { storage, engine, access, block_kib, depth, .. } = self;
         let flush = self.flush_every.map_or_else(String::new, |every| format!("-flush{every}"));
@@ -225,7 +226,7 @@ impl Cell {
         format!("{storage}-{}-{block_kib}k-{depth}-{}{flush}{fixed}{sleeps}", access.name(), engine.ringdisk())
     }
 
-    /// For the page.
+    /// Returns the description for the page.
     pub(super) fn words(&self) -> String {
         let engine = if self.engine == Engine::Auto { "" } else { self.engine.ringdisk() };
         let comma = if engine.is_empty() { "" } else { ", " };
@@ -235,28 +236,28 @@ impl Cell {
         format!("{} KiB {} at {}{comma}{engine}{flush}{fixed}{sleeps}", self.block_kib, self.access.words(), self.depth)
     }
 
-    /// For text that does not stand below a heading.
+    /// Returns the description for text outside a heading's section.
     pub(super) fn words_with_storage(&self) -> String {
         format!("{}: {}", self.storage.title(), self.words())
     }
 
-    /// qemu-storage-daemon registers no buffers.
+    /// Whether qemu-storage-daemon can run the cell: it registers no buffers.
     pub(super) fn has_peer(&self) -> bool {
         !self.fixed_buffers
     }
 
-    /// Whether there is a file like the storage, so that the host's own rate says something.
+    /// Whether there is a file like the storage, so that the host's own rate is meaningful.
     pub(super) fn has_host(&self) -> bool {
         self.storage != Storage::Null && !self.storage.is_fresh() && !self.storage.is_chain()
     }
 
-    /// Measurements in a round.
+    /// Returns the number of measurements in a round.
     pub(super) fn sides(&self) -> u32 {
         1 + [self.has_peer(), self.has_host(), self.storage.reference().is_some()].map(u32::from).iter().sum::<u32>()
     }
 }
 
-/// Every cell, by storage.
+/// Returns every cell, by storage.
 pub(super) fn all() -> Vec<Cell> {
     Storage::ALL.into_iter().flat_map(cells_of).collect()
 }
@@ -265,7 +266,7 @@ fn cells_of(storage: Storage) -> Vec<Cell> {
     use Access::{RandomRead, RandomWrite, SequentialRead, SequentialWrite};
     let cell = |access, block, depth| Cell::new(storage, access, block, depth);
     let flushing = |depth| Cell { flush_every: Some(32), ..cell(RandomWrite, 4, depth) };
-    // Ours with its memory registered beside fio's: the rows above have neither.
+    // Ringdisk with registered memory beside fio with registered memory: the rows above have neither.
     let fixed = |cell: Cell| Cell { engine: Engine::IoUring, fixed_buffers: true, ..cell };
     let small = [1, 32, 128].map(|depth| cell(RandomRead, 4, depth));
     let writes = [32, 128].map(|depth| cell(RandomWrite, 4, depth));

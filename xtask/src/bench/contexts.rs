@@ -1,4 +1,4 @@
-//! `cargo xtask bench --contexts`: what the pool of request contexts is worth in the whole path.
+//! `cargo xtask bench --contexts`: the gain of the pool of request contexts in the whole path.
 //!
 //! The program is built with contexts from the pool, from the allocator, and from one list behind a lock. It serves two
 //! disks on two reactors, each to a client of its own: files in memory, at full speed and with a delay of a
@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Where contexts come from, and what `contexts_from` is for it.
+/// The sources of contexts, each with its value of `contexts_from`.
 const SOURCES: [(&str, Option<&str>); 3] = [("pool", None), ("allocator", Some("allocator")), ("lock", Some("lock"))];
 const DEPTHS: [u32; 4] = [32, 128, 256, 512];
 const DRIVES: [(&str, &str); 2] = [("raw in memory, io_uring", ""), ("the same, 1 ms late", ",delay-ms=1")];
@@ -27,7 +27,7 @@ struct Disk {
     socket: PathBuf,
 }
 
-/// Requests a second of both disks, and the server's CPU time for each.
+/// Requests a second of both disks, and the server's CPU time for each request.
 struct Sample {
     iops: f64,
     cpu_us: f64,
@@ -109,7 +109,7 @@ fn measure(program: &Path, disks: &[Disk], options: &str, depth: u32, seconds: f
     Ok(Sample { iops, cpu_us: 1.0 / requests_per_us })
 }
 
-/// A build of its own where contexts do not come from the pool.
+/// Builds the program, in a directory of its own if contexts do not come from the pool.
 fn build(source: Option<&str>) -> Result<PathBuf> {
     let target = match source {
         None => workspace::target(),

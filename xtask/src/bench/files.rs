@@ -1,4 +1,4 @@
-//! The files that are measured. They are made before a run and removed after it.
+//! The measured files. They are made before a run and removed after it.
 
 use super::cells::{CHAIN_LAYERS, Cell, Storage};
 use super::qcow2_file::{self, CLUSTER_BYTES, Image};
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 /// larger than what qemu-storage-daemon's cache of tables covers by default.
 const EMPTY_BYTES: u64 = 256 << 30;
 
-/// See the module.
+/// The measured files of a run.
 pub(super) struct Files {
     tmpfs: PathBuf,
     disk: PathBuf,
@@ -33,13 +33,13 @@ impl Files {
         Ok(files)
     }
 
-    /// The directory in memory.
+    /// Returns the directory in memory.
     pub(super) fn tmpfs(&self) -> Result<&Path> {
         std::fs::create_dir_all(&self.tmpfs)?;
         Ok(&self.tmpfs)
     }
 
-    /// The file that a server of `storage` opens.
+    /// Returns the file that a server of `storage` opens.
     pub(super) fn path(&self, storage: Storage) -> PathBuf {
         let directory = if storage.is_tmpfs() { &self.tmpfs } else { &self.disk };
         directory.join(match storage {
@@ -51,7 +51,7 @@ impl Files {
         })
     }
 
-    /// The raw file beside it: what fio measures.
+    /// Returns the raw file beside it, which fio measures.
     pub(super) fn raw(&self, storage: Storage) -> PathBuf {
         self.path(storage).with_file_name("disk.raw")
     }
@@ -102,7 +102,7 @@ impl Files {
         Ok(())
     }
 
-    /// Makes what measuring fills anew.
+    /// Makes images that measuring fills anew.
     pub(super) fn renew(&self, storage: Storage) -> Result<()> {
         let create = Program::new("qemu-img").args(["create", "-q", "-f", "qcow2"]);
         let path = self.path(storage);
@@ -114,8 +114,8 @@ impl Files {
         Ok(())
     }
 
-    /// The most requests that a measurement may make. Where it fills an image, writes reach half of the clusters;
-    /// further ones would find no empty cluster.
+    /// Returns the most requests that a measurement may make. If it fills an image, writes reach half of the clusters;
+    /// further writes would find too few empty clusters.
     pub(super) fn request_limit(&self, storage: Storage) -> Option<u64> {
         (storage == Storage::Qcow2Overlay).then_some(self.size_bytes / CLUSTER_BYTES / 2)
     }
@@ -127,7 +127,7 @@ impl Files {
         Ok(())
     }
 
-    /// What the files lie on, for the page.
+    /// Returns the file system of the files, for the page.
     pub(super) fn file_system(&self) -> String {
         let stat = Program::new("stat").args(["--file-system", "--format=%T"]).args([&self.disk]);
         stat.output_text().map_or_else(|_| "unknown".into(), |text| text.trim().to_owned())

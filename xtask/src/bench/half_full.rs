@@ -1,4 +1,4 @@
-//! A disk as people have them: half of it data, in runs, most of which compress, with holes between.
+//! A typical disk: half of it data, in runs, most of which compress, with holes between.
 
 use anyhow::{Context, Result};
 use std::os::unix::fs::FileExt;
@@ -7,7 +7,7 @@ use std::path::Path;
 /// Runs of data and holes are whole multiples of this.
 const UNIT_BYTES: u64 = 64 << 10;
 const RUN_UNITS_MAX: u64 = 32;
-/// The length of the text that data are cut out of. Compressors look no further back than a cluster.
+/// The length of the text from which data are taken. Compressors look no further back than a cluster.
 const POOL_BYTES: usize = 16 << 20;
 const WORDS: usize = 4096;
 
@@ -22,7 +22,7 @@ impl Dice {
     }
 }
 
-/// Words in random order; packs to about 40 percent.
+/// Returns words in random order, which compress to about 40 percent.
 fn text(dice: &mut Dice) -> Vec<u8> {
     let mut word = || {
         let letters = dice.next();
@@ -45,7 +45,7 @@ fn noise(dice: &mut Dice) -> Vec<u8> {
     (0..POOL_BYTES / 8).flat_map(|_| dice.next().to_le_bytes()).collect()
 }
 
-/// Writes it; the same bytes each time.
+/// Writes the disk; the same bytes each time.
 pub(super) fn write_half_full(path: &Path, size_bytes: u64) -> Result<()> {
     let mut dice = Dice(0x9e37_79b9_7f4a_7c15);
     let pools = [text(&mut dice), noise(&mut dice)];

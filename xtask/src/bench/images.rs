@@ -1,7 +1,7 @@
 //! `cargo xtask bench --images`: the image tool beside qemu-img, on a disk that is half full.
 //!
-//! The two run in turn. Each is timed from its start to the end of an fsync of what it wrote. qemu-img has the flags
-//! that were quickest for it in a round of its own. The sizes of what they wrote are compared too.
+//! The two run in turn. Each is timed from its start to the end of an fsync of its target. qemu-img has the flags that
+//! were quickest for it in a round of its own. The sizes of the targets are compared, too.
 
 use super::BenchArguments;
 use super::half_full::write_half_full;
@@ -18,9 +18,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-/// Size of the disk where nobody says otherwise.
+/// The default size of the disk.
 const DEFAULT_MIB: u64 = 4096;
-/// What the page says before its table.
+/// The text of the page before its table.
 const METHOD: &str = "\
 Half of the disk is data (three parts of four text, one noise), in runs of 64 KiB to 2 MiB. Sources are in the page cache.
 The two programs run in turn. Each is timed from its start to the end of an fsync of its target. qemu-img has the flags
@@ -32,10 +32,10 @@ that were quickest for it in a round of its own; Ringdisk has its defaults.
 * zlib is level 6 with the whole window of 32 KiB, where qemu-img uses 4 KiB. zstd has qemu-img's level.
 * A host may give memory to a file on tmpfs only while it is written. Rows of large disks then spread.
 ";
-/// About how long one run takes on a disk of that size, for an estimate.
+/// Roughly how long one run takes on a disk of that size, for an estimate.
 const RUN_SECONDS: f64 = 4.0;
 
-/// What is done.
+/// The measured work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Work {
     ToQcow2,
@@ -79,7 +79,7 @@ impl Work {
         }
     }
 
-    /// The command line, of either side.
+    /// Returns the command line of both sides.
     fn words(self) -> &'static [&'static str] {
         match self {
             Self::ToQcow2 => &["convert", "-f", "raw", "-O", "qcow2", "disk.raw", "TARGET"],
@@ -101,26 +101,26 @@ impl Work {
         self.words().contains(&"TARGET")
     }
 
-    /// Flags with which qemu-img may be quicker.
+    /// Returns flags with which qemu-img may be quicker.
     fn settings(self) -> &'static [&'static [&'static str]] {
         match self {
-            // Long runs: only what can be quickest.
+            // Long runs: only flags that can be quickest.
             Self::Direct | Self::Zlib | Self::Zstd => &[&[], &["-m", "16", "-W"]],
             _ if self.writes() => &[&[], &["-m", "16"], &["-W"], &["-m", "16", "-W"]],
             _ => &[&[]],
         }
     }
 
-    /// How often a run is made at most if the host takes the processors away.
+    /// Returns the highest number of attempts if the host takes the processors away.
     fn attempts(self) -> usize {
         match self {
-            // Long runs in which both sides keep all processors busy: both lose the same.
+            // In these long runs both sides keep all processors busy, so both lose the same.
             Self::Zlib | Self::Zstd => 1,
             _ => 3,
         }
     }
 
-    /// What Ringdisk should reach: qemu-img's time by ours.
+    /// Returns the ratio that Ringdisk should reach: qemu-img's time divided by ours.
     fn aim(self) -> f64 {
         if self.writes() { 1.3 } else { 1.5 }
     }
@@ -145,7 +145,7 @@ fn all() -> Vec<ImageCell> {
     on(false).chain(on(true)).filter(|cell| cell.on_disk || cell.work != Work::Direct).collect()
 }
 
-/// What one run took and left.
+/// The time of one run, and the size of its result.
 #[derive(Debug, Clone, Copy, Default)]
 struct Taken {
     seconds: f64,
@@ -206,7 +206,7 @@ pub(super) fn run(arguments: &BenchArguments, ringdisk: impl FnOnce() -> Result<
     }
 }
 
-/// The sources: a raw disk, the same as qcow2, and compressed.
+/// Makes the sources: a raw disk, the same as qcow2, and compressed.
 fn make(on_disk: bool, size_mib: u64, directory: Option<&Path>) -> Result<Place> {
     let name = format!("ringdisk-bench-images-{}", std::process::id());
     let below = match on_disk {
@@ -247,7 +247,7 @@ fn measure(cell: ImageCell, place: &Path, ringdisk: &Path, pairs: usize) -> Resu
     }
     let mut row = Row { cell, settings, ours: Vec::new(), theirs: Vec::new() };
     for round in 0..pairs {
-        // The one that begins has the machine as the last round left it.
+        // The order alternates: the first side gets the machine as the last round left it.
         for ours in [round % 2 == 0, round % 2 == 1] {
             match ours {
                 true => row.ours.push(least_stolen(work.attempts(), || one(ringdisk, work, &[], place))?),
@@ -258,7 +258,7 @@ fn measure(cell: ImageCell, place: &Path, ringdisk: &Path, pairs: usize) -> Resu
     Ok(row)
 }
 
-/// One run of one side, to the end of the fsync.
+/// Runs one side once, to the end of the fsync.
 fn one(program: &Path, work: Work, flags: &[&str], place: &Path) -> Result<Taken> {
     let target = place.join("target");
     let _ = std::fs::remove_file(&target);
@@ -291,7 +291,7 @@ fn of(taken: &[Taken], field: fn(&Taken) -> f64) -> Vec<f64> {
     taken.iter().map(field).collect()
 }
 
-/// Ours by theirs, of sizes.
+/// Returns the median ratio of our size to theirs.
 fn size_ratio(row: &Row, field: fn(&Taken) -> f64) -> Option<f64> {
     row.cell.work.writes().then(|| median(&ratios(&of(&row.ours, field), &of(&row.theirs, field))))
 }

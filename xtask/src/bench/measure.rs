@@ -16,25 +16,26 @@ use std::time::{Duration, Instant};
 /// Where each side runs: servers and fio on one core, the client on the other.
 pub(super) const SERVER_CORE: &str = "0";
 pub(super) const CLIENT_CORE: &str = "1";
-/// The client spins through any request. Otherwise its own sleep would be measured with the server.
+/// How long the client spins, which is longer than any request. Otherwise its own sleep would be measured with the
+/// server.
 const CLIENT_POLL_US: u32 = 10_000;
 /// How long a server may take to start or to end.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// How long the load runs before anything is counted.
 const WARM_UP_SECONDS: f64 = 0.3;
-/// The same on a file in memory: every program is started anew for each measurement, and Ringdisk maps pages that are
-/// asked for again.
+/// The same on a file in memory, where Ringdisk maps pages that are requested again: every program is restarted for
+/// each measurement.
 const WARM_UP_IN_MEMORY_SECONDS: f64 = 1.0;
 /// At depth one, a disk whose slowest hundredth takes longer than this is in one of its slow spells.
 const SLOW_SPELL_P99_US: f64 = 500.0;
 const CALM_ATTEMPTS: usize = 5;
-/// How often a measurement is made at most if the host takes the processors away.
+/// The highest number of attempts if the host takes the processors away.
 const STOLEN_ATTEMPTS: usize = 4;
 const NULL_BYTES: u64 = 4 << 30;
 /// From this block size on, the pages of a request matter.
 const LONG_KIB: u32 = 128;
 
-/// What one measurement gave.
+/// The result of one measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub(super) struct Sample {
     pub(super) iops: f64,
@@ -45,10 +46,10 @@ pub(super) struct Sample {
     pub(super) client_us_per_request: f64,
 }
 
-/// The programs.
+/// The programs of a run.
 pub(super) struct Tools {
     pub(super) ringdisk: PathBuf,
-    /// The same program for every server.
+    /// The client, the same program for every server.
     pub(super) client: PathBuf,
 }
 
@@ -70,19 +71,19 @@ impl Tools {
         Ok(Self { client: ringdisk.clone(), ringdisk })
     }
 
-    /// The program that is measured.
+    /// Returns the measured program.
     pub(super) fn ringdisk(&self) -> &Path {
         &self.ringdisk
     }
 
-    /// The same client, and another build of Ringdisk as the server.
+    /// Returns tools with the same client, and another build of Ringdisk as the server.
     pub(super) fn with_server(&self, ringdisk: PathBuf) -> Self {
         Self { ringdisk, client: self.client.clone() }
     }
 }
 
 /// Measures again if the host takes the processors away, or if a cell at depth one shows that the disk is in a slow
-/// spell. What the host does for the disk counts as taken too, so runs at the disk's pace are never repeated for it.
+/// spell. The host's work for the disk counts as taken, too, so runs that wait for the disk are never repeated for it.
 pub(super) fn calm(cell: &Cell, measure: impl Fn() -> Result<Sample>) -> Result<Sample> {
     let attempts = if cell.storage.is_at_the_disks_pace() { 1 } else { STOLEN_ATTEMPTS };
     let mut sample = least_stolen(attempts, &measure)?;
@@ -96,7 +97,7 @@ pub(super) fn calm(cell: &Cell, measure: impl Fn() -> Result<Sample>) -> Result<
     Ok(sample)
 }
 
-/// How long a cell runs before anything is counted.
+/// Returns how long a cell runs before anything is counted.
 pub(super) fn warm_up_seconds(cell: &Cell) -> f64 {
     match cell.storage {
         storage if storage.is_fresh() => 0.0,
@@ -105,14 +106,14 @@ pub(super) fn warm_up_seconds(cell: &Cell) -> f64 {
     }
 }
 
-/// Ringdisk under its client.
+/// Measures Ringdisk with the client.
 pub(super) fn ringdisk(cell: &Cell, tools: &Tools, files: &Files, seconds: f64) -> Result<Sample> {
     files.renew(cell.storage)?;
     let socket = socket_path();
     with_server(serve(tools, &drive(cell, files), &socket), &socket, |pid| client(cell, tools, files, pid, seconds))
 }
 
-/// The options of a cell's disk.
+/// Returns the drive options of a cell's disk.
 pub(super) fn drive(cell: &Cell, files: &Files) -> String {
     match cell.storage {
         Storage::Null => format!("format=null,size={NULL_BYTES}"),
@@ -128,18 +129,18 @@ pub(super) fn drive(cell: &Cell, files: &Files) -> String {
     }
 }
 
-/// The reference of the cell's storage: another disk of ours under the same load.
+/// Measures the reference of the cell's storage: another disk of ours under the same load.
 pub(super) fn reference(cell: &Cell, tools: &Tools, files: &Files, seconds: f64) -> Result<Sample> {
     let storage = cell.storage.reference().unwrap_or(cell.storage);
     ringdisk(&Cell { storage, ..*cell }, tools, files, seconds)
 }
 
-/// `ringdisk serve` with one drive.
+/// Returns the command `ringdisk serve` with one drive.
 pub(super) fn serve(tools: &Tools, drive: &str, socket: &Path) -> Command {
     serve_under(&[], tools, drive, socket)
 }
 
-/// As [`serve`], by way of another program; then without spinning.
+/// As [`serve`], but under another program, and then without spinning.
 pub(super) fn serve_under(program: &[&str], tools: &Tools, drive: &str, socket: &Path) -> Command {
     let words = program.iter().map(Path::new).chain([tools.ringdisk.as_path()]);
     let mut command = Command::new("taskset");
@@ -153,12 +154,12 @@ pub(super) fn serve_under(program: &[&str], tools: &Tools, drive: &str, socket: 
     command
 }
 
-/// A path as a value of `--drive` or `--blockdev`.
+/// Escapes a path for `--drive` or `--blockdev`.
 pub(super) fn escaped(path: &Path) -> String {
     path.display().to_string().replace(',', ",,")
 }
 
-/// qemu-storage-daemon under the same client, with a thread of its own for the disk as its manual advises.
+/// Measures qemu-storage-daemon with the same client, with a thread of its own for the disk as its manual advises.
 pub(super) fn peer(cell: &Cell, tools: &Tools, files: &Files, seconds: f64) -> Result<Sample> {
     files.renew(cell.storage)?;
     let disk = match cell.storage {
@@ -174,7 +175,7 @@ pub(super) fn peer(cell: &Cell, tools: &Tools, files: &Files, seconds: f64) -> R
     with_server(command, &socket, |pid| client(cell, tools, files, pid, seconds))
 }
 
-/// The `--blockdev`s of a disk on a file.
+/// Returns the `--blockdev`s of a disk on a file.
 pub(super) fn qemu_disk(path: &Path, format: &str, engine: &str, direct: bool) -> Vec<String> {
     let direct = if direct { "on" } else { "off" };
     vec![
@@ -183,14 +184,14 @@ pub(super) fn qemu_disk(path: &Path, format: &str, engine: &str, direct: bool) -
     ]
 }
 
-/// What qemu-storage-daemon does not do by itself.
+/// Options that are off by default in qemu-storage-daemon.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct QemuOptions {
     write_through: bool,
     never_spins: bool,
 }
 
-/// qemu-storage-daemon with the node `disk` of these `--blockdev`s at a socket.
+/// Returns the command of qemu-storage-daemon that serves the node `disk` of these `--blockdev`s at a socket.
 pub(super) fn qemu(disk: &[String], options: QemuOptions, socket: &Path) -> Command {
     let mut command = pinned(SERVER_CORE, Path::new("qemu-storage-daemon"));
     let thread = if options.never_spins { "iothread,id=thread,poll-max-ns=0" } else { "iothread,id=thread" };
@@ -206,7 +207,8 @@ pub(super) fn qemu(disk: &[String], options: QemuOptions, socket: &Path) -> Comm
     command
 }
 
-/// fio on the raw file. It registers its file, as Ringdisk does by itself, and its buffers where the cell says so.
+/// Measures fio on the raw file. It registers its file, as Ringdisk does by default, and its buffers if the cell says
+/// so.
 pub(super) fn host(cell: &Cell, _tools: &Tools, files: &Files, seconds: f64) -> Result<Sample> {
     let mut command = pinned(SERVER_CORE, Path::new("fio"));
     command
@@ -219,7 +221,7 @@ pub(super) fn host(cell: &Cell, _tools: &Tools, files: &Files, seconds: f64) -> 
         .arg(format!("--iodepth={}", cell.depth))
         .arg(format!("--runtime={}", fio_time(seconds)))
         .arg(format!("--ramp_time={}", fio_time(WARM_UP_SECONDS)))
-        // In batches, as a server takes requests and hands results back.
+        // Requests and completions come in batches, as in a server.
         .arg(format!("--iodepth_batch_submit={}", cell.depth))
         .arg(format!("--iodepth_batch_complete_max={}", cell.depth));
     if cell.engine.fio() == "io_uring" {
@@ -229,7 +231,7 @@ pub(super) fn host(cell: &Cell, _tools: &Tools, files: &Files, seconds: f64) -> 
         command.arg("--fixedbufs");
     }
     if cell.block_kib >= LONG_KIB {
-        // Pages of a file, as a guest's memory is. They cost more to look up than a process's own.
+        // The buffers are pages of a file, as a guest's memory is. They cost more to look up than a process's own.
         command.arg("--iomem=mmapshared");
     }
     if cell.storage == Storage::RawSync {
@@ -245,12 +247,12 @@ pub(super) fn host(cell: &Cell, _tools: &Tools, files: &Files, seconds: f64) -> 
     Ok(Sample { iops, p99_us, cpu_us_per_request, client_us_per_request: 0.0 })
 }
 
-/// A time as fio takes it. fio ignores a fraction of a second, and without a time it goes through the whole file.
+/// Formats a time for fio. fio ignores a fraction of a second, and without a time it goes through the whole file.
 fn fio_time(seconds: f64) -> String {
     format!("{:.0}ms", seconds * 1e3)
 }
 
-/// `ringdisk bench` against the server at the socket.
+/// Measures the server at the socket with `ringdisk bench`.
 fn client(cell: &Cell, tools: &Tools, files: &Files, server: u32, seconds: f64) -> Result<Sample> {
     let mut arguments = vec!["--rw".to_owned(), cell.access.name().to_owned()];
     arguments.extend(["--bs".to_owned(), format!("{}k", cell.block_kib)]);
@@ -273,7 +275,7 @@ fn client(cell: &Cell, tools: &Tools, files: &Files, server: u32, seconds: f64) 
     })
 }
 
-/// The report of `ringdisk bench` on the socket.
+/// Returns the report of `ringdisk bench` on the socket.
 pub(super) fn bench(tools: &Tools, server: u32, arguments: &[String]) -> Result<Value> {
     let mut command = pinned(CLIENT_CORE, &tools.client);
     command.arg("bench").arg("--socket").arg(socket_path()).args(arguments);
@@ -307,7 +309,7 @@ pub(super) fn socket_path() -> PathBuf {
     std::env::temp_dir().join(format!("ringdisk-bench-{}.sock", std::process::id()))
 }
 
-/// Runs `server`, and `measure` once it can be connected to. taskset becomes the server, so its process id is the
+/// Runs `server`, and `measure` once it accepts connections. taskset becomes the server, so its process id is the
 /// server's.
 pub(super) fn with_server<T>(mut server: Command, socket: &Path, measure: impl FnOnce(u32) -> Result<T>) -> Result<T> {
     let _ = std::fs::remove_file(socket);
@@ -325,7 +327,7 @@ struct Running(Child);
 impl Running {
     fn wait_for(&mut self, socket: &Path) -> Result<()> {
         let end = Instant::now() + PATIENCE;
-        // A connection that is closed at once is a session that ended; both servers wait for the next.
+        // A connection that is closed at once is an ended session; both servers wait for the next one.
         while UnixStream::connect(socket).is_err() {
             if let Some(status) = self.0.try_wait()? {
                 bail!("it ended ({status}) before it served");
@@ -336,7 +338,7 @@ impl Running {
         Ok(())
     }
 
-    /// Asks it to end, waits, and gives back what it said.
+    /// Asks it to end, waits, and returns its output.
     fn end(&mut self) -> String {
         let pid = rustix::process::Pid::from_child(&self.0);
         let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
@@ -361,7 +363,7 @@ impl Drop for Running {
     }
 }
 
-/// The first line that a program prints when asked for its version.
+/// Returns the first line of a program's `--version`.
 pub(super) fn version(program: &str) -> String {
     let output = Command::new(program).arg("--version").stdin(Stdio::null()).output();
     output

@@ -2,8 +2,8 @@
 //!
 //! Each cell is a workload on a storage. In each round of a cell every server is started alone on the same file, pinned
 //! to one core, measured by the same client (`ringdisk bench`) on the other core, and ended; fio measures the file
-//! without a guest. Rounds alternate the order. What counts are medians over the rounds, the ratio of each round's two
-//! servers, and CPU a request. With `--before` the other side is another build of Ringdisk.
+//! without a guest. Rounds alternate the order. The results are medians over the rounds, the ratio of each round's two
+//! servers, and CPU time a request. With `--before` the other side is another build of Ringdisk.
 
 mod before;
 mod cells;
@@ -36,7 +36,7 @@ use results::{Results, Stamp};
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// What `cargo xtask bench` takes.
+/// The arguments of `cargo xtask bench`.
 #[derive(clap::Args)]
 pub(crate) struct BenchArguments {
     /// Rounds of each cell; in each, every server runs once.
@@ -54,28 +54,29 @@ pub(crate) struct BenchArguments {
     /// Count instructions a request with callgrind instead (4 KiB cells on the null disk and on tmpfs).
     #[arg(long)]
     profile: bool,
-    /// Measure the image tool beside qemu-img instead; prints its table, or writes it where --output says.
+    /// Measure the image tool beside qemu-img instead; prints its table, or writes it to --output.
     #[arg(long)]
     images: bool,
     /// Compare the pool of requests' contexts with the allocator and with a list behind a lock instead: builds the program
     /// with each.
     #[arg(long, conflicts_with_all = ["images", "profile", "list", "filter", "resume", "output", "ringdisk", "size_mib", "directory"])]
     contexts: bool,
-    /// Measure single ideas instead, each beside the program without it: the driver's paths and callbacks, when reactors
-    /// look for completions, durable writes, contexts, packed rings, and real guests. Writes docs/benchmarks-driver.md;
-    /// with --filter only prints, and with --filter and --output writes what was kept of earlier runs, too.
+    /// Measure single ideas instead, each beside the program without it: the driver's paths and callbacks, when
+    /// reactors look for completions, durable writes, contexts, packed rings, and real guests. Writes
+    /// docs/benchmarks-driver.md; with --filter only prints, and with --filter and --output also writes the kept tables
+    /// of earlier runs.
     #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "resume", "size_mib", "before"])]
     driver: bool,
     /// Measure scratch overlays (snapshot=on) instead, beside QEMU's and beside a qcow2 overlay; writes
-    /// docs/benchmarks-scratch.md, or where --output says.
+    /// docs/benchmarks-scratch.md, or the page of --output.
     #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "resume", "size_mib", "directory", "before"])]
     scratch: bool,
-    /// Measure the filter that bounds a disk's rate instead, beside qemu-storage-daemon's; writes docs/benchmarks-throttle.md,
-    /// or where --output says.
+    /// Measure the filter throttle instead, beside qemu-storage-daemon's; writes docs/benchmarks-throttle.md, or the
+    /// page of --output.
     #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "resume", "size_mib", "directory", "before", "filter", "list"])]
     throttle: bool,
     /// Measure disks for NBD clients instead, beside nbdkit and qemu-nbd, and with TLS; at most five rounds. Writes
-    /// docs/benchmarks-nbd.md, or where --output says.
+    /// docs/benchmarks-nbd.md, or the page of --output.
     #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "resume", "size_mib", "before"])]
     nbd: bool,
     /// Measure what guests notice of a snapshot, a commit, a mirror and a backup instead, beside qemu-storage-daemon. Writes
@@ -85,7 +86,7 @@ pub(crate) struct BenchArguments {
     /// Size of the files [default: 1024; 4096 with --images].
     #[arg(long, value_name = "MIB")]
     size_mib: Option<u64>,
-    /// Where the files on a disk are made [default: below the build directory].
+    /// The directory for files on a disk [default: below the build directory].
     #[arg(long, value_name = "PATH")]
     directory: Option<PathBuf>,
     /// Compare with another build of ringdisk instead: each cell in turn with both, and the ratios, the lowest first.
@@ -94,16 +95,16 @@ pub(crate) struct BenchArguments {
     /// Measure this build of ringdisk instead of making one.
     #[arg(long, value_name = "PATH")]
     ringdisk: Option<PathBuf>,
-    /// Go on with a run that was broken off: keep each cell when it is measured, leave out those that this commit has
-    /// figures of, and write the page from all that were kept.
+    /// Continue an interrupted run: keep each measured cell, leave out those that this commit has figures of, and write
+    /// the page from all kept cells.
     #[arg(long)]
     resume: bool,
-    /// The page to write [default: docs/benchmarks-fast-path.md; none where only some cells run, unless with --resume].
+    /// The page to write [default: docs/benchmarks-fast-path.md; none if only some cells run, unless with --resume].
     #[arg(long, value_name = "PATH")]
     output: Option<PathBuf>,
 }
 
-/// The measurements of one cell: a sample a round for each side that takes part.
+/// The measurements of one cell: one sample for each round and side.
 #[derive(Default)]
 struct Outcome {
     cell: Cell,
@@ -122,9 +123,9 @@ impl BenchArguments {
     }
 }
 
-/// What a measurement takes besides its time: starting and ending a server and a client.
+/// The time around a measurement: starting and ending a server and a client.
 const AROUND_SECONDS: f64 = 0.4;
-/// What the large image takes: to make it, and a round.
+/// The times for the large image: to make it, and a round.
 const OPENING_SECONDS: (f64, f64) = (20.0, 3.0);
 
 const NOTHING_TO_MEASURE: &str = "at least one pair, and some time for each, are needed";
@@ -193,7 +194,7 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     Ok(())
 }
 
-/// Measures the cells, keeping each where the run may be gone on with.
+/// Measures the cells, and keeps each if the run may be resumed.
 fn measure_all(
     mut cells: Vec<Cell>,
     mut opens: bool,
@@ -228,7 +229,7 @@ fn measure_all(
     Ok((outcomes, openings, files))
 }
 
-/// The cells' names, with an estimate.
+/// Prints the cells' names, with an estimate of the time.
 fn list(cells: &[Cell], opens: bool, arguments: &BenchArguments) {
     let round =
         |cell: &Cell| f64::from(cell.sides()) * (arguments.seconds + measure::warm_up_seconds(cell) + AROUND_SECONDS);
@@ -270,7 +271,7 @@ fn measure_cell(
         if cell.has_host() {
             sides.push((&mut outcome.host, measure::host));
         }
-        // The one that begins has the machine as the last round left it.
+        // The order alternates: the first side gets the machine as the last round left it.
         if round % 2 == 1 {
             sides.reverse();
         }
@@ -281,7 +282,7 @@ fn measure_cell(
     Ok(outcome)
 }
 
-/// The program to be measured, by an absolute name: it is run in other directories too.
+/// Returns the program to measure by an absolute path, because it is also run in other directories.
 fn ringdisk_of(arguments: &BenchArguments) -> Result<PathBuf> {
     match &arguments.ringdisk {
         Some(path) => std::path::absolute(path).with_context(|| format!("there is no {}", path.display())),
@@ -289,7 +290,7 @@ fn ringdisk_of(arguments: &BenchArguments) -> Result<PathBuf> {
     }
 }
 
-/// The program as users run it.
+/// Builds the program as users run it.
 fn build_ringdisk() -> Result<PathBuf> {
     let build = Program::cargo().args(["build", "--release", "--package", "ringdisk"]).watch()?;
     if !build.success() {

@@ -15,17 +15,17 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const FILE_BYTES: usize = 512 << 20;
-/// More rounds would take longer than six minutes.
+/// The most rounds: more would take longer than six minutes.
 const ROUNDS_MAX: usize = 5;
 const STOLEN_ATTEMPTS: usize = 2;
-/// Of `/proc` (USER_HZ).
+/// Clock ticks a second in `/proc` (USER_HZ).
 const TICKS_PER_SECOND: f64 = 100.0;
 
-/// A load, and what the ratio to each peer should be at least.
+/// A load, and the least ratio to each peer that it should reach.
 struct Load {
     name: &'static str,
     fio: &'static [&'static str],
-    /// The same for our own client.
+    /// The same load for our own client.
     own: &'static [&'static str],
     goals: [f64; 2],
 }
@@ -51,13 +51,13 @@ const LOADS: [Load; 3] = [
     },
 ];
 
-/// Who serves.
+/// The servers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
     Ringdisk,
     Nbdkit,
     Qemu,
-    /// Ringdisk under our own client: fio cannot name certificates.
+    /// Ringdisk with our own client: fio cannot name certificates.
     Clear,
     Tls,
 }
@@ -89,7 +89,7 @@ impl Places {
     }
 }
 
-/// An authority and a server called localhost, as QEMU lays them out.
+/// Makes an authority and a certificate for localhost, in QEMU's layout.
 fn make_certificates(directory: &Path) -> Result<()> {
     let openssl = |arguments: &[&str]| -> Result<()> {
         let script = format!("cd '{}' && openssl {}", directory.display(), arguments.join(" "));
@@ -160,7 +160,7 @@ fn measure(load: &Load, side: Side, tools: &Tools, file: &Path, certificates: &P
     })
 }
 
-/// Requests a second, and how many there were.
+/// Runs fio. Returns requests a second, and the number of requests.
 fn fio_client(load: &Load, uri: &str, seconds: f64) -> Result<(f64, f64)> {
     let mut fio = pinned(CLIENT_CORE, Path::new("fio"));
     fio.args(["--name=client", "--thread", "--output-format=json", "--time_based", "--randrepeat=0", "--ioengine=nbd"])
@@ -176,7 +176,7 @@ fn fio_client(load: &Load, uri: &str, seconds: f64) -> Result<(f64, f64)> {
     Ok((number(&way["iops"])?, requests))
 }
 
-/// The same by our own client.
+/// The same with our own client.
 fn own_client(load: &Load, tools: &Tools, uri: &str, seconds: f64) -> Result<(f64, f64)> {
     let mut client = pinned(CLIENT_CORE, tools.ringdisk());
     client.args(["bench", "--output", "json", "--warmup", "0", "--time", &seconds.to_string()]).args(load.own);
@@ -186,10 +186,10 @@ fn own_client(load: &Load, tools: &Tools, uri: &str, seconds: f64) -> Result<(f6
     Ok((iops, iops * seconds))
 }
 
-/// CPU time of a process so far, in microseconds.
+/// Returns the CPU time of a process so far, in microseconds.
 fn cpu_us(pid: u32) -> Result<f64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // The name before may have spaces.
+    // The name before these fields may have spaces.
     let fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace();
     let ticks: u64 = fields.skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum();
     Ok(ticks as f64 * 1e6 / TICKS_PER_SECOND)
@@ -206,7 +206,7 @@ impl Row {
         self.samples[side].iter().map(|sample| sample.iops).collect()
     }
 
-    /// How the rate of `side` is to that of `other`: median, least and most over the rounds.
+    /// Formats the ratio of the rate of `side` to that of `other`: median, least and most over the rounds.
     fn ratio(&self, side: usize, other: usize) -> String {
         let ratios = ratios(&self.rates(side), &self.rates(other));
         let least = ratios.iter().copied().fold(f64::MAX, f64::min);
@@ -244,7 +244,7 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
             let mut row = Row { load, place, samples: Default::default() };
             for round in 0..rounds {
                 for turn in 0..SIDES.len() {
-                    // In turn, each first, so that no side has the better place.
+                    // Each side is first in turn, so that none has the better place.
                     let side = (turn + round) % SIDES.len();
                     let once =
                         || measure(&LOADS[load], SIDES[side], &tools, &file, places.memory.path(), arguments.seconds);

@@ -10,31 +10,31 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// For `--filter`.
+/// The name for `--filter`.
 pub(super) const NAME: &str = "open-16t-full";
 const SIZE_BYTES: u64 = 16 << 40;
-/// Clusters of each L2 table that are not in use: the first tenth, so that a write to the disk's begin allocates.
+/// Unused clusters of each L2 table: the first tenth, so that a write to the disk's beginning allocates.
 const EMPTY_OF_TABLE: u64 = L2_ENTRIES / 10;
 
-/// What one server did.
+/// The figures of one server.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub(super) struct Opened {
-    /// From the start of the program until it can be connected to.
+    /// The time from the start of the program until it accepts a connection.
     served_ms: f64,
-    /// The most memory it had, after both requests.
+    /// Its peak memory after both requests.
     memory_mib: f64,
     first_read_ms: f64,
     first_allocation_ms: f64,
 }
 
-/// A round for each server.
+/// Measures one round of each server.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(super) struct Openings {
     ringdisk: Vec<Opened>,
     peer: Vec<Opened>,
 }
 
-/// Only tables are written: the file is sparse.
+/// Makes the image. Only tables are written: the file is sparse.
 fn make(files: &Files) -> Result<PathBuf> {
     let path = files.tmpfs()?.join("large.qcow2");
     println!("making a qcow2 image of 16 TiB, 90% in use (2.3 GiB of tables)");
@@ -70,7 +70,7 @@ fn one(tools: &Tools, server: std::process::Command, socket: &Path) -> Result<Op
     })
 }
 
-/// How long a single request takes.
+/// Measures a single request.
 fn first_request(tools: &Tools, pid: u32, access: &str) -> Result<f64> {
     let arguments = ["--rw", access, "--bs", "4k", "--depth", "1", "--count", "1"].map(str::to_owned);
     let report = measure::bench(tools, pid, &arguments)?;
@@ -84,7 +84,7 @@ fn peak_memory_mib(pid: u32) -> Result<f64> {
     Ok(kib / 1024.0)
 }
 
-/// The page's table.
+/// Returns the page's table.
 pub(super) fn table(text: &mut String, openings: &Openings) -> Result<()> {
     writeln!(text, "## A qcow2 image of 16 TiB, 90% in use, on tmpfs\n")?;
     writeln!(text, "Medians of {} rounds; memory is the most that was resident.\n", openings.ringdisk.len())?;

@@ -1,4 +1,4 @@
-//! The page that keeps what was measured.
+//! The page with the measured figures.
 
 use super::Outcome;
 use super::cells::Storage;
@@ -11,7 +11,7 @@ use crate::command::Program;
 use anyhow::Result;
 use std::fmt::Write;
 
-/// How the figures came about.
+/// How the figures were measured.
 const METHOD: &str = "\
 Written by `cargo xtask bench`; do not edit. [Why it is measured this way](decisions/0037-benchmarks.md).
 
@@ -44,7 +44,7 @@ Ringdisk and fio register files with io_uring; qemu registers nothing. Buffers a
 so. For qcow2, fio runs on a raw file of the same size.
 ";
 
-/// One line for whoever watches.
+/// Returns one line for a person who watches.
 pub(super) fn brief(outcome: &Outcome) -> String {
     let row = Row::of(outcome);
     let side = |name: &str, side: &Option<Side>| {
@@ -62,7 +62,7 @@ pub(super) fn brief(outcome: &Outcome) -> String {
     )
 }
 
-/// The whole page.
+/// Returns the whole page.
 pub(super) fn write(outcomes: &[Outcome], openings: Option<&Openings>, files: &Files) -> Result<String> {
     let mut text = String::new();
     writeln!(text, "# The path of a guest's request, beside its peers\n")?;
@@ -110,7 +110,7 @@ fn table(text: &mut String, storage: Storage, outcomes: &[&Outcome]) -> Result<(
     Ok(())
 }
 
-/// The processors, the memory and the kernel, without a name.
+/// Describes the processors, the memory and the kernel, without the host's name.
 pub(super) fn hardware() -> String {
     let cpus = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = cpus.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or(": unknown");
@@ -126,7 +126,7 @@ pub(super) fn hardware() -> String {
     format!("{model}, {cores} cores, {} GiB of memory, Linux {}", memory_kib >> 20, kernel.trim())
 }
 
-/// The machine, the programs and the commits.
+/// Writes the machine, the programs and the commits.
 fn machine(text: &mut String, outcomes: &[Outcome], files: &Files) -> Result<()> {
     writeln!(text, "* {}", hardware())?;
     writeln!(text, "* files of {} MiB, on disk on {}", files.size_mib(), files.file_system())?;
@@ -144,7 +144,7 @@ fn machine(text: &mut String, outcomes: &[Outcome], files: &Files) -> Result<()>
     Ok(())
 }
 
-/// A ratio over the rounds.
+/// The median of a ratio over the rounds, with its middle half.
 #[derive(Clone, Copy)]
 struct Ratio {
     middle: f64,
@@ -163,12 +163,12 @@ impl Ratio {
     }
 }
 
-/// What Ringdisk is measured beside.
+/// A program that Ringdisk is measured beside.
 struct Side {
     iops: f64,
     cpu_us: f64,
     p99_us: f64,
-    /// Ringdisk's rate by this one's.
+    /// Ringdisk's rate divided by this one's.
     ratio: Ratio,
 }
 
@@ -219,12 +219,12 @@ fn of(samples: &[Sample], field: impl Fn(&Sample) -> f64) -> Vec<f64> {
     samples.iter().map(field).collect()
 }
 
-/// A time in microseconds, as exact as it is worth.
+/// Formats a time in microseconds with its significant digits.
 fn digits(us: f64) -> String {
     if us >= 100.0 { format!("{us:.0}") } else { format!("{us:.1}") }
 }
 
-/// Three digits that count.
+/// Formats a rate with three significant digits.
 pub(super) fn rate(iops: f64) -> String {
     if iops >= 1e6 {
         format!("{:.2}M", iops / 1e6)

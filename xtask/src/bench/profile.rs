@@ -1,8 +1,8 @@
 //! Instructions a request, by callgrind. A busy machine does not disturb these figures.
 //!
 //! One server under callgrind serves some requests, and another serves more. The difference of the two counts, divided
-//! by the difference in requests, is what one request takes. Starting and ending cancel out. The server is so slow that
-//! its ring is never empty, and it does not spin. So only work is counted.
+//! by the difference in requests, is the cost of one request. Starting and ending cancel out. The server is so slow
+//! that its ring is never empty, and it does not spin. So only work is counted.
 
 use super::BenchArguments;
 use super::cells::{self, Cell, Storage};
@@ -12,9 +12,9 @@ use crate::{packages, workspace};
 use anyhow::{Context, Result, ensure};
 use std::path::Path;
 
-/// Requests of the two runs.
+/// Numbers of requests of the two runs.
 const COUNTS: [u64; 2] = [5_000, 25_000];
-/// Functions shown of each cell.
+/// How many functions are shown for each cell.
 const SHOWN: usize = 12;
 
 /// Whether a cell can be counted. Work of the kernel and the disk cannot, and valgrind does not know io_uring's waits.
@@ -80,7 +80,7 @@ fn serve_counted(cell: &Cell, tools: &Tools, files: &Files, count: u64, output: 
     })
 }
 
-/// Each function's own cost.
+/// Returns each function's own cost.
 fn self_costs(output: &Path) -> Result<Vec<(String, f64)>> {
     let command =
         crate::command::Program::new("callgrind_annotate").args(["--auto=no", "--threshold=100", "--show-percs=no"]);

@@ -1,5 +1,5 @@
 //! Writes qcow2 images with any number of clusters in use, in seconds. It writes all tables at once, from the format's
-//! specification, and data only where they are wanted. An image of many terabytes takes only the space of its tables.
+//! specification, and data only on request. An image of many terabytes takes only the space of its tables.
 
 use anyhow::{Context, Result};
 use std::io::{BufWriter, Seek, SeekFrom, Write};
@@ -13,24 +13,24 @@ pub(super) const L2_ENTRIES: u64 = CLUSTER_BYTES / 8;
 const BLOCK_ENTRIES: u64 = CLUSTER_BYTES / 2;
 const COPIED: u64 = 1 << 63;
 const HEADER_BYTES: u32 = 104;
-/// Where the header says where the L1 table is.
+/// The header field with the offset of the L1 table.
 const L1_OFFSET_AT: u64 = 40;
 
-/// What an image is to be.
+/// The description of an image.
 pub(super) struct Image<'a> {
     pub(super) size_bytes: u64,
     /// The name of the backing file, a qcow2 image, as the header has it.
     pub(super) backing: Option<&'a str>,
     /// Whether a guest cluster is in use.
     pub(super) in_use: &'a dyn Fn(u64) -> bool,
-    /// What it holds; where nothing is written the file has a hole.
+    /// Fills its clusters; without it the file has holes in place of data.
     pub(super) data: Option<Fill<'a>>,
 }
 
 /// Fills a cluster.
 pub(super) type Fill<'a> = &'a mut dyn FnMut(&mut [u8]);
 
-/// Where everything lies, in clusters: header, refcount table, L1 table, L2 tables, refcount blocks, data.
+/// The layout in clusters: header, refcount table, L1 table, L2 tables, refcount blocks, data.
 struct Layout {
     table_clusters: u64,
     l1_clusters: u64,
@@ -113,7 +113,7 @@ pub(super) fn write(path: &Path, image: Image<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Makes the first guest cluster an empty one again; what it had is leaked.
+/// Unmaps the first guest cluster again; its host cluster is leaked.
 pub(super) fn drop_first_cluster(path: &Path) -> Result<()> {
     let file = std::fs::File::options().read(true).write(true).open(path)?;
     let word = |offset| -> Result<u64> {
@@ -126,7 +126,7 @@ pub(super) fn drop_first_cluster(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Version 3 of the header, without features.
+/// Returns a header of version 3, without features.
 fn header(image: &Image<'_>, layout: &Layout) -> Vec<u8> {
     let name = image.backing.unwrap_or_default();
     // Behind the header: the extension that names the backing file's format, the end of extensions, the name.

@@ -1,4 +1,4 @@
-//! Keeps the measurements cell by cell, so that a run that was broken off can be resumed.
+//! Keeps the measurements cell by cell, so that an interrupted run can be resumed.
 //!
 //! Each cell is a line of JSON, in the order of measuring. The last line of a cell counts.
 
@@ -87,7 +87,7 @@ impl Results {
         Ok(())
     }
 
-    /// The last outcome of each cell, if there is one, in the order of the cells.
+    /// Returns the last outcome of each cell, if there is one, in the order of the cells.
     pub(super) fn outcomes(&self) -> Vec<Outcome> {
         let last = |cell: Cell| {
             let name = cell.name();

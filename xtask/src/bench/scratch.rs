@@ -1,6 +1,6 @@
-//! `cargo xtask bench --scratch`: a scratch overlay (`snapshot=on`) beside QEMU's temporary qcow2 overlay, which is what its
-//! `snapshot=on` makes, and beside a qcow2 overlay of ours. The same client, interleaved, over one raw file in memory; what
-//! is written goes to memory as well. Every side is made anew for each measurement.
+//! `cargo xtask bench --scratch`: a scratch overlay (`snapshot=on`) beside QEMU's temporary qcow2 overlay, which is
+//! what its `snapshot=on` makes, and beside a qcow2 overlay of ours. All have the same client, interleaved, over one
+//! raw file in memory; writes go to memory as well. Every side is made anew for each measurement.
 
 use super::BenchArguments;
 use super::measure::{Tools, bench, escaped, number, qemu, serve, socket_path, version, with_server};
@@ -14,14 +14,14 @@ use std::process::Command;
 
 const BASE_BYTES: usize = 1 << 30;
 
-/// A load: what comes first, and what is measured.
+/// A load: an unmeasured part, and the measured part.
 struct Load {
     name: &'static str,
-    /// Runs before, unmeasured.
+    /// The unmeasured part, which runs first.
     before: Option<&'static [&'static str]>,
     arguments: &'static [&'static str],
     warm_up: &'static str,
-    /// What the ratio to QEMU should be at least.
+    /// The least ratio to QEMU that it should reach.
     goal: f64,
 }
 
@@ -51,7 +51,7 @@ const LOADS: [Load; 4] = [
     },
 ];
 
-/// Who serves.
+/// The servers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
     Scratch,
@@ -76,7 +76,7 @@ impl Files {
         self.directory.path().join("base.raw")
     }
 
-    /// A new, empty qcow2 overlay of the base.
+    /// Makes a new, empty qcow2 overlay of the base.
     fn overlay(&self) -> Result<PathBuf> {
         let overlay = self.directory.path().join("overlay.qcow2");
         let _ = std::fs::remove_file(&overlay);
@@ -98,7 +98,7 @@ impl Files {
                 serve(tools, &format!("file={},format=qcow2,cache=unsafe", escaped(&overlay)), socket)
             }
             Side::Qemu => {
-                // As the temporary overlay of `snapshot=on` is opened: flushes do nothing.
+                // Flushes do nothing, as in the temporary overlay of `snapshot=on`.
                 let (base, overlay) = (escaped(&self.base()), escaped(&self.overlay()?));
                 let disk = [
                     format!("driver=file,node-name=below,filename={base},read-only=on,aio=io_uring"),
@@ -112,7 +112,7 @@ impl Files {
     }
 }
 
-/// Requests a second.
+/// Measures one side. Returns requests a second.
 fn measure(load: &Load, side: Side, tools: &Tools, files: &Files, seconds: f64) -> Result<f64> {
     let socket = socket_path();
     let arguments = |words: &[&str], time: f64, warm_up: &str| -> Vec<String> {
@@ -139,7 +139,7 @@ impl Row<'_> {
         median(&self.samples[side])
     }
 
-    /// How many times as fast the scratch overlay is: median, least and most over the rounds.
+    /// Returns the ratio of the scratch overlay's rate to that of `side`: median, least and most over the rounds.
     fn ratio(&self, side: usize) -> (f64, f64, f64) {
         let ratios = ratios(&self.samples[0], &self.samples[side]);
         let least = ratios.iter().copied().fold(f64::MAX, f64::min);
@@ -165,7 +165,7 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
         let mut samples = [Vec::new(), Vec::new(), Vec::new()];
         for round in 0..arguments.pairs {
             for place in 0..SIDES.len() {
-                // In turn, each first, so that no side has the better place.
+                // Each side is first in turn, so that none has the better place.
                 let side = (place + round) % SIDES.len();
                 samples[side].push(measure(load, SIDES[side], &tools, &files, arguments.seconds)?);
             }

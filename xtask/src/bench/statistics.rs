@@ -1,11 +1,11 @@
 //! Medians and spreads of a few samples.
 
-/// The middle of `values`; zero where there are none.
+/// Returns the median of `values`; zero if there are none.
 pub(super) fn median(values: &[f64]) -> f64 {
     quantile(values, 0.5)
 }
 
-/// The value below which `fraction` of `values` lie, between neighbours in proportion.
+/// Returns the value below which `fraction` of `values` lie, interpolated between neighbours.
 pub(super) fn quantile(values: &[f64], fraction: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -16,7 +16,7 @@ pub(super) fn quantile(values: &[f64], fraction: f64) -> f64 {
     below + (above - below) * place.fract()
 }
 
-/// The ratio of each pair.
+/// Returns the ratio of each pair.
 pub(super) fn ratios(ours: &[f64], theirs: &[f64]) -> Vec<f64> {
     ours.iter().zip(theirs).filter(|(_, theirs)| **theirs > 0.0).map(|(ours, theirs)| ours / theirs).collect()
 }

@@ -1,10 +1,10 @@
 //! Stolen time: processor time that the host of a virtual machine gives to others. Two programs that answer each other
-//! lose more by it than one that works alone, so figures would describe the host and not the programs.
+//! lose more by it than one that works alone. The figures would then describe the host, not the programs.
 
-/// A run that lost a larger part of the processors' time than this is made again.
+/// A run that lost a larger part of the processors' time than this is repeated.
 const TOO_MUCH: f64 = 0.1;
 
-/// Clock ticks since the start, of all processors.
+/// Clock ticks of all processors since the start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Ticks {
     all: u64,
@@ -16,20 +16,21 @@ impl Ticks {
         Self::read(&std::fs::read_to_string("/proc/stat").ok()?)
     }
 
-    /// The first line of `/proc/stat`: user, nice, system, idle, iowait, irq, softirq, steal; guests are in `user`.
+    /// Reads the first line of `/proc/stat`: user, nice, system, idle, iowait, irq, softirq, steal; guests are in
+    /// `user`.
     fn read(text: &str) -> Option<Self> {
         let fields = text.lines().next()?.strip_prefix("cpu ")?.split_whitespace().take(8);
         let ticks: Vec<u64> = fields.map(str::parse).collect::<Result<_, _>>().ok()?;
         Some(Self { all: ticks.iter().sum(), stolen: *ticks.get(7)? })
     }
 
-    /// The part of the time since `before` that was stolen.
+    /// Returns the part of the time since `before` that was stolen.
     fn stolen_since(self, before: Self) -> f64 {
         self.stolen.saturating_sub(before.stolen) as f64 / self.all.saturating_sub(before.all).max(1) as f64
     }
 }
 
-/// Runs `measure` again while much was stolen from it, at most `attempts` times. Gives the run that lost least.
+/// Runs `measure` again while much was stolen from it, at most `attempts` times. Returns the run that lost least.
 pub(super) fn least_stolen<T, E>(attempts: usize, mut measure: impl FnMut() -> Result<T, E>) -> Result<T, E> {
     let mut best: Option<(f64, T)> = None;
     for attempt in 1..=attempts {

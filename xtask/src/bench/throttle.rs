@@ -1,5 +1,6 @@
-//! `cargo xtask bench --throttle`: the filter `throttle` beside qemu-storage-daemon's, over a null disk, with the same client.
-//! How far a second is from the rate, how long nothing passes, and how a greedy disk shares a group's rate with another.
+//! `cargo xtask bench --throttle`: the filter `throttle` beside qemu-storage-daemon's, over a null disk, with the same
+//! client. It shows how far a second is from the rate, the longest gap, and how a greedy disk shares a group's rate
+//! with another.
 
 use super::BenchArguments;
 use super::measure::{CLIENT_CORE, SERVER_CORE, Tools, json_of, number, pinned, socket_path, version, with_server};
@@ -11,14 +12,14 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Requests a second.
+/// The limits, in requests a second.
 const RATES: [u64; 5] = [100, 1_000, 10_000, 50_000, 200_000];
 /// The rate that two disks share.
 const SHARED_RATE: u64 = 20_000;
-/// Requests in flight of each of them: the first is the greedy one.
+/// Requests in flight of each disk: the first is the greedy one.
 const SHARED_DEPTHS: [u32; 2] = [256, 4];
 const DEPTH: u32 = 128;
-/// There have to be whole seconds to look at.
+/// The shortest run: there have to be whole seconds to look at.
 const SECONDS_MIN: f64 = 4.0;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,7 +30,7 @@ enum Side {
 
 const SIDES: [Side; 2] = [Side::Ringdisk, Side::Qemu];
 
-/// A server of null disks at these sockets, which share a rate.
+/// Returns the command of a server with null disks at these sockets, which share a rate.
 fn server(side: Side, tools: &Tools, rate: u64, sockets: &[PathBuf]) -> Command {
     match side {
         Side::Ringdisk => {
@@ -73,10 +74,10 @@ fn client(tools: &Tools, socket: &Path, depth: u32, seconds: f64) -> Command {
     command
 }
 
-/// What a limit does.
+/// The effects of a limit.
 #[derive(Debug, Clone, Default)]
 struct Samples {
-    /// The second that is the furthest from the rate, in percent of it.
+    /// The largest deviation of a second from the rate, in percent of it.
     error_percent: Vec<f64>,
     longest_gap_ms: Vec<f64>,
 }
@@ -99,7 +100,7 @@ fn measure(side: Side, tools: &Tools, rate: u64, seconds: f64) -> Result<Value> 
     })
 }
 
-/// The part of its fair share that each of two disks gets.
+/// Measures which part of its fair share each of two disks gets.
 fn measure_shares(side: Side, tools: &Tools, seconds: f64) -> Result<[f64; 2]> {
     let first = socket_path();
     let second = first.with_extension("second.sock");

@@ -1,6 +1,8 @@
-//! What a queue counts. One thread writes, any may read: plain loads and stores, no locked instruction.
+//! The counters of a queue. One thread writes and any may read, so plain loads and stores do, without a locked
+//! instruction.
 
 use super::stopwatch::Latency;
+use crate::log_limit::if_logged;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -16,14 +18,13 @@ impl Counter {
         self.0.store(sum, Ordering::Relaxed);
     }
 
-    /// Adds one, and gives the count if it has doubled since it was last given. What a guest causes is logged then, so
-    /// that it cannot fill the log.
+    /// Adds one. Returns the count if this event is to be logged, as [`crate::LogLimit`] decides.
     pub fn add_to_log(&self) -> Option<u64> {
         self.add(1);
-        Some(self.get()).filter(|count| count.is_power_of_two())
+        if_logged(self.get())
     }
 
-    /// The count.
+    /// Returns the count.
     #[inline]
     #[must_use]
     pub fn get(&self) -> u64 {
@@ -31,20 +32,20 @@ impl Counter {
     }
 }
 
-/// The counters of one queue, for as long as its device lives.
+/// The counters of one queue. They live as long as its device.
 #[derive(Debug, Default)]
 pub struct RingCounters {
-    /// As [`RingStats::requests`], and so on.
+    /// See [`RingStats`] for this and those that follow.
     pub requests: Counter,
-    /// Turns.
+    /// Turns in which requests were taken.
     pub batches: Counter,
-    /// Sent.
+    /// Notifications sent to the guest.
     pub notifications: Counter,
-    /// Not wanted.
+    /// Batches of completions for which the guest wanted no notification.
     pub notifications_avoided: Counter,
-    /// With an error.
+    /// Requests that ended with an error.
     pub failed: Counter,
-    /// Rules that were broken.
+    /// Times that the queue stopped.
     pub faults: Counter,
     /// Requests that the storage failed, for other reasons than its space.
     pub io_errors: Counter,
@@ -52,7 +53,7 @@ pub struct RingCounters {
     pub no_space: Counter,
     /// Times that the guest's memory could not be registered.
     pub unregistered: Counter,
-    /// Made when the queue runs for the first time.
+    /// Made when the latencies are first asked for, as when the queue runs for the first time.
     latency: OnceLock<Arc<Latency>>,
 }
 
@@ -65,11 +66,12 @@ pub struct RingStats {
     pub batches: u64,
     /// Notifications sent to the guest.
     pub notifications: u64,
-    /// Batches of completions that the guest did not want to be told of.
+    /// Batches of completions for which the guest wanted no notification.
     pub notifications_avoided: u64,
     /// Requests that ended with an error.
     pub failed: u64,
-    /// Times that the queue stopped because the guest broke its rules, or led out of the memory that it shares.
+    /// Times that the queue stopped because the guest broke its rules, or named addresses outside the memory that it
+    /// shares.
     pub faults: u64,
     /// Requests that the storage failed, for other reasons than its space.
     pub io_errors: u64,
@@ -78,19 +80,19 @@ pub struct RingStats {
 }
 
 impl RingCounters {
-    /// How long its requests take.
+    /// Returns how long the queue's requests take.
     #[must_use]
     pub fn latency(&self) -> Arc<Latency> {
         Arc::clone(self.latency.get_or_init(Arc::default))
     }
 
-    /// Nothing where the queue has never run.
+    /// Returns the latencies; `None` if the queue has never run.
     #[must_use]
     pub fn latency_if_any(&self) -> Option<&Latency> {
         self.latency.get().map(Arc::as_ref)
     }
 
-    /// What it says at this moment.
+    /// Returns a copy of the counters.
     #[must_use]
     pub fn snapshot(&self) -> RingStats {
         RingStats {
@@ -107,7 +109,7 @@ impl RingCounters {
 }
 
 impl RingStats {
-    /// Those of both.
+    /// Adds the other queue's counts.
     pub fn merge(&mut self, other: &Self) {
         for (sum, more) in [
             (&mut self.requests, other.requests),

@@ -1,4 +1,4 @@
-//! What front ends count of a queue, and how long its requests take. No request is counted below them.
+//! The counters and latencies of a queue in a front end. No request is counted below front ends.
 
 mod counters;
 mod stopwatch;

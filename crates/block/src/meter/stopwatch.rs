@@ -1,8 +1,8 @@
 //! How long requests take: histograms of each queue, and the clock that fills them.
 //!
-//! Only the reactor's thread writes, by plain loads and stores; any thread may read. The clock is read for a batch and
-//! not for a request. A disk that answers within the turn in which it was asked is timed in one such turn of eight:
-//! there the clock would cost more than one part in a hundred.
+//! Only the reactor's thread writes, by plain loads and stores; any thread may read. The clock is read once a batch,
+//! not once a request. Of turns in which the disk answers all requests, only one in eight is timed: otherwise the clock
+//! would cost more than one percent.
 
 use super::counters::Counter;
 use crate::latency::Rest;
@@ -11,14 +11,14 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-/// Buckets of a histogram: up to a microsecond, up to two, up to four and so on; the last has no upper bound.
+/// Buckets of a histogram. Their upper bounds are 1, 2, 4 microseconds and so on; the last has none.
 pub const LATENCY_BUCKETS: usize = 28;
 
 /// Kinds of requests that are counted apart.
 const KINDS: usize = 6;
 const NAMES: [&str; KINDS] = ["read", "write", "flush", "discard", "write-zeroes", "secure-erase"];
 
-/// Reads; a kind of request, as those that follow.
+/// Reads. This and the constants that follow are the kinds of requests.
 pub const READ: u64 = 0;
 /// Writes.
 pub const WRITE: u64 = 1;
@@ -26,34 +26,34 @@ pub const WRITE: u64 = 1;
 pub const FLUSH: u64 = 2;
 /// Discards.
 pub const DISCARD: u64 = 3;
-/// Zeroes.
+/// Write-zeroes.
 pub const WRITE_ZEROES: u64 = 4;
 /// Secure erases.
 pub const SECURE_ERASE: u64 = 5;
 
-/// The part of a request's key that is its kind; the rest is when it was taken, and two flags.
+/// The bits of a request's key that hold its kind. The others hold the time at which it was taken, and two flags.
 pub const KIND_BITS: u64 = 7;
-/// Its own parts are known.
+/// Flag: the parts of this request are known.
 const HAS_PARTS: u64 = 8;
-/// A task carried it out that nobody timed: it did what the last one of its kind did that was.
+/// Flag: an untimed task carried the request out. The shares of the last timed task of its kind stand for it.
 const AS_BEFORE: u64 = 16;
 const KEY_SHIFT: u32 = 5;
-/// Stands for a time in a turn that was not timed.
+/// Stands for the time in a turn that is not timed.
 const UNTIMED: u64 = 1 << KEY_SHIFT;
 
-/// One of so many quick turns is timed.
+/// One of this many quick turns is timed.
 const TIMED_EVERY: u32 = 8;
-/// A turn that took longer is no quick one.
+/// A quick turn takes less than this.
 const QUICK_NS: u64 = 20_000;
 
-/// Nanoseconds since some moment before the first queue began.
+/// Returns nanoseconds since some moment before the first queue began.
 fn now_ns() -> u64 {
     static START: OnceLock<Instant> = OnceLock::new();
     let elapsed = START.get_or_init(Instant::now).elapsed();
     u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX).saturating_add(2) & (u64::MAX >> KEY_SHIFT)
 }
 
-/// Times, with one writer.
+/// A histogram of times, with one writer.
 #[derive(Debug, Default)]
 struct Histogram {
     buckets: [Counter; LATENCY_BUCKETS],
@@ -79,36 +79,35 @@ impl Histogram {
     }
 }
 
-/// The first bucket whose upper bound is not below `ns`.
+/// Returns the first bucket whose upper bound is not below `ns`.
 #[inline]
 fn bucket_of(ns: u64) -> usize {
     let whole_us = ns.saturating_sub(1) / 1000;
     (u64::BITS.wrapping_sub(whole_us.leading_zeros()) as usize).min(LATENCY_BUCKETS.wrapping_sub(1))
 }
 
-/// How long requests took.
+/// A histogram of how long requests took.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LatencyHistogram {
-    /// How many took no longer than a microsecond, than two, than four and so on, and longer than the bucket before. The
-    /// last has no bound.
+    /// Requests in each bucket; see [`LATENCY_BUCKETS`].
     pub buckets: [u64; LATENCY_BUCKETS],
-    /// All together, in nanoseconds.
+    /// The sum of all times, in nanoseconds.
     pub sum_ns: u64,
 }
 
 impl LatencyHistogram {
-    /// The upper bounds of all buckets but the last, in nanoseconds.
+    /// Returns the upper bounds of all buckets but the last, in nanoseconds.
     pub fn bounds_ns() -> impl Iterator<Item = u64> {
         (0..u32::try_from(LATENCY_BUCKETS).unwrap_or(0).saturating_sub(1)).map(|bucket| 1000_u64.wrapping_shl(bucket))
     }
 
-    /// How many requests there were.
+    /// Returns how many requests there were.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.buckets.iter().copied().fold(0, u64::wrapping_add)
     }
 
-    /// Those of both.
+    /// Adds the other histogram's figures.
     pub fn merge(&mut self, other: &Self) {
         for (sum, more) in self.buckets.iter_mut().zip(other.buckets) {
             *sum = sum.wrapping_add(more);
@@ -117,30 +116,30 @@ impl LatencyHistogram {
     }
 }
 
-/// The requests of one kind.
+/// How long requests of one kind took.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct KindLatency {
     /// `read`, `write`, `flush`, `discard`, `write-zeroes` or `secure-erase`.
     pub kind: &'static str,
     /// Bytes of data that were moved.
     pub bytes: u64,
-    /// From when a request was taken until its end was published, and the guest was told, if it was.
+    /// Time from when a request was taken until its end was published, and until the guest was notified, if it was.
     pub whole: LatencyHistogram,
-    /// What they spent on each part, in the order of [`Part::NAMES`].
+    /// Time that they spent on each part, in the order of [`Part::NAMES`].
     pub parts: [LatencyHistogram; Part::COUNT],
 }
 
-/// What a queue says of how long its requests take.
+/// How long the requests of a queue take.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct QueueLatency {
-    /// Kind by kind; none where the queue has never run.
+    /// One entry for each kind; empty if the queue has never run.
     pub kinds: Vec<KindLatency>,
-    /// How long the oldest request in flight has been so, in nanoseconds; zero where none is.
+    /// How long the oldest request in flight has been in flight, in nanoseconds; zero if there is none.
     pub oldest_ns: u64,
 }
 
 impl QueueLatency {
-    /// Those of both queues.
+    /// Adds the other queue's figures.
     pub fn merge(&mut self, other: &Self) {
         self.oldest_ns = self.oldest_ns.max(other.oldest_ns);
         if self.kinds.is_empty() {
@@ -155,28 +154,28 @@ impl QueueLatency {
     }
 }
 
-/// What a queue writes and others read.
+/// The latencies of a queue, which its thread writes and others read.
 #[derive(Debug, Default)]
 pub struct Latency {
-    /// Requests whose whole was one part, the engine's or the flush.
+    /// Requests that spent all their time on one part, the engine's or the flush.
     plain: [Histogram; KINDS],
-    /// The others.
+    /// All other requests.
     whole: [Histogram; KINDS],
     parts: [[Histogram; Part::COUNT]; KINDS],
     bytes: [Counter; 2],
-    /// Since when the oldest request has been in flight; zero for none. True while the queue sleeps, and a moment after
-    /// `is_asked`.
+    /// Since when the oldest request has been in flight; zero for none. Right while the queue sleeps, and shortly after
+    /// `is_asked` was set.
     oldest_since_ns: AtomicU64,
     is_asked: AtomicBool,
 }
 
 impl Latency {
-    /// Has the queue look for its oldest request, if it is awake.
+    /// Asks the queue to look for its oldest request, if it is awake.
     pub fn ask(&self) {
         self.is_asked.store(true, Ordering::Relaxed);
     }
 
-    /// What it says at this moment.
+    /// Returns a copy of the figures.
     #[must_use]
     pub fn snapshot(&self) -> QueueLatency {
         let since_ns = self.oldest_since_ns.load(Ordering::Relaxed);
@@ -210,54 +209,54 @@ impl Latency {
     }
 }
 
-/// Where a run of requests with this key is kept: one a kind, and one for those that go as before.
+/// Returns where a run of requests with this key is kept: one place for each kind, and one more for its untimed tasks.
 #[inline]
 fn place_of(key: u64) -> usize {
     ((key & KIND_BITS) | ((key & AS_BEFORE) >> 1)) as usize
 }
 
-/// What a request that has no parts spends its time on.
+/// Returns what a request without known parts spends its time on.
 fn plain_part(kind: u64) -> Part {
     if kind == FLUSH { Part::Flush } else { Part::Engine }
 }
 
-/// Requests that were taken at one time and have ended.
+/// Requests with the same key that have ended.
 #[derive(Debug, Clone, Copy, Default)]
 struct Run {
     key: u64,
     count: u64,
-    /// Whose parts they are, where the key says that there are some.
+    /// The head whose parts they are, if the key says that there are some.
     head: u16,
 }
 
-/// A queue's own side of it.
+/// The queue's side: takes times and records them.
 pub struct Stopwatch {
     latency: std::sync::Arc<Latency>,
-    /// The key of what is taken now, without its kind.
+    /// The key of requests taken in this turn, without the kind.
     stamp: u64,
     /// Bytes read and written that are not counted yet.
     moved: [usize; 2],
-    /// The runs that go on, by [`place_of`], and which there are.
+    /// The runs of this turn, by [`place_of`], and a bit for each place in use.
     runs: [Run; 16],
     active: u16,
     ended: Vec<Run>,
-    /// By head; made when the first request has some.
+    /// The known parts, by head. Made when the first request has some.
     parts: Vec<Parts>,
     timings: Vec<(Tag, Parts)>,
-    /// What the last request of a kind did whose task was timed.
+    /// The parts of the last request of each kind whose task was timed.
     last: [Parts; KINDS],
-    /// The last turn had ended all that it took, so the next is timed only now and then.
+    /// The last turn was quick, and ended all that it took. So the next ones are timed only now and then.
     is_quick: bool,
     turn: u32,
     quick_ns: u64,
     quick_notify_ns: u64,
-    /// When requests of a turn that was not timed were taken for slow; zero where there are none.
+    /// When requests of an untimed turn were first found to outlive it; zero if there are none.
     untimed_since_ns: u64,
     size: usize,
 }
 
 impl Stopwatch {
-    /// One for a queue with at most `size` requests in flight, whose tags are below that.
+    /// Makes a stopwatch for a queue with at most `size` requests in flight, whose tags are below `size`.
     #[must_use]
     pub fn new(latency: std::sync::Arc<Latency>, size: usize) -> Self {
         Self {
@@ -279,7 +278,7 @@ impl Stopwatch {
         }
     }
 
-    /// The first request of a turn is about to begin.
+    /// Begins a turn, before its first request.
     #[inline]
     pub fn begins_batch(&mut self) {
         self.turn = self.turn.wrapping_add(1);
@@ -289,14 +288,14 @@ impl Stopwatch {
         };
     }
 
-    /// What a request keeps that begins now.
+    /// Returns the key that a request keeps which begins in this turn.
     #[inline]
     #[must_use]
     pub fn key(&self, kind: u64) -> u64 {
         self.stamp | kind
     }
 
-    /// Bytes that a read or a write moves.
+    /// Counts the bytes that a read or a write moves.
     #[inline]
     pub fn moves(&mut self, kind: u64, bytes: usize) {
         if let Some(moved) = self.moved.get_mut(kind as usize & 1) {
@@ -304,8 +303,8 @@ impl Stopwatch {
         }
     }
 
-    /// Takes what the disk's last harvest says of the parts of requests. `look_up` calls with the key of a request in
-    /// flight, given its head.
+    /// Takes what the disk's last harvest says of the parts of requests. `look_up` is given a head, and calls its
+    /// closure with that request's key.
     #[inline]
     pub fn take_timings(&mut self, disk: &mut dyn DiskQueue, look_up: impl FnMut(u16, &mut dyn FnMut(&mut u64))) {
         disk.take_timings(&mut self.timings);
@@ -333,7 +332,7 @@ impl Stopwatch {
         }
     }
 
-    /// A request has ended.
+    /// Counts a request that has ended.
     #[inline]
     pub fn ended(&mut self, head: u16, key: u64) {
         match self.runs.get_mut(place_of(key)) {
@@ -358,7 +357,7 @@ impl Stopwatch {
         }
     }
 
-    /// A turn that took requests is over; whether all of them have ended.
+    /// Ends a turn that took requests. `all_ended` says whether all of them have ended.
     #[inline]
     pub fn ends_batch(&mut self, all_ended: bool) {
         if self.stamp == UNTIMED && !all_ended && self.untimed_since_ns == 0 {
@@ -372,14 +371,14 @@ impl Stopwatch {
         }
     }
 
-    /// Just before what has ended is published: when that is; zero where nobody needs to know.
+    /// Returns the time just before ends are published; zero if nothing needs it.
     #[inline]
     #[must_use]
     pub fn publishes(&self) -> u64 {
         if self.stamp == UNTIMED && self.untimed_since_ns == 0 && self.ended.is_empty() { 0 } else { now_ns() }
     }
 
-    /// What has ended is published. `end_ns` is what [`Stopwatch::publishes`] said.
+    /// Records the requests whose ends are published. `end_ns` is what [`Stopwatch::publishes`] returned.
     #[inline]
     pub fn published(&mut self, end_ns: u64, notified: bool) {
         let notify_ns = match (notified, end_ns) {
@@ -472,7 +471,7 @@ impl Stopwatch {
         self.add_parts(kind, parts, (ns, notify_ns), 1);
     }
 
-    /// Counts requests that took `ns` each, which `parts` make up, before their end was told.
+    /// Counts `count` requests that took `ns` each before their notification. `parts` add up to `ns`.
     fn add_parts(&self, kind: usize, mut parts: Parts, (ns, notify_ns): (u64, u64), count: u64) {
         parts.add(Part::Notify, notify_ns);
         if let Some(whole) = self.latency.whole.get(kind) {
@@ -486,14 +485,14 @@ impl Stopwatch {
         }
     }
 
-    /// Whether somebody wants to know the oldest request.
+    /// Whether [`Latency::ask`] was called since the oldest request was last noted.
     #[inline]
     #[must_use]
     pub fn is_asked(&self) -> bool {
         self.latency.is_asked.load(Ordering::Relaxed)
     }
 
-    /// Says which of the requests in flight, given by their keys, is the oldest.
+    /// Notes the oldest of the requests in flight, which are given by their keys.
     pub fn note_oldest(&self, keys: impl Iterator<Item = u64>) {
         let since = |key: u64| match key.wrapping_shr(KEY_SHIFT) {
             1 if self.untimed_since_ns == 0 => now_ns(),

@@ -1,4 +1,4 @@
-//! `ringdisk amend`: other options for an image that exists, with qemu-img's output and exit codes.
+//! `ringdisk amend`: changes options of an existing image, with qemu-img's output and exit codes.
 
 use crate::images::{asks_for_help, image_name, opener, parse_format, switch};
 use crate::output::{self, ProgressArgs, Watch};
@@ -9,23 +9,23 @@ use std::path::PathBuf;
 
 /// Change options of a disk that nobody uses.
 ///
-/// These are compat, data_file, data_file_raw, lazy_refcounts, refcount_bits and size. A power cut leaves the image
-/// before or the image after.
+/// These are compat, data_file, data_file_raw, lazy_refcounts, refcount_bits and size. A power cut leaves the old image
+/// or the new one.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the image; guessed from its contents where not given.
+    /// Format of the image; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
-    /// The options to change, key=value,...; `help` shows which there are.
+    /// The options to change, key=value,...; `help` lists them.
     #[arg(short, long, value_name = "OPTIONS")]
     options: Vec<String>,
     /// Cache mode: writeback, none, writethrough, directsync, unsafe.
     #[arg(short = 't', long, value_name = "CACHE", default_value = "writeback")]
     cache: String,
-    /// Do what could lose access to an encrypted image (there are none here).
+    /// Allow changes that could lose access to an encrypted image (not supported here).
     #[arg(long)]
     force: bool,
-    /// Which backing files the image may make us open: deny, same-dir, listed, any, anywhere (files of servers, too).
+    /// Which backing files the image may open: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     allow_backing: String,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
@@ -37,7 +37,7 @@ pub(crate) struct Args {
     file: Option<PathBuf>,
 }
 
-/// What exists only when an image is made.
+/// Options that exist only when an image is created.
 const FOR_CREATION: [&str; 9] = [
     "cluster_size",
     "preallocation",

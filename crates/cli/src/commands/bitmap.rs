@@ -9,10 +9,10 @@ use format_qcow2::BitmapAction;
 use image::{Opener, Role, inspect};
 use std::path::PathBuf;
 
-/// Make, change and remove persistent dirty bitmaps of an image that nobody uses.
+/// Add, change and remove persistent dirty bitmaps of an image that nobody uses.
 ///
-/// All of --add, --remove, --clear, --enable, --disable and --merge that are given are carried out in their order. After
-/// an error, none of them is.
+/// The given --add, --remove, --clear, --enable, --disable and --merge are carried out in their order. After an error,
+/// none of them is.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -23,10 +23,10 @@ pub(crate) struct Args {
     /// Format of that image.
     #[arg(short = 'F', long, value_name = "FORMAT")]
     source_format: Option<String>,
-    /// For --add: bytes of the disk that a bit stands for.
+    /// For --add: bytes of the disk for each bit.
     #[arg(short = 'g', long, value_name = "SIZE")]
     granularity: Option<String>,
-    /// Format of the image; guessed from its contents where not given.
+    /// Format of the image; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
@@ -48,7 +48,7 @@ enum Word {
     Merge(String),
 }
 
-/// What is to be done, in the order of the command line.
+/// The actions, in the order of the command line.
 #[derive(Clone)]
 struct Actions(Vec<Word>);
 

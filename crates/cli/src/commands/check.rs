@@ -16,16 +16,16 @@ use std::path::PathBuf;
 /// check.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the image; guessed from its contents where not given.
+    /// Format of the image; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// How to print.
     #[arg(long, value_enum, default_value = "human")]
     output: Output,
-    /// Repair: leaks (free what is not used) or all. The image is never worse than before, even if the power fails.
+    /// Repair: leaks (free unused clusters) or all. The image is never worse than before, even if the power fails.
     #[arg(short, long, value_name = "WHAT")]
     repair: Option<String>,
-    /// Check even if somebody else writes the image; what is found may be out of date.
+    /// Check even if another process writes the image; the result may be out of date.
     #[arg(short = 'U', long)]
     force_share: bool,
     /// Cache mode for reading: writeback, none, writethrough, directsync, unsafe.
@@ -150,7 +150,7 @@ fn human(report: &CheckReport) -> String {
     text
 }
 
-/// Counts that are zero are left out, but for that of errors.
+/// Returns the JSON. Zero counts are left out, except that of errors.
 fn machine(args: &Args, report: &CheckReport) -> Value {
     let mut value = Map::new();
     value.insert("filename".to_owned(), args.file.display().to_string().into());

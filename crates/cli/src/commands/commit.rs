@@ -1,4 +1,4 @@
-//! `ringdisk commit`: what an overlay holds goes into the image below it, in qemu-img's words.
+//! `ringdisk commit`: writes an overlay's data into the image below it, in qemu-img's words.
 
 use crate::images::{image_name, opener};
 use crate::output::{self, ProgressArgs, Watch};
@@ -7,30 +7,30 @@ use drive::parse_size;
 use jobs::CommitOptions;
 use std::path::PathBuf;
 
-/// Write what an overlay holds to its backing file, then empty the overlay.
+/// Write the data of an overlay to its backing file, then empty the overlay.
 ///
-/// What the overlay shows never changes. A commit that was broken off is run again.
+/// The contents of the overlay never change. If a commit was interrupted, run it again.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the overlay; guessed from its contents where not given.
+    /// Format of the overlay; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// Cache mode for writing: writeback, none, writethrough, directsync, unsafe.
     #[arg(short = 't', long, value_name = "CACHE", default_value = "writeback")]
     cache: String,
-    /// The file of the chain that takes the contents; the overlay is not emptied then.
+    /// The file of the chain that takes the data; the overlay is not emptied then.
     #[arg(short, long, value_name = "FILE")]
     base: Option<PathBuf>,
     /// Do not empty the overlay.
     #[arg(short = 'd', long = "drop")]
     keep: bool,
-    /// At most so many bytes a second.
+    /// At most this many bytes a second.
     #[arg(short, long, value_name = "RATE")]
     rate: Option<String>,
-    /// Which backing files an image may make us open: deny, same-dir, listed, any, anywhere (files of servers, too).
+    /// Which backing files an image may open: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     allow_backing: String,
-    /// Go on although internal snapshots of the overlay will show something else.
+    /// Go on although internal snapshots of the overlay will show other contents.
     #[arg(long)]
     change_snapshots: bool,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.

@@ -1,4 +1,4 @@
-//! `ringdisk compare`: whether two images hold the same, in qemu-img's words and with its exit codes.
+//! `ringdisk compare`: whether two images hold the same data, in qemu-img's words and with its exit codes.
 
 use crate::images::OpenArgs;
 use crate::output::{self, ProgressArgs, Watch};
@@ -7,18 +7,18 @@ use block::Disk;
 use jobs::{Comparison, Difference, JobDisk, Stage};
 use std::path::PathBuf;
 
-/// Compare what guests see of two images.
+/// Compare the contents of two images as guests see them.
 ///
 /// Exit codes: 0 the same, 1 different, 2 cannot open, 3 cannot find out what is allocated, 4 cannot read.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the first image; guessed from its contents where not given.
+    /// Format of the first image; by default guessed from its contents.
     #[arg(short, long = "a-format", value_name = "FORMAT")]
     format: Option<String>,
     /// Format of the second image.
     #[arg(short = 'F', long = "b-format", value_name = "FORMAT")]
     second_format: Option<String>,
-    /// Sizes and allocation have to be the same too.
+    /// Sizes and allocation have to be the same, too.
     #[arg(short, long)]
     strict: bool,
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! `ringdisk convert`: disks copied into another image, in qemu-img's words.
+//! `ringdisk convert`: copies disks into another image, in qemu-img's words.
 
 use crate::arguments::{integer, name_text};
 use crate::images::{
@@ -19,11 +19,11 @@ use std::sync::Arc;
 
 /// Copy a disk into a new image.
 ///
-/// Several sources are copied one behind the other. What is sparse stays sparse. A target that exists is overwritten.
-/// Half a target is removed.
+/// Several sources are copied one behind the other. Sparse data stay sparse. An existing target is overwritten. An
+/// incomplete target is removed.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the source; guessed from its contents where not given.
+    /// Format of the source; by default guessed from its contents.
     #[arg(short, long = "source-format", value_name = "FORMAT")]
     format: Option<String>,
     /// Format of the target: raw (default) or qcow2.
@@ -32,19 +32,19 @@ pub(crate) struct Args {
     /// Options of the target's format, key=value,...: "help" lists them.
     #[arg(short, long, alias = "target-options", value_name = "OPTIONS", value_parser = name_text())]
     options: Vec<String>,
-    /// The image that the target becomes an overlay of: only what the source's top layer holds is copied.
+    /// The target becomes an overlay of this image: only the data of the source's top layer are copied.
     #[arg(short = 'B', short_alias = 'b', long, value_name = "FILE", value_parser = name_text())]
     backing: Option<String>,
     /// Format of the backing file.
     #[arg(short = 'F', long, value_name = "FORMAT")]
     backing_format: Option<String>,
-    /// Write into the target that exists; do not create it.
+    /// Write into the existing target; do not create it.
     #[arg(short = 'n', long)]
     no_create: bool,
     /// The existing target (-n) reads as zeros everywhere.
     #[arg(long, requires = "no_create")]
     target_is_zero: bool,
-    /// Zeros from this length on (4k) are left out; 0 writes everything as data.
+    /// Leave out runs of zeros of at least this length (4k); 0 writes everything as data.
     #[arg(short = 'S', long = "sparse-size", value_name = "SIZE")]
     sparse: Option<String>,
     /// Requests in flight, 1 to 16 on each thread.
@@ -56,29 +56,29 @@ pub(crate) struct Args {
     /// Cache mode of the target: writeback, none, writethrough, directsync, unsafe (it is not made durable).
     #[arg(short = 't', long, value_name = "CACHE", default_value = "writeback")]
     target_cache: String,
-    /// Compress what gets smaller by it, cluster by cluster (qcow2).
+    /// Compress each cluster that gets smaller by it (qcow2).
     #[arg(short = 'c', long)]
     compress: bool,
     /// Copy the disk as it was at a snapshot: an id, a name, or snapshot.id=ID,snapshot.name=NAME.
     #[arg(short = 'l', long, alias = "source-snapshot", value_name = "SNAPSHOT")]
     snapshot: Option<String>,
-    /// Let the host copy data by itself (copy_file_range, a reflink where the file system makes one), where it can. Data
-    /// are not searched for zeros then.
+    /// Let the host copy data by itself if it can (copy_file_range, with reflinks if the file system has them). Data
+    /// are then not searched for zeros.
     #[arg(short = 'C', long = "copy-range-offloading")]
     copy_offload: bool,
-    /// At most so many bytes of data a second.
+    /// At most this many bytes of data a second.
     #[arg(short = 'r', long, value_name = "RATE")]
     rate: Option<String>,
-    /// Copy the persistent bitmaps of the source's top layer too.
+    /// Copy the persistent bitmaps of the source's top layer, too.
     #[arg(long)]
     bitmaps: bool,
-    /// Leave out bitmaps that nobody believes (--bitmaps), with a warning.
+    /// Leave out inconsistent bitmaps (--bitmaps), with a warning.
     #[arg(long)]
     skip_broken_bitmaps: bool,
-    /// What cannot be read becomes zeros, with a warning that says where.
+    /// Replace unreadable data by zeros, with a warning that says where.
     #[arg(long)]
     salvage: bool,
-    /// The target is a description of an image that exists (-n): driver=FORMAT,file.filename=FILE.
+    /// The target is a description of an existing image (-n): driver=FORMAT,file.filename=FILE.
     #[arg(long)]
     target_image_opts: bool,
     #[command(flatten)]
@@ -90,20 +90,20 @@ pub(crate) struct Args {
     files: Vec<PathBuf>,
 }
 
-/// The longest run of zeros that has to be there to be left out.
+/// The largest value of `-S`.
 const SPARSE_BYTES_MAX: u64 = 16 << 20;
 
 /// The target, as it was named.
 struct Target {
     path: PathBuf,
-    /// Not said, of a target that exists: it is looked at.
+    /// `None` for an existing target whose format is to be guessed.
     format: Option<Format>,
-    /// How it is made: what `-o` says, but for the two below and the size, which is the sources'.
+    /// The options of `-o`, except the two below and the size, which is the sources'.
     options: Vec<String>,
-    /// By `-B` and `-F`, or else by `-o`.
+    /// From `-B` and `-F`, or else from `-o`.
     backing: Option<String>,
     backing_format: Option<Format>,
-    /// Space is made in advance.
+    /// Whether its space is preallocated.
     preallocated: bool,
 }
 
@@ -134,10 +134,10 @@ impl Target {
         })
     }
 
-    /// The external data files that it is to be made with, as named and from where it is.
+    /// Returns the external data files that it will be made with: as named, and relative to its directory.
     fn data_files(&self) -> Vec<PathBuf> {
         let directory = self.path.parent().unwrap_or(Path::new(""));
-        // What cannot be parsed is told when the target is made.
+        // Parse errors are reported when the target is created.
         let pairs = self.options.iter().filter_map(|options| parse_options(options).ok()).flatten();
         let named = pairs.filter(|pair| pair.key == "data_file");
         named.flat_map(|pair| [PathBuf::from(&pair.value), directory.join(&pair.value)]).collect()
@@ -145,7 +145,7 @@ impl Target {
 }
 
 impl Args {
-    /// What cannot go together, in qemu-img's order and words.
+    /// Refuses options that contradict each other, in qemu-img's order and words.
     fn refuse_contradictions(&self) -> anyhow::Result<()> {
         let refused = [
             (self.compress && self.copy_offload, "Cannot enable copy offloading when -c is used"),
@@ -161,7 +161,7 @@ impl Args {
         }
     }
 
-    /// The sources' names, and the target's.
+    /// Returns the sources' names, and the target's.
     fn names(&self) -> anyhow::Result<(&[PathBuf], &Path)> {
         match self.files.split_last() {
             Some((target, sources)) if !sources.is_empty() => Ok((sources, target)),
@@ -200,7 +200,8 @@ impl Args {
         }
     }
 
-    /// A snapshot that is named as such is the first source's; a bare name has to be of the only one.
+    /// Opens the sources. A snapshot in the form `snapshot.` belongs to the first source; a bare name needs a single
+    /// source.
     fn open_sources(&self, paths: &[PathBuf]) -> anyhow::Result<Vec<Arc<Image>>> {
         let snapshot = self.snapshot.as_deref();
         if paths.len() > 1 && snapshot.is_some_and(|name| !name.starts_with("snapshot.")) {
@@ -212,8 +213,8 @@ impl Args {
         paths.iter().enumerate().map(open).collect()
     }
 
-    /// What the target may make us open: the files that the user named for it and, where it is new, what its backing file
-    /// may rest on.
+    /// Returns the files that the target may open: those that the user named for it and, if it is new, the chain of its
+    /// backing file.
     fn listed(&self, target: &Target, sources: &[PathBuf]) -> anyhow::Result<Vec<PathBuf>> {
         let mut listed = target.data_files();
         let Some(backing) = &target.backing else { return Ok(listed) };
@@ -221,7 +222,7 @@ impl Args {
         let beside = || target.path.parent().unwrap_or(Path::new("")).join(os_name(&name));
         let remote = remote_name(backing);
         let path = if remote.is_some() { PathBuf::from(backing) } else { beside() };
-        // Without its format no image is made.
+        // Without the backing format no image is created.
         if let Some(format) = target.backing_format.filter(|_| !self.no_create) {
             let mut options = ImageOptions::new(remote.unwrap_or_else(|| FileName::from(&path)));
             options.format = Some(format);
@@ -255,13 +256,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return output::print(&options_help(format, !args.files.is_empty()));
     }
     args.refuse_contradictions()?;
-    // Before the target is emptied.
+    // This comes before the target is emptied.
     args.target_cache.parse::<CacheMode>()?;
     let (paths, target) = args.names()?;
     let mut options = ConvertOptions::default();
     options.sparse_bytes = args.sparse_bytes()?;
     options.rate = args.rate.as_deref().map(parse_size).transpose().context("Invalid rate limit specified")?;
-    // What is wrong with a source is told before what is wrong with the target.
+    // Errors of a source are reported before errors of the target.
     let sources = args.open_sources(paths)?;
     let target = args.target(target, paths.len())?;
     options.target_is_new = !args.no_create;
@@ -293,12 +294,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         new_data_file = create_target(path, format, options, backing.as_deref(), *backing_format, size, watch)?;
     }
     let copied = match open_target(args, &target, &sources, &listed) {
-        // It is as it was.
+        // The target is unchanged.
         Err(error) if args.no_create => return Err(error),
         opened => opened.and_then(|image| copy(args, &target, image, &sources, &options, &mut watch)),
     };
     let Err(error) = copied else {
-        // A name that was there before is as durable as it was.
+        // The name of an existing target needs no sync.
         return if args.no_create { Ok(()) } else { sync_directory(&target.path) };
     };
     Err(match args.no_create {
@@ -307,20 +308,20 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             what.context(format!("'{}' is incomplete", opened_name(&target.path)))
         }
         false => {
-            // What it holds, nobody would find any more.
+            // Without the image, the data file is useless.
             new_data_file.into_iter().for_each(|path| drop(std::fs::remove_file(path)));
             remove_target(&target.path, error, watch.was_interrupted())
         }
     })
 }
 
-/// Nothing is written before all is known to fit.
+/// Opens the target. Nothing is written before everything is known to fit.
 fn open_target(args: &Args, target: &Target, sources: &[Arc<Image>], listed: &[PathBuf]) -> anyhow::Result<Arc<Image>> {
-    // A new target names what the user named; that and what lies below has passed the gate.
+    // A new target names the files that the user named; they and those below have passed the gate.
     let allow = if args.no_create { &args.open.allow_backing } else { "listed" };
     let name = opened_name(&target.path);
     if args.no_create && name.path().is_some() {
-        // New data go to space that its refcounts call free.
+        // New data go to space that its refcounts call free, so they must be right.
         let file = files().open(&name, Role::Writable)?;
         let format = image::inspect(name.clone(), &file, target.format)?.format;
         image::look_before_writing(&file, format, &mut |_, _| true)?;

@@ -1,4 +1,4 @@
-//! `ringdisk create`: a new image, in qemu-img's words.
+//! `ringdisk create`: makes an image, in qemu-img's words.
 
 use crate::arguments::name_text;
 use crate::images::{NewImage, asks_for_help, create, file_name, opened_name, options_help};
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 /// Create an image.
 ///
-/// A file that exists is overwritten, unless somebody uses it. Ctrl-C removes the files that are new.
+/// An existing file is overwritten, unless it is in use. Ctrl-C removes new files.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the new image: raw or qcow2.
@@ -20,16 +20,16 @@ pub(crate) struct Args {
     /// Options of the format, key=value,...: "help" lists them, and needs no FILE.
     #[arg(short, long, value_name = "OPTIONS", value_parser = name_text())]
     options: Vec<String>,
-    /// The image that the new one is an overlay of; a relative name is relative to FILE.
+    /// The backing file: the new image becomes an overlay of it. A relative name is relative to FILE.
     #[arg(short, long, value_name = "FILE", value_parser = name_text())]
     backing: Option<String>,
     /// Format of the backing file.
     #[arg(short = 'F', long, value_name = "FORMAT")]
     backing_format: Option<String>,
-    /// Do not look at the backing file; it may be missing, and SIZE has to be given.
+    /// Do not open the backing file; it may be missing, and SIZE has to be given.
     #[arg(short = 'u', long, alias = "backing-unsafe")]
     unsafe_backing: bool,
-    /// Say nothing.
+    /// Print nothing.
     #[arg(short, long)]
     quiet: bool,
     /// The image to create.
@@ -60,7 +60,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.quiet { Ok(()) } else { output::print(&announcement(&wanted, said)) }
 }
 
-/// What qemu-img says; the size is the one that was asked for.
+/// Returns qemu-img's message; the size is the requested one.
 fn announcement(new: &NewImage, file: &Path) -> String {
     let mut text = format!("Formatting '{}', fmt={}", opened_name(file), new.format);
     let mut say = |key: &str, value: Option<&str>| {

@@ -1,4 +1,4 @@
-//! `ringdisk dd`: a part of a disk copied into a new image, in qemu-img's words.
+//! `ringdisk dd`: copies a part of a disk into a new image, in qemu-img's words.
 
 use crate::images::{
     OpenArgs, create_target, file_name, holds_old_bytes, image_name, leave_page_cache, open_writable, opened_name,
@@ -20,7 +20,7 @@ use std::sync::Arc;
 /// Takes bs=SIZE count=BLOCKS skip=BLOCKS if=FILE of=FILE.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the source; guessed from its contents where not given.
+    /// Format of the source; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// Format of the target: raw or qcow2.
@@ -38,7 +38,7 @@ pub(crate) struct Args {
     operands: Vec<String>,
 }
 
-/// Of bs: what an int of C holds.
+/// The largest bs: the largest int of C.
 const BLOCK_BYTES_MAX: u64 = i32::MAX as u64;
 
 struct Operands {
@@ -71,7 +71,7 @@ impl Operands {
         }
     }
 
-    /// The bytes that are copied, of a disk of `size_bytes`. What is skipped counts as copied, as in qemu-img.
+    /// Returns the range to copy of a disk of `size_bytes`. As in qemu-img, skipped bytes count as copied.
     fn part(&self, size_bytes: u64) -> Option<std::ops::Range<u64>> {
         let counted = self.count.and_then(|count| count.checked_mul(self.block_bytes));
         let end = counted.map_or(size_bytes, |counted| counted.min(size_bytes));
@@ -82,7 +82,7 @@ impl Operands {
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let operands = Operands::parse(&args.operands)?;
-    // Before the target is emptied.
+    // This comes before the target is emptied.
     args.target_cache.parse::<CacheMode>()?;
     let source = args.open.open(&operands.source, args.format.as_deref(), &[])?;
     let format: Format = args.output_format.parse()?;

@@ -1,15 +1,15 @@
-//! `ringdisk generate`: what a package installs beside the program and what is made from the command line's definition:
-//! manual pages, and the completion of words in shells.
+//! `ringdisk generate`: files that a package installs beside the program, made from the definition of the command line:
+//! manual pages and shell completion.
 
 use anyhow::Context;
 use clap::Command;
 use clap_complete::Shell;
 use std::path::{Path, PathBuf};
 
-/// Write the manual pages and the shells' completions to a directory, for packages.
+/// Write the manual pages and the shell completions to a directory, for packages.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Where to: DIR/man and DIR/completions are made.
+    /// The directory: DIR/man and DIR/completions are created.
     #[arg(value_name = "DIR")]
     directory: PathBuf,
 }
@@ -28,7 +28,7 @@ pub(crate) fn run(args: &Args, mut command: Command) -> anyhow::Result<()> {
     clap_mangen::generate_to(pages, &man).with_context(|| cannot_write(&man))
 }
 
-/// Every command has a page of its own, so `help` needs none for each.
+/// Every command has a page of its own, so `help` needs no page for each command.
 fn without_help(command: Command) -> Command {
     let inner = command.disable_help_subcommand(true);
     inner.mut_subcommands(without_help)

@@ -1,12 +1,12 @@
-//! `ringdisk img-compat`: what differs from qemu-img.
+//! `ringdisk img-compat`: the differences from qemu-img.
 
 use crate::compat::{Difference, FLAGS, ON_PURPOSE, Purpose, VERSION, difference};
 use crate::output;
 use std::fmt::Write as _;
 
-/// List the flags of qemu-img that are not the same here.
+/// List the flags of qemu-img that differ here.
 ///
-/// Called by the name qemu-img (a link will do), this program is that one, but for these.
+/// Called by the name qemu-img (a link will do), this program works as qemu-img, except for these differences.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// List every flag.
@@ -64,7 +64,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     output::print(&text)
 }
 
-/// An item of a list, in lines that fit a terminal.
+/// Formats an item of a list, in lines that fit a terminal.
 fn paragraph(why: &str) -> String {
     const WIDTH: usize = 100;
     let (mut text, mut length) = ("  *".to_owned(), 3);

@@ -1,4 +1,4 @@
-//! `ringdisk map`: what lies where, as qemu-img shows it.
+//! `ringdisk map`: where data lie, as qemu-img shows it.
 
 use crate::images::{OpenArgs, image_name};
 use crate::output::{self, ProgressArgs, Watch, printable};
@@ -12,16 +12,16 @@ use std::path::PathBuf;
 /// Show which parts of an image hold data, and in which file of its chain.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the image; guessed from its contents where not given.
+    /// Format of the image; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// How to print.
     #[arg(long, value_enum, default_value = "human")]
     output: Output,
-    /// Show only what lies from this offset on.
+    /// Show only the part from this offset on.
     #[arg(short = 's', long, value_name = "OFFSET")]
     start_offset: Option<String>,
-    /// Show only so many bytes.
+    /// Show only this many bytes.
     #[arg(short = 'l', long, value_name = "LENGTH")]
     max_length: Option<String>,
     #[command(flatten)]
@@ -57,7 +57,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     watch.run(|control| {
         jobs::map(&*image, control, |run| {
             let Some(mut run) = within(run, &window) else { return Ok(()) };
-            // Where it lies in the whole file.
+            // The offset in the whole file.
             run.offset = run.offset.map(|offset| offset.saturating_add(part_offset));
             let done = match args.output {
                 Output::Json => {
@@ -65,7 +65,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                     write!(out, "{before}{}", machine(&run))
                 }
                 Output::Human if !run.takes_read() => Ok(()),
-                // What was shown before this stays; qemu-img ends here too.
+                // As in qemu-img, the output so far stays, and the command fails at the end.
                 Output::Human if hidden || run.offset.is_none() => {
                     hidden = true;
                     Ok(())
@@ -91,20 +91,20 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     output::print("")
 }
 
-/// What is shown where there is nothing to be shown, as in qemu-img.
+/// Returns the run that qemu-img shows if there is nothing to show.
 fn nothing(start: u64) -> Run {
     let (zero, data, compressed) = (false, false, false);
     Run { start, length_bytes: 0, depth: 0, present: false, zero, data, compressed, offset: None }
 }
 
-/// The part of a run that is shown.
+/// Returns the part of a run within the window.
 fn within(run: Run, window: &Range<u64>) -> Option<Run> {
     let (start, end) = (run.start.max(window.start), run.end().min(window.end));
     let offset = run.offset.map(|offset| offset + start.saturating_sub(run.start));
     (start < end).then(|| Run { start, length_bytes: end - start, offset, ..run })
 }
 
-/// As C prints it with a mark: zero has none.
+/// Formats a number as C's `%#x`: zero has no prefix.
 fn hexadecimal(value: u64) -> String {
     if value == 0 { "0".to_owned() } else { format!("{value:#x}") }
 }

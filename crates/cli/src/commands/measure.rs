@@ -1,4 +1,4 @@
-//! `ringdisk measure`: how large a file a new image would be, as qemu-img tells it.
+//! `ringdisk measure`: how large a new image's file would be, in qemu-img's words.
 
 use crate::images::{NewImage, OpenArgs};
 use crate::output::{self, ProgressArgs, Watch, usage};
@@ -8,18 +8,18 @@ use drive::parse_size;
 use image::Measure;
 use std::path::PathBuf;
 
-/// Tell how much space a new image would take.
+/// Show how much space a new image would take.
 ///
-/// It is measured for a disk of some size, or for a copy of an image.
+/// The new image is an empty disk of some size, or a copy of an image.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the source; guessed from its contents where not given.
+    /// Format of the source; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// Format of the new image: raw or qcow2.
     #[arg(short = 'O', long, alias = "target-format", value_name = "FORMAT", default_value = "raw")]
     output_format: String,
-    /// Options of the new image, key=value,..., as create takes them. A size among them changes nothing.
+    /// Options of the new image, key=value,..., as create takes them. A size among them has no effect.
     #[arg(short, long, value_name = "OPTIONS")]
     options: Vec<String>,
     /// Size of the disk, instead of an image.
@@ -59,7 +59,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         (Some(size), _) => new.options_of_size(parse_size(size)?)?.measure(0)?,
         (None, Some(image)) => {
             let target = new.options_of_size(image.info().size_bytes)?;
-            // A source of a kind that keeps none says nothing of them.
+            // Bitmaps are reported only if the source's format has them.
             if image.qcow2_header().is_some_and(|header| header.version >= 3) {
                 bitmaps = target.measure_bitmaps(&image.bitmaps()?);
             }

@@ -1,4 +1,4 @@
-//! One module a command, and the list of those that work on images.
+//! One module for each command, and the list of commands that work on images.
 
 mod amend;
 pub(crate) mod bench;

@@ -1,4 +1,4 @@
-//! `ringdisk nbd`: disks for NBD clients, until a signal says stop.
+//! `ringdisk nbd`: serves disks to NBD clients until a signal ends it.
 
 use crate::nbd_options::TlsArgs;
 use crate::output::{self, usage};
@@ -19,7 +19,8 @@ use std::sync::Arc;
 
 /// Serve disks to NBD clients, over a Unix or a TCP socket.
 ///
-/// SIGTERM, SIGINT and SIGHUP end it in order: requests in flight end, images are flushed and closed, the socket removed.
+/// SIGTERM, SIGINT and SIGHUP end it cleanly: requests in flight end, images are flushed and closed, and the socket is
+/// removed.
 #[derive(clap::Args)]
 #[command(group = clap::ArgGroup::new("place").required(true))]
 pub(crate) struct Args {
@@ -32,16 +33,16 @@ pub(crate) struct Args {
     /// Listen at this Unix socket, for this user only.
     #[arg(long, value_name = "PATH", group = "place")]
     socket: Option<PathBuf>,
-    /// Listen at this TCP address. Whoever can reach it can read and write the disks.
+    /// Listen at this TCP address. Everybody who can reach it can read and write the disks.
     #[arg(long, value_name = "ADDRESS:PORT", group = "place")]
     listen: Option<String>,
-    /// What clients call IMAGE. They get it, too, if they name nothing.
+    /// The export name of IMAGE. Clients that name no export get it, too.
     #[arg(long, value_name = "NAME", default_value = "")]
     export_name: String,
-    /// What clients are told about IMAGE.
+    /// The description of IMAGE for clients.
     #[arg(long, value_name = "TEXT", default_value = "")]
     description: String,
-    /// Open IMAGE for reading only.
+    /// Open IMAGE read-only.
     #[arg(short, long)]
     read_only: bool,
     /// Connections at once; others wait.
@@ -50,10 +51,10 @@ pub(crate) struct Args {
     /// Threads that serve requests [default: one for each CPU, at most one for each connection].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     reactors: Option<u16>,
-    /// Which backing files an image may have us open: deny, same-dir, listed, any, anywhere (files of servers, too).
+    /// Which backing files an image may open: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", default_value = "same-dir")]
     allow_backing: String,
-    /// A file, or what a server has (https://, nbd://, rbd:), that images may use as a backing file. May be repeated.
+    /// A file, or a file on a server (https://, nbd://, rbd:), that images may use as a backing file. May be repeated.
     #[arg(long, value_name = "FILE")]
     backing: Vec<PathBuf>,
     /// A persistent bitmap of IMAGE that clients can ask for, as qemu:dirty-bitmap:NAME. May be repeated.
@@ -82,7 +83,7 @@ pub(crate) fn run(args: &Args, lock_timeout_s: Option<u32>) -> anyhow::Result<()
         disk.lock_timeout_s = disk.lock_timeout_s.or(lock_timeout_s);
     }
     let allow_backing: BackingPolicy = args.allow_backing.parse()?;
-    // From here on a signal means an orderly end, so that no socket stays behind.
+    // From here on a signal causes an orderly end, so that no socket stays behind.
     let mut signals = signals::orderly()?;
     let mut disks = Vec::new();
     let served = serve(args, &asked, allow_backing, &mut disks);
@@ -97,7 +98,7 @@ pub(crate) fn run(args: &Args, lock_timeout_s: Option<u32>) -> anyhow::Result<()
         drop((socket, pidfile));
         Ok(reactors)
     });
-    // All of them, whatever becomes of one.
+    // All disks are closed, even if one fails.
     let mut closed = Ok(());
     for disk in &disks {
         closed = closed.and(disk.close());
@@ -134,7 +135,7 @@ fn asked(args: &Args) -> anyhow::Result<Result<Vec<Asked>, String>> {
 
 struct Serving {
     server: NbdServer,
-    /// Removes its file.
+    /// Its drop removes the file.
     socket: Option<ListenSocket>,
     reactors: Vec<ReactorThread>,
 }
@@ -178,14 +179,14 @@ fn serve(
     Ok(Serving { server: NbdServer::start(listener, exports, handles, options)?, socket, reactors })
 }
 
-/// A bitmap that is there.
+/// Returns a bitmap of the image; fails if there is none of this name.
 fn bitmap(image: Option<&Arc<Image>>, name: &str) -> anyhow::Result<NbdBitmap> {
     let image = image.with_context(|| format!("there is no bitmap '{name}': a null disk has none"))?;
     image.dirty_bitmap(name)?;
     Ok(NbdBitmap { name: name.to_owned(), source: Arc::clone(image) as Arc<dyn DirtyBitmaps> })
 }
 
-/// Others of this user only.
+/// Only this user can connect.
 const SOCKET_MODE: u32 = 0o600;
 
 fn listen(args: &Args) -> anyhow::Result<(NbdListener, Option<ListenSocket>)> {

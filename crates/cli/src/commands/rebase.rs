@@ -1,4 +1,4 @@
-//! `ringdisk rebase`: an overlay gets another backing file, in qemu-img's words.
+//! `ringdisk rebase`: gives an overlay another backing file, in qemu-img's words.
 
 use crate::arguments::name_text;
 use crate::images::{backing_name, check_backing_format, image_name, opener};
@@ -11,11 +11,11 @@ use std::path::PathBuf;
 
 /// Give an overlay another backing file.
 ///
-/// What the overlay shows never changes: what the new file holds differently is copied into the overlay first. A rebase
-/// that was broken off is run again.
+/// The contents of the overlay never change: data that the new file holds differently are copied into the overlay
+/// first. If a rebase was interrupted, run it again.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the overlay; guessed from its contents where not given.
+    /// Format of the overlay; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// Cache mode for writing: writeback, none, writethrough, directsync, unsafe.
@@ -30,19 +30,19 @@ pub(crate) struct Args {
     /// Format of the new backing file.
     #[arg(short = 'F', long, value_name = "FORMAT")]
     backing_format: Option<String>,
-    /// Only change the name: believe that both backing files hold the same. Neither is opened.
+    /// Only change the name: both backing files are trusted to hold the same data. Neither is opened.
     #[arg(short = 'u', long = "backing-unsafe")]
     unsafe_backing: bool,
-    /// Compress what is copied into the overlay.
+    /// Compress the data that are copied into the overlay.
     #[arg(short, long)]
     compress: bool,
-    /// Read the new backing file even if somebody else writes it.
+    /// Read the new backing file even if another process writes it.
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// Which backing files an image may make us open: deny, same-dir, listed, any, anywhere (files of servers, too).
+    /// Which backing files an image may open: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     allow_backing: String,
-    /// Go on although internal snapshots of the overlay will show something else.
+    /// Go on although internal snapshots of the overlay will show other contents.
     #[arg(long)]
     change_snapshots: bool,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
@@ -67,7 +67,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             };
             match args.unsafe_backing {
                 true => check_backing_format(format)?,
-                // A format that is not served is told of before anything is copied.
+                // An unsupported format is refused before anything is copied.
                 false => drop(format.parse::<image::Format>()?),
             }
             Some(Backing { file: backing_name(file.path(), name, !args.unsafe_backing)?, format: Some(format.clone()) })

@@ -1,4 +1,4 @@
-//! `ringdisk replay`: a write log played on a disk, or listed.
+//! `ringdisk replay`: replays a write log onto a disk, or lists it.
 
 use crate::images::{file_name, open_writable, opened_name};
 use crate::output::{self, ProgressArgs, Watch};
@@ -10,25 +10,25 @@ use std::fmt::Write;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-/// Play a write log on a disk, up to any moment.
+/// Replay a write log onto a disk, up to any moment.
 ///
-/// The log comes from a drive with filter=log:file=LOG, or from Linux's device-mapper target log-writes. The disk has to
-/// hold what the logged disk held when the log began.
+/// The log comes from a drive with filter=log:file=LOG, or from Linux's device-mapper target log-writes. The disk must
+/// have the contents that the logged disk had when the log began.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the disk: raw or qcow2; guessed from its contents where not given.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
-    /// The first entry to play.
+    /// The first entry to replay.
     #[arg(long, value_name = "ENTRY", default_value_t = 0)]
     start: u64,
     /// Stop before this entry.
     #[arg(long, value_name = "ENTRY", conflicts_with = "flushes")]
     end: Option<u64>,
-    /// Stop after so many flushes: what a disk must hold that lost its power after them.
+    /// Stop after this many flushes: a disk that loses power after them must have at least these contents.
     #[arg(long, value_name = "COUNT")]
     flushes: Option<u64>,
-    /// List the entries instead of playing them.
+    /// List the entries instead of replaying them.
     #[arg(long, conflicts_with = "disk")]
     list: bool,
     /// Cache mode of the disk.
@@ -62,7 +62,7 @@ fn open_log(args: &Args) -> anyhow::Result<LogReader> {
     LogReader::new(file).with_context(|| format!("cannot read {}", name()))
 }
 
-/// The entry behind the flush that has this number.
+/// Returns the index of the entry behind the flush of this number, counted from `start`.
 fn end_after(mut log: LogReader, start: u64, flushes: u64) -> anyhow::Result<u64> {
     let mut seen = 0;
     while let Some(request) = log.next_entry()? {

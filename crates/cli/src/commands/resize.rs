@@ -1,4 +1,4 @@
-//! `ringdisk resize`: more or less room on a disk that nobody uses.
+//! `ringdisk resize`: changes the size of a disk that nobody uses.
 
 use crate::images::{files, image_name};
 use crate::output::{self, ProgressArgs, Watch};
@@ -10,13 +10,13 @@ use std::path::PathBuf;
 
 /// Change the size of a disk that nobody uses.
 ///
-/// Growing adds zeros; --shrink allows to cut data off. A power cut leaves the disk before or the disk after.
+/// Growing adds zeros; --shrink allows cutting data off. A power cut leaves the old disk or the new one.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the image; guessed from its contents where not given.
+    /// Format of the image; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
-    /// Allow the image to lose what lies behind its new end.
+    /// Allow the image to lose the data behind its new end.
     #[arg(long)]
     shrink: bool,
     /// What to do with added space: off, metadata (qcow2), falloc, full.
@@ -25,14 +25,14 @@ pub(crate) struct Args {
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
     #[arg(long)]
     image_opts: bool,
-    /// Which backing files the image may make us open: deny, same-dir, listed, any, anywhere (files of servers, too).
+    /// Which backing files the image may open: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     allow_backing: String,
     #[command(flatten)]
     progress: ProgressArgs,
     /// The image.
     file: PathBuf,
-    /// The new size, or with + or - how much more or less.
+    /// The new size, or with + or - the change.
     #[arg(allow_hyphen_values = true)]
     size: String,
 }

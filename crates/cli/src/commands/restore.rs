@@ -1,4 +1,4 @@
-//! `ringdisk restore`: which saved pair is whole, and how its machine is resumed.
+//! `ringdisk restore`: says which saved pair is whole, and resumes its machine.
 
 use crate::machine::MachineArgs;
 use crate::output;
@@ -6,10 +6,10 @@ use anyhow::Context;
 use save::{Machine, Restore};
 use std::fmt::Write as _;
 
-/// Say which saved machine is whole, and how it is resumed; with --run resume it.
+/// Say which saved pair is whole, and how to resume the machine; with --run resume it.
 ///
-/// With --run, the daemon at the control socket serves the disks as they were saved, the machine's command is started, and
-/// takes its state. It must run already; what it serves under the disks' names is closed first.
+/// With --run, the daemon at the control socket serves the saved disks, and the machine's command is started and takes
+/// the state. The daemon must be running; disks that it serves under the same names are closed first.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -17,7 +17,8 @@ pub(crate) struct Args {
     /// Resume the machine, and wait for its end.
     #[arg(long)]
     run: bool,
-    /// Take disks for whole though a save was broken off while it took layers back: only if the machine has not run since.
+    /// Accept the disks although a save was interrupted while it took layers back: only if the machine has not run
+    /// since.
     #[arg(long)]
     force: bool,
 }
@@ -56,7 +57,7 @@ fn described(machine: &Machine, restore: &Restore) -> anyhow::Result<String> {
     Ok(text)
 }
 
-/// Words as a shell takes them.
+/// Quotes words for a shell.
 fn in_shell(words: &[String]) -> String {
     let is_plain = |char: char| char.is_ascii_alphanumeric() || "-_./=,:@%+".contains(char);
     let quoted = |word: &String| match !word.is_empty() && word.chars().all(is_plain) {

@@ -1,4 +1,4 @@
-//! `ringdisk save`: a running machine and its disks become a pair that can be restored.
+//! `ringdisk save`: saves a running machine and its disks as a pair that can be restored.
 
 use crate::machine::MachineArgs;
 use crate::output;
@@ -9,27 +9,27 @@ use std::time::{Duration, Instant};
 
 /// Save a running machine: its state and its disks, as one pair that 'restore' resumes.
 ///
-/// The machine (QEMU) stops, its state is written with a checksum, its disks are frozen, and it goes on. What the guest
-/// wrote since the last save goes into the images meanwhile. Whatever breaks it off, the pair of before or the new one is
+/// The machine (QEMU) stops, its state is written with a checksum, its disks are frozen, and it goes on. Meanwhile, the
+/// guest's writes since the last save go into the images. Whatever interrupts a save, the old pair or the new one is
 /// whole.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     machine: MachineArgs,
-    /// Leave what the guest wrote in a layer of its own, instead of taking it into the image: a shorter pause.
+    /// Leave the guest's writes in a layer of their own instead of taking them into the image, for a shorter pause.
     #[arg(long)]
     keep: bool,
-    /// Put everything into an internal snapshot of this name of each disk's qcow2 image instead. That of the first disk keeps
-    /// the machine's state, as QEMU's savevm does ('state extract -l' takes it out).
+    /// Save into an internal snapshot of this name of each disk's qcow2 image instead. The first disk's snapshot holds
+    /// the machine's state, as with QEMU's savevm ('state extract -l' extracts it).
     #[arg(long, value_name = "SNAPSHOT", conflicts_with = "keep")]
     into_image: Option<String>,
-    /// Say nothing but errors.
+    /// Print nothing except errors.
     #[arg(short, long)]
     quiet: bool,
-    /// Show progress even where standard error is not a terminal.
+    /// Show progress even if standard error is not a terminal.
     #[arg(short = 'p')]
     show: bool,
-    /// Write progress to standard error as lines of JSON; without a form as -p does.
+    /// Write progress to standard error, as lines of JSON; without a value as -p does.
     #[arg(long, value_enum, value_name = "FORM", num_args = 0..=1, require_equals = true, default_missing_value = "text")]
     progress: Option<Form>,
 }
@@ -40,7 +40,7 @@ enum Form {
     Json,
 }
 
-/// Shows how far it is.
+/// Shows the progress.
 struct Shown {
     form: Option<Form>,
     last: Option<(Instant, Moment)>,
@@ -78,7 +78,7 @@ impl Shown {
             })
             .to_string(),
         };
-        // Nobody can be told that standard error is gone.
+        // If standard error is gone, the message is lost.
         let _ = writeln!(std::io::stderr(), "{line}");
     }
 }

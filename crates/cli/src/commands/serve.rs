@@ -1,4 +1,4 @@
-//! `ringdisk serve`: disks at vhost-user sockets, until a signal says stop.
+//! `ringdisk serve`: serves disks at vhost-user sockets until a signal ends it.
 
 mod announcement;
 mod drives;
@@ -20,11 +20,11 @@ use std::time::Duration;
 
 /// Serve disks to virtual machines at vhost-user sockets.
 ///
-/// SIGTERM, SIGINT and SIGHUP end it in order: requests in flight end, images are flushed and closed, sockets removed. With
-/// --config, SIGHUP makes it read that file again.
+/// SIGTERM, SIGINT and SIGHUP end it cleanly: requests in flight end, images are flushed and closed, and sockets are
+/// removed. With --config, SIGHUP makes it read that file again.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Images to serve with every option at its default.
+    /// Images to serve with default options.
     #[arg(value_name = "IMAGE")]
     images: Vec<PathBuf>,
     /// A disk with options, for example file=disk.qcow2,cache=none. "help" lists the options, and format=? the values of one.
@@ -35,8 +35,9 @@ pub(crate) struct Args {
     /// repeated. A socket that a service manager passes belongs to the disk of its name.
     #[arg(long, value_name = "PATH")]
     socket: Vec<PathBuf>,
-    /// Also serve the disks named here to NBD clients, under their names (name=, or disk0, disk1...), at this Unix socket (for
-    /// this user only) or TCP address. Without TLS, whoever can reach it can use the disks. May be repeated.
+    /// Also serve the disks named here to NBD clients, under their names (name=, or disk0, disk1...), at this Unix
+    /// socket (for this user only) or TCP address. Without TLS, everybody who can reach it can use the disks. May be
+    /// repeated.
     #[arg(long, value_name = "SOCKET|ADDRESS:PORT")]
     nbd: Vec<String>,
     /// Serve NBD clients with TLS, which they must use; they need a certificate of the same authority. DIRECTORY has
@@ -50,42 +51,43 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     queues: Option<u16>,
     /// How long an idle thread looks for work before it sleeps, in microseconds; 0 means not at all [default: 100]. It
-    /// looks for less where that gains nothing. A disk can set its own (poll-max-us=). Each thread serves queues of all
-    /// disks, so the longest of all holds.
+    /// looks for a shorter time if that gains nothing. A disk can set its own (poll-max-us=). Each thread serves queues
+    /// of all disks, so the largest value counts.
     #[arg(long, value_name = "US")]
     poll_max_us: Option<u32>,
-    /// Memory that requests may take for buffers of their own, over all disks: where direct I/O does not take the guest's,
-    /// for clusters that are copied or decompressed. Requests wait for room; each disk has a fair share [default: a 16th of
-    /// the memory of the host or control group, at most 256M].
+    /// Memory for requests' own buffers, over all disks: for direct I/O with misaligned memory, and for clusters that
+    /// are copied or decompressed. Requests wait for room; each disk has a fair share [default: a 16th of the memory of
+    /// the host or control group, at most 256M].
     #[arg(long, value_name = "SIZE", value_parser = buffer_memory)]
     buffer_memory: Option<usize>,
-    /// How long a disk that is removed by force, or the daemon that ends, waits for requests that the storage does not end.
+    /// How long removing a disk by force, or the end of the daemon, waits for requests that the storage does not end.
     /// Then they are given up, and guests get errors.
     #[arg(long, value_name = "SECONDS", default_value_t = daemon::GIVE_UP_AFTER.as_secs().try_into().unwrap_or(20))]
     give_up_after: u32,
     /// Write the process id to PATH once ready. The file is removed at the end.
     #[arg(long, value_name = "PATH")]
     pidfile: Option<PathBuf>,
-    /// Which backing files an image may have us open: deny (none), same-dir (in the image's directory or below it, and files
-    /// named here), listed (only files named here), any, anywhere (files and disks of servers, too) [default: same-dir].
+    /// Which backing files an image may open: deny (none), same-dir (in the image's directory or below it, and files
+    /// named here), listed (only files named here), any, anywhere (files and disks of servers, too) [default:
+    /// same-dir].
     #[arg(long, value_name = "POLICY")]
     allow_backing: Option<String>,
-    /// A file, or what a server has (https://, nbd://, rbd:), that images may use as a backing file. May be repeated.
+    /// A file, or a file on a server (https://, nbd://, rbd:), that images may use as a backing file. May be repeated.
     #[arg(long, value_name = "FILE")]
     backing: Vec<PathBuf>,
-    /// What to print once the sockets accept connections: human ends with how to attach each monitor, json is one line.
+    /// What to print once the sockets accept connections: human also says how to attach each monitor, json is one line.
     #[arg(long, value_enum, default_value = "human")]
     output: Output,
-    /// Take commands at this Unix socket, from this user only ("ringdisk ctl", or HTTP and JSON). Disks can be added there,
-    /// so none needs to be named here.
+    /// Take commands at this Unix socket, from this user only ("ringdisk ctl", or HTTP and JSON). Disks can be added
+    /// there, so none has to be named here.
     #[arg(long, value_name = "SOCKET")]
     control: Option<PathBuf>,
-    /// Keep a record of what is served in this directory. A daemon that is started with it again serves the same disks, with
-    /// the layers that they have by then, those that were added by commands included.
+    /// Record what is served in this directory. A daemon that is started with it again serves the same disks with the
+    /// same layers, including disks that were added by commands.
     #[arg(long, value_name = "DIRECTORY")]
     state_dir: Option<PathBuf>,
-    /// Read disks, exports and what holds for the daemon from this TOML file; what the command line says comes before it.
-    /// SIGHUP and "ctl reload" read it again: what differs is added, removed and changed, while other disks run.
+    /// Read disks, exports and settings of the daemon from this TOML file; the command line overrides it. SIGHUP and
+    /// "ctl reload" read it again and apply the differences, while other disks run.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 }
@@ -109,7 +111,7 @@ pub(crate) fn run(args: &Args, lock_timeout_s: Option<u32>) -> anyhow::Result<()
     for disk in drives.iter_mut().map(|given| &mut given.drive.disk).filter(|disk| disk.file.is_some()) {
         disk.lock_timeout_s = disk.lock_timeout_s.or(lock_timeout_s);
     }
-    // From here on a signal means an orderly end, so that no socket stays behind.
+    // From here on a signal causes an orderly end, so that no socket stays behind.
     let mut signals = signals::orderly()?;
     allow_all_descriptors();
     let manager = Arc::new(Manager::start(daemon_config(args, &settings, &drives), settings.state_dir.as_deref())?);
@@ -135,7 +137,7 @@ pub(crate) fn run(args: &Args, lock_timeout_s: Option<u32>) -> anyhow::Result<()
     Ok(())
 }
 
-/// What the command line says comes before what the file says.
+/// Overrides the file's settings with those of the command line.
 fn put_over(args: &Args, settings: &mut Settings) -> block::Result<()> {
     let over = |given: &Option<PathBuf>, setting: &mut Option<PathBuf>| {
         if given.is_some() {
@@ -159,7 +161,7 @@ fn daemon_config(args: &Args, settings: &Settings, drives: &[Configured]) -> Dae
     let poll_max_us = args.poll_max_us.or(settings.poll_max_us);
     let buffer_memory = settings.buffer_memory_bytes.and_then(|bytes| usize::try_from(bytes).ok());
     DaemonConfig::default().with(|config| {
-        // Disks that come later bring queues of their own.
+        // Disks that are added later have queues of their own.
         let has_clients = drives.iter().any(|given| !given.exports.is_empty());
         let comes = settings.control.is_some() || settings.state_dir.is_some() || args.config.is_some();
         let may_grow = comes || has_clients;
@@ -173,8 +175,8 @@ fn daemon_config(args: &Args, settings: &Settings, drives: &[Configured]) -> Dae
     })
 }
 
-/// Waits for a signal, or for a command that asks for the end; returns the signal. Meanwhile a service manager that watches
-/// is told that all reactors answer, as long as they do.
+/// Waits for a signal, or for a command that asks for the end; returns the signal. Meanwhile it tells a service
+/// manager's watchdog that all reactors respond, as long as they do.
 fn wait_for_the_end(manager: &Manager, signals: &mut Signals) -> Option<i32> {
     let (stop, stopped) = std::sync::mpsc::channel::<()>();
     let handle = signals.handle();
@@ -199,7 +201,7 @@ fn wait_for_the_end(manager: &Manager, signals: &mut Signals) -> Option<i32> {
     })
 }
 
-/// What fails is in the log, and leaves the rest as it was.
+/// Reads the configuration again. Failures are logged and leave the rest unchanged.
 fn reload(manager: &Manager) {
     daemon::notify("RELOADING=1");
     match manager.reload() {
@@ -211,7 +213,7 @@ fn reload(manager: &Manager) {
     daemon::notify("READY=1");
 }
 
-/// With less than that, one large request would fill it.
+/// With less memory, one large request would fill it.
 const BUFFER_MEMORY_MIN: u64 = 1 << 20;
 
 fn buffer_memory(text: &str) -> Result<usize, String> {
@@ -223,7 +225,7 @@ fn buffer_memory(text: &str) -> Result<usize, String> {
 }
 
 fn watchdog(daemon: &Daemon, interval: Duration, stopped: &Receiver<()>) {
-    // Asked and answered within three quarters of the time.
+    // The reactors are asked and answer within three quarters of the interval.
     while stopped.recv_timeout(interval / 2) == Err(RecvTimeoutError::Timeout) {
         match daemon.stuck_reactors(interval / 4).as_slice() {
             [] => daemon::notify("WATCHDOG=1"),
@@ -234,8 +236,8 @@ fn watchdog(daemon: &Daemon, interval: Duration, stopped: &Receiver<()>) {
     }
 }
 
-/// Each queue of a guest takes half a dozen descriptors, and its peer passes more: a few disks use up the usual soft limit,
-/// which is that low for the sake of programs that call select().
+/// Raises the limit of open descriptors. Each queue of a guest takes half a dozen, and its peer passes more: a few
+/// disks use up the usual soft limit, which is low for programs that call select().
 fn allow_all_descriptors() {
     let limit = getrlimit(Resource::Nofile);
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {

@@ -9,25 +9,25 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 /// List, take, apply or delete snapshots inside an image.
 ///
-/// A power cut leaves the image before or the image after.
+/// A power cut leaves the old image or the new one.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// List the snapshots; so does naming the image only.
+    /// List the snapshots; this is the default.
     #[arg(short, long, action = clap::ArgAction::Count)]
     list: u8,
     /// Take a snapshot.
     #[arg(short, long, value_name = "NAME", action = clap::ArgAction::Append)]
     create: Vec<String>,
-    /// Make the disk what it was at a snapshot: an id, or a name. Enabled bitmaps are marked wholly.
+    /// Return the disk to a snapshot: an id, or a name. Enabled bitmaps are marked dirty everywhere.
     #[arg(short, long, value_name = "SNAPSHOT", action = clap::ArgAction::Append)]
     apply: Vec<String>,
     /// Delete the (first) snapshot with this name.
     #[arg(short, long, value_name = "NAME", action = clap::ArgAction::Append)]
     delete: Vec<String>,
-    /// Format of the image; guessed from its contents where not given.
+    /// Format of the image; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
-    /// List even if somebody else writes the image; what is shown may be out of date.
+    /// List even if another process writes the image; the output may be out of date.
     #[arg(short = 'U', long)]
     force_share: bool,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.

@@ -10,7 +10,7 @@ use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// Look at the saved state of a machine, or take it out of its file.
+/// Check the saved state of a machine, or extract it from its file.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -24,16 +24,16 @@ enum Verb {
         /// A file of 'save'.
         file: PathBuf,
     },
-    /// Take a state out: QEMU's migration stream, as 'qemu -incoming' reads it.
+    /// Extract a state: QEMU's migration stream, as 'qemu -incoming' reads it.
     Extract {
         /// A file of 'save'; with -l, a qcow2 image.
         file: PathBuf,
-        /// The file to make, or - for standard output.
+        /// The file to create, or - for standard output.
         target: PathBuf,
-        /// The state that was kept with this internal snapshot of the image, as QEMU's savevm keeps it.
+        /// Extract the state of this internal snapshot of the image, as QEMU's savevm stores it.
         #[arg(short = 'l', long, value_name = "SNAPSHOT")]
         snapshot: Option<String>,
-        /// Work even if somebody else writes the image; what is read may be out of date.
+        /// Read the image even if another process writes it; the data may be out of date.
         #[arg(short = 'U', long)]
         force_share: bool,
     },
@@ -65,7 +65,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
 }
 
-/// A new file, which goes again if it does not become whole, or standard output.
+/// Fills a new file, which is removed again after an error, or standard output.
 fn to_target(path: &Path, fill: impl FnOnce(&mut dyn Write) -> anyhow::Result<()>) -> anyhow::Result<()> {
     if path == Path::new("-") {
         return fill(&mut std::io::stdout().lock());

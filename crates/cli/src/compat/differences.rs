@@ -1,6 +1,6 @@
-//! What differs from qemu-img, flag by flag: the list that `ringdisk img-compat` prints.
+//! The differences from qemu-img, flag by flag: the list that `ringdisk img-compat` prints.
 
-/// A flag that is not as in qemu-img.
+/// A flag that differs from qemu-img.
 pub(crate) struct Difference {
     /// The verb, `*` for all.
     pub(crate) verb: &'static str,
@@ -20,13 +20,13 @@ impl Difference {
     }
 }
 
-/// All of them.
+/// All flags that differ.
 pub(crate) const OTHERS: &[Difference] =
     &[refused("*", "--object", "refused: nothing here uses secrets or other objects")];
 
-/// What differs beside the flags, on purpose.
+/// An intended difference beside the flags.
 pub(crate) struct Purpose {
-    /// What it is about: a name that stays.
+    /// Its topic: a stable name.
     pub(crate) topic: &'static str,
     pub(crate) why: &'static str,
 }
@@ -35,7 +35,7 @@ const fn purpose(topic: &'static str, why: &'static str) -> Purpose {
     Purpose { topic, why }
 }
 
-/// All of them. The tests that compare the two programs over generated command lines know nothing else that differs.
+/// All intended differences. The tests that compare the two programs over generated command lines allow no others.
 pub(crate) const ON_PURPOSE: &[Purpose] = &[
     purpose(
         "backing-policy",
@@ -91,7 +91,7 @@ pub(crate) const ON_PURPOSE: &[Purpose] = &[
     ),
 ];
 
-/// What is different about a flag of a verb; `None` where nothing is.
+/// Returns the difference of a flag of a verb; `None` if there is none.
 pub(crate) fn difference(verb: &str, flag: &str) -> Option<&'static Difference> {
     OTHERS.iter().find(|other| other.is_about(verb, flag))
 }

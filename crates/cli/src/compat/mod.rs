@@ -1,4 +1,4 @@
-//! What qemu-img takes, and what differs here: tables that a command prints and the other name answers from.
+//! The flags of qemu-img, and the differences: tables for `img-compat` and for the program under the name `qemu-img`.
 
 mod differences;
 mod flags;
@@ -10,5 +10,5 @@ pub(crate) use flags::FLAGS;
 #[cfg(test)]
 pub(crate) use flags::{Flag, Verb};
 
-/// The qemu-img whose behaviour is kept; programs that call it look for features by this.
+/// The version of qemu-img that the program follows; callers detect features by it.
 pub(crate) const VERSION: &str = "7.2.22";

@@ -9,7 +9,8 @@ use format_qcow2::{Bitmap, BitmapAction};
 use image::{Format, Image, Opener, Role};
 use std::path::Path;
 
-/// Before a copy with bitmaps is begun. Those that nobody believes may be left out.
+/// Refuses a copy with bitmaps that cannot work, before it begins. With `skip_broken`, inconsistent bitmaps are left
+/// out instead.
 pub(crate) fn refuse_without_bitmaps(source: &Image, target: Option<Format>, skip_broken: bool) -> anyhow::Result<()> {
     if source.qcow2_header().is_none_or(|header| header.version < 3) {
         bail!("Source lacks bitmap support");
@@ -26,12 +27,12 @@ pub(crate) fn refuse_without_bitmaps(source: &Image, target: Option<Format>, ski
     }
 }
 
-/// Those that are copied, and those that nobody believes.
+/// Returns the bitmaps to copy, and the inconsistent ones.
 fn believed(source: &Image) -> anyhow::Result<(Vec<Bitmap>, Vec<Bitmap>)> {
     Ok(source.bitmaps()?.into_iter().partition(|bitmap| !bitmap.in_use))
 }
 
-/// Before anything is written to an image that is there: what would fail when the bitmaps' turn comes.
+/// Refuses an existing target that could not take the bitmaps, before anything is written to it.
 pub(crate) fn refuse_misfits(source: &Image, target: &Image) -> anyhow::Result<()> {
     let (bitmaps, _) = believed(source)?;
     let Some(first) = bitmaps.first() else { return Ok(()) };
@@ -52,7 +53,7 @@ pub(crate) fn refuse_misfits(source: &Image, target: &Image) -> anyhow::Result<(
     Ok(())
 }
 
-/// Gives an image all the bitmaps of another one but those that nobody believes.
+/// Copies all bitmaps of an image to another, except inconsistent ones.
 pub(crate) fn copy_bitmaps(source: &Image, target: &Path) -> anyhow::Result<()> {
     let mut actions = Vec::new();
     let (bitmaps, broken) = believed(source)?;

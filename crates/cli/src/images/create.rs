@@ -13,8 +13,8 @@ use image::{CreateOptions, FileName, Format, GrowBy, Opener, Role, inspect, os_n
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// An image that another command is going to fill, of that size whatever the options say. Returns its external data file
-/// if that is new too.
+/// Makes an image of this size, whatever the options say, for another command to fill. Returns its external data file
+/// if that is new, too.
 pub(crate) fn create_target(
     file: &Path,
     format: Format,
@@ -31,7 +31,7 @@ pub(crate) fn create_target(
     create(file, &mut wanted, true, watch)
 }
 
-/// Makes the image. Returns the external data file, if it was made where there was none.
+/// Makes the image. Returns the external data file if that is new.
 pub(crate) fn create(
     file: &Path,
     wanted: &mut NewImage,
@@ -77,7 +77,7 @@ pub(crate) fn create(
         Ok(())
     });
     if let Err(error) = made {
-        // Nobody removes what is open.
+        // The files are closed before they are removed.
         drop(opened);
         let files = emptied.iter().map(|(path, is_new)| given_up(path, *is_new));
         return Err(error.context(files.collect::<Vec<_>>().join(", ")));
@@ -85,7 +85,8 @@ pub(crate) fn create(
     Ok(emptied.into_iter().nth(1).filter(|(_, is_new)| *is_new).map(|(path, _)| path))
 }
 
-/// Nothing can be made at a server's socket. A raw image is there already, if the server's disk is long enough for it.
+/// Checks that a server's disk can take the image. Nothing can be created there. A raw image exists already, if the
+/// server's disk is long enough for it.
 fn check_served(socket: &Path, wanted: &NewImage) -> anyhow::Result<()> {
     if wanted.format != Format::Raw {
         let what = "no image can be created at a server's disk: use -O raw, or -n for an image that it holds";
@@ -100,8 +101,8 @@ fn check_served(socket: &Path, wanted: &NewImage) -> anyhow::Result<()> {
     }
 }
 
-/// Half an image is of no use: one that was not there before goes again, so that its name is free for the next attempt.
-/// Returns what became of it.
+/// Removes an incomplete image if it is new, so that its name is free for the next attempt. Returns a text that says
+/// what happened to it.
 fn given_up(path: &Path, is_new: bool) -> String {
     match is_new && remove_file(path).is_ok() {
         true => format!("'{}' was removed again", opened_name(path)),
@@ -109,7 +110,7 @@ fn given_up(path: &Path, is_new: bool) -> String {
     }
 }
 
-/// An empty file under a lock: a new one, or one that was there and that nobody uses.
+/// Returns an empty, locked file: a new one, or an existing one that nobody uses.
 fn empty_file(path: &Path, is_new: bool) -> anyhow::Result<Arc<dyn File>> {
     if let Some(image) = cluster_image(path)? {
         file_rbd::create(&image, 0)?;
@@ -129,8 +130,8 @@ fn empty_file(path: &Path, is_new: bool) -> anyhow::Result<Arc<dyn File>> {
 }
 
 impl NewImage {
-    /// Looks at the backing file: its size where none was given, and that its format was said. Not looked at, its name and
-    /// its format are only recorded.
+    /// Checks the backing file, takes its size if none was given, and requires its format. Without `look`, its name and
+    /// format are only recorded.
     fn settle_backing(&mut self, image: &Path, look: bool) -> anyhow::Result<()> {
         let Some(name) = &mut self.backing_file else {
             return match self.backing_format {
@@ -168,7 +169,7 @@ impl NewImage {
         Ok(())
     }
 
-    /// Wishes: an image is as good without.
+    /// Sets hints for the file system. The image also works without them.
     fn hint_layout(&self, path: &Path, file: &dyn File) {
         if file.info().block_device {
             return;
@@ -176,7 +177,7 @@ impl NewImage {
         if self.nocow.is_on
             && let Err(error) = engine::disable_copy_on_write(path)
         {
-            // Where nothing is copied on write there is nothing to turn off.
+            // A file system without copy-on-write has nothing to turn off.
             tracing::info!("{error}");
         }
         if let Some(bytes) = self.extent_size_hint.filter(|bytes| *bytes > 0)
@@ -192,7 +193,7 @@ impl NewImage {
         self.options_of_size(size)
     }
 
-    /// Options that make it with another size.
+    /// Returns the options for this image with another size.
     pub(crate) fn options_of_size(&self, size_bytes: u64) -> anyhow::Result<CreateOptions> {
         let size_bytes = size_bytes.next_multiple_of(SECTOR_BYTES);
         let preallocation = self.preallocation()?;

@@ -1,4 +1,4 @@
-//! Whether two names mean one file: by what they are, so that hard links and nodes of one device are one.
+//! Whether two names mean one file. The files are compared, so hard links and nodes of one device are the same.
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
@@ -7,7 +7,7 @@ use std::path::Path;
 pub(crate) struct FileId(u64, Option<u64>);
 
 impl FileId {
-    /// Fails where there is no such file.
+    /// Returns the identity of a file. Fails if there is no such file.
     pub(crate) fn of(path: &Path) -> std::io::Result<Self> {
         let meta = std::fs::metadata(path)?;
         Ok(match meta.file_type().is_block_device() {

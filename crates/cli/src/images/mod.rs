@@ -1,4 +1,4 @@
-//! Images as the user names and describes them: opened, made, and looked at before they are written.
+//! Images as the user names and describes them: opening, creating, and checks before they are written.
 
 mod bitmaps;
 mod create;

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 /// The protocols that are a file or a block device.
 const FILE_DRIVERS: [&str; 2] = ["file", "host_device"];
 
-/// An image that exists, as the user names it: with `--image-opts` the text is a description.
+/// Reads the name of an existing image: with `--image-opts` the text is a description.
 pub(crate) fn image_name(text: &Path, format: Option<&str>, image_opts: bool) -> anyhow::Result<ImageName> {
     if !image_opts {
         return Ok(ImageName::parse(text, parse_format(format)?)?);
@@ -22,12 +22,12 @@ pub(crate) fn image_name(text: &Path, format: Option<&str>, image_opts: bool) ->
     Ok(ImageName::parse_description(text)?)
 }
 
-/// A protocol and what follows it. As in QEMU, a colon behind a slash is part of a file's name.
+/// Splits a name into its protocol and the rest. As in QEMU, a colon behind a slash is part of a file's name.
 fn protocol(text: &str) -> Option<(&str, &str)> {
     text.split_once(':').filter(|(before, _)| !before.contains('/'))
 }
 
-/// The file that a name without a format stands for: what is to be made, or written to.
+/// Returns the path of a file that will be created or written to.
 pub(crate) fn file_name(text: &Path) -> anyhow::Result<PathBuf> {
     if let Some(("json", _)) = text.to_str().and_then(protocol) {
         bail!("Could not open '{}': a description names no file to be written", text.display());
@@ -35,16 +35,16 @@ pub(crate) fn file_name(text: &Path) -> anyhow::Result<PathBuf> {
     path_of(&FileName::parse(text).with_context(|| format!("Could not open '{}'", text.display()))?)
 }
 
-/// Stand before the disks of servers.
+/// The beginnings of names of servers' disks.
 const SERVERS: [&str; 8] =
     ["vhost-user:", "nbd://", "nbd+unix://", "nbds://", "nbds+unix://", "http://", "https://", "rbd:"];
 
-/// Whether what a command calls its target's path is a server's disk, or a cluster's (see [`path_of`]).
+/// Whether a target's path is a server's disk or a cluster's image (see [`path_of`]).
 pub(crate) fn is_socket(path: &Path) -> bool {
     path.to_str().is_some_and(|path| SERVERS.iter().any(|server| path.starts_with(server)))
 }
 
-/// What a command calls its target's path, as the opener wants it.
+/// Returns a target's path as a name for the opener.
 pub(crate) fn opened_name(path: &Path) -> FileName {
     match is_socket(path).then(|| FileName::parse(path)) {
         Some(Ok(server)) => server,
@@ -52,7 +52,7 @@ pub(crate) fn opened_name(path: &Path) -> FileName {
     }
 }
 
-/// The image of a cluster that a command calls its target's path, if it is one. Unlike servers' disks, those can be made.
+/// Returns the cluster's image of a target's path, if it is one. Unlike servers' disks, cluster images can be created.
 pub(crate) fn cluster_image(path: &Path) -> anyhow::Result<Option<RbdName>> {
     match opened_name(path) {
         FileName::Rbd(name) => Ok(Some(RbdName::parse(&name)?)),
@@ -60,14 +60,14 @@ pub(crate) fn cluster_image(path: &Path) -> anyhow::Result<Option<RbdName>> {
     }
 }
 
-/// The path of a file that is written to by name. A server's disk keeps its protocol; a file whose own name begins with that
-/// protocol gets another path.
+/// Returns the path of a target that is written to by name. A server's disk keeps its protocol. A file whose own name
+/// begins with such a protocol gets another path.
 pub(crate) fn path_of(name: &FileName) -> anyhow::Result<PathBuf> {
     match (name, name.path()) {
         (FileName::Http(_), _) => Err(anyhow!("Could not open '{name}': a file on a web server can only be read")),
         (FileName::VhostUser(_) | FileName::Nbd(_), _) => Ok(PathBuf::from(name.to_string())),
         (FileName::Rbd(text), _) => {
-            // What it says about the cluster is no secret then, and may be shown.
+            // The parser refuses secrets, so the name may be shown.
             RbdName::parse(text)?;
             Ok(PathBuf::from(text))
         }
@@ -77,9 +77,9 @@ pub(crate) fn path_of(name: &FileName) -> anyhow::Result<PathBuf> {
     }
 }
 
-/// How the image at `overlay` is to name the backing file that the user calls `text`. The name has no protocol, because
-/// protocols in images are not followed. As in QEMU, a name with a protocol is relative to the working directory, not to
-/// the image. If nobody is going to look at the backing file, the name may be anything else.
+/// Returns the name that the image at `overlay` records for the backing file `text`. The name has no protocol, because
+/// protocols in images are not followed. As in QEMU, a name with a protocol is relative to the working directory, not
+/// to the image. Without `look`, the name may be anything else.
 pub(crate) fn backing_name(overlay: Option<&Path>, text: &str, look: bool) -> anyhow::Result<String> {
     let path = match protocol(text) {
         None => return Ok(text.to_owned()),
@@ -89,7 +89,7 @@ pub(crate) fn backing_name(overlay: Option<&Path>, text: &str, look: bool) -> an
         }
         Some(("vhost-user", _)) => bail!("'{text}': a backing file is a file, not the disk of a vhost-user server"),
         Some(_) if let Some(remote) = remote_name(text) => {
-            // How it is read is for who opens it to say.
+            // Options for reading it are given when it is opened, not recorded.
             return Ok(remote.address().unwrap_or(text).to_owned());
         }
         Some(_) => file_name(Path::new(&os_name(text)))?,
@@ -99,16 +99,16 @@ pub(crate) fn backing_name(overlay: Option<&Path>, text: &str, look: bool) -> an
     let path =
         if is_here { path } else { std::path::absolute(&path).with_context(|| format!("cannot find '{text}'"))? };
     let name = name_text(path.as_os_str().as_bytes());
-    // A colon of its own would be taken for a protocol's.
+    // A colon in the name would look like a protocol.
     Ok(if protocol(&name).is_some() { format!("./{name}") } else { name })
 }
 
-/// The disk or file of a server, where that is what a user names.
+/// Returns the name if it is a server's disk or file.
 pub(crate) fn remote_name(text: &str) -> Option<FileName> {
     FileName::parse(text).ok().filter(FileName::is_remote)
 }
 
-/// The format that the user gave, if any.
+/// Reads the format that the user gave, if any.
 pub(crate) fn parse_format(format: Option<&str>) -> anyhow::Result<Option<Format>> {
     Ok(format.map(str::parse).transpose()?)
 }

@@ -1,4 +1,4 @@
-//! What is said about a new image with -o: for the commands that make one and for those that tell what it would take.
+//! The options of a new image (-o), for the commands that create or measure one.
 
 use crate::output::usage;
 use drive::{parse_integer, parse_options, parse_size, unknown};
@@ -6,7 +6,7 @@ use format_qcow2::{Compression, Preallocation};
 use image::Format;
 use std::fmt::Write as _;
 
-/// An option: its key, what it takes, whether raw images have it, what it is for.
+/// An option: its key, its type, whether raw images have it, and its purpose.
 type Known = (&'static str, &'static str, bool, &'static str);
 
 const SWITCH: &str = "bool (on/off)";
@@ -28,7 +28,8 @@ const OPTIONS: [Known; 15] = [
     ("size", "size", true, "Size of the disk"),
 ];
 const REFCOUNT_BITS: [u32; 7] = [1, 2, 4, 8, 16, 32, 64];
-/// What QEMU reads a backing file as. Only recorded here: whoever opens the image says whether it serves that.
+/// QEMU's formats of backing files. They are only recorded here; opening the image decides whether a format is
+/// supported.
 const BACKING_FORMATS: [&str; 25] = [
     "bochs",
     "cloop",
@@ -57,7 +58,7 @@ const BACKING_FORMATS: [&str; 25] = [
     "vpc",
 ];
 
-/// A switch: how it was written, which is how it is told again, and what that means.
+/// A switch: as it was written, for messages, and its meaning.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Switch {
     said: Option<String>,
@@ -69,13 +70,13 @@ impl Switch {
         Ok(Self { said: Some(value.to_owned()), is_on: switch(key, value)? })
     }
 
-    /// As it was written; `None` where nothing was.
+    /// Returns it as it was written; `None` if it was not given.
     pub(crate) fn said(&self) -> Option<&str> {
         self.said.as_deref()
     }
 }
 
-/// What a switch that is on or off may be called.
+/// Reads a switch that is on or off.
 pub(crate) fn switch(key: &str, value: &str) -> anyhow::Result<bool> {
     match value {
         "on" | "yes" | "true" | "y" => Ok(true),
@@ -84,12 +85,12 @@ pub(crate) fn switch(key: &str, value: &str) -> anyhow::Result<bool> {
     }
 }
 
-/// Whether -o asks which options there are.
+/// Whether -o asks for the list of options.
 pub(crate) fn asks_for_help(options: &[String]) -> bool {
     options.iter().any(|text| drive::asks_for_help(text))
 }
 
-/// The options of a format, in qemu-img's form, whose heading depends on whether a file was named.
+/// Returns the list of a format's options in qemu-img's form. Its heading depends on whether a file was named.
 pub(crate) fn options_help(format: Format, named: bool) -> String {
     let mut text = if named { "Supported options:\n".to_owned() } else { format!("Supported {format} options:\n") };
     for (key, takes, _, what) in options(format) {
@@ -107,7 +108,7 @@ fn options(format: Format) -> impl Iterator<Item = &'static Known> {
     OPTIONS.iter().filter(move |(.., raw, _)| *raw || format == Format::Qcow2)
 }
 
-/// All that can be said about a new image.
+/// All options of a new image.
 #[derive(Debug)]
 pub(crate) struct NewImage {
     pub(crate) format: Format,
@@ -116,24 +117,24 @@ pub(crate) struct NewImage {
     pub(crate) version: u32,
     pub(crate) refcount_bits: u32,
     pub(crate) compression: Compression,
-    /// As it was given.
+    /// As the user wrote it.
     pub(crate) compat: Option<String>,
     pub(crate) encryption: Switch,
     pub(crate) lazy_refcounts: Switch,
     pub(crate) extended_l2: Switch,
     pub(crate) data_file: Option<String>,
     pub(crate) data_file_raw: Switch,
-    /// As it was given.
+    /// As the user wrote it.
     pub(crate) preallocation: Option<String>,
     pub(crate) nocow: Switch,
     pub(crate) extent_size_hint: Option<u32>,
     pub(crate) backing_file: Option<String>,
-    /// A name, of a format that is served or not.
+    /// The name of a format, supported or not.
     pub(crate) backing_format: Option<String>,
 }
 
 impl NewImage {
-    /// What -o says, each of them.
+    /// Reads the options of every -o.
     pub(crate) fn parse(format: Format, options: &[String]) -> anyhow::Result<Self> {
         let mut wanted = Self {
             format,
@@ -205,13 +206,13 @@ impl NewImage {
         Ok(())
     }
 
-    /// How much is made in advance.
+    /// Returns the kind of preallocation.
     pub(crate) fn preallocation(&self) -> anyhow::Result<Preallocation> {
         Ok(self.preallocation.as_deref().map_or(Ok(Preallocation::Off), str::parse)?)
     }
 }
 
-/// A format that a backing file may be recorded with though nobody looked at it.
+/// Checks the format that is recorded for a backing file that is not opened.
 pub(crate) fn check_backing_format(name: &str) -> anyhow::Result<()> {
     match BACKING_FORMATS.contains(&name) {
         true => Ok(()),

@@ -15,10 +15,10 @@ pub(crate) struct OpenArgs {
     /// Cache mode for reading: writeback, none, writethrough, directsync, unsafe.
     #[arg(short = 'T', long, alias = "cache", value_name = "CACHE", default_value = "writeback")]
     source_cache: String,
-    /// Work even if somebody else writes the image; what is read may be out of date.
+    /// Read the image even if another process writes it; the data may be out of date.
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// Which backing files an image may make us open: deny, same-dir, listed, any, anywhere (files of servers, too).
+    /// Which backing files an image may open: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     pub(crate) allow_backing: String,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
@@ -27,12 +27,12 @@ pub(crate) struct OpenArgs {
 }
 
 impl OpenArgs {
-    /// Opens an image to read it. `listed` are other files on the command line.
+    /// Opens an image for reading. `listed` are other files on the command line.
     pub(crate) fn open(&self, path: &Path, format: Option<&str>, listed: &[PathBuf]) -> anyhow::Result<Arc<Image>> {
         self.open_at(path, format, listed, None)
     }
 
-    /// As `open`, the disk as it was when a snapshot was taken, where one is named.
+    /// As `open`; with a snapshot, opens the disk as it was when the snapshot was taken.
     pub(crate) fn open_at(
         &self,
         path: &Path,
@@ -55,7 +55,7 @@ impl OpenArgs {
     }
 }
 
-/// What -l names: `snapshot.id=ID,snapshot.name=NAME` (one of them will do), or an id or a name as it is.
+/// Reads the value of -l: `snapshot.id=ID,snapshot.name=NAME` (one of them is enough), or a plain id or name.
 fn snapshot_name(text: &str) -> anyhow::Result<SnapshotName> {
     if !text.starts_with("snapshot.") {
         return Ok(SnapshotName::Any(text.to_owned()));
@@ -71,7 +71,7 @@ fn snapshot_name(text: &str) -> anyhow::Result<SnapshotName> {
     Ok(SnapshotName::Exactly { id, name })
 }
 
-/// Opens an image to write it; it is nobody else's meanwhile. `listed` are other files that the user named.
+/// Opens an image for writing, exclusively. `listed` are other files that the user named.
 pub(crate) fn open_writable(
     file: impl Into<FileName>,
     format: Option<Format>,
@@ -86,30 +86,30 @@ pub(crate) fn open_writable(
     Ok(Arc::new(image::open(&options, &opener(cache)?.writing_behind())?))
 }
 
-/// Opens an image's files in this cache mode, with the engine that suits them.
+/// Returns an opener with this cache mode, which chooses the engine by the file.
 pub(crate) fn opener(cache: &str) -> anyhow::Result<EngineOpener> {
     Ok(files().with_cache(cache.parse()?))
 }
 
-/// Opens an image's files as every command does where the user says nothing else.
+/// Returns an opener with the commands' defaults.
 pub(crate) fn files() -> EngineOpener {
     EngineOpener::default().with_lock_timeout(*LOCK_TIMEOUT.get().unwrap_or(&LOCK_TIMEOUT_DEFAULT))
 }
 
-/// Sets it where there is no option for it.
+/// Sets the lock timeout if there is no option for it.
 pub(crate) const LOCK_TIMEOUT_VARIABLE: &str = "RINGDISK_LOCK_TIMEOUT_S";
 
-/// A person waits for an answer: less than a service does.
+/// Shorter than for a service, because a person waits for the answer.
 const LOCK_TIMEOUT_DEFAULT: Duration = Duration::from_secs(5);
 static LOCK_TIMEOUT: OnceLock<Duration> = OnceLock::new();
 
 /// Sets once for the process how long commands wait for the lock of a process that was killed.
 pub(crate) fn set_lock_timeout(timeout_s: u32) {
-    // It is set in one place.
+    // An error means that it was set before, but only one place sets it.
     let _ = LOCK_TIMEOUT.set(Duration::from_secs(timeout_s.into()));
 }
 
-/// For commands that can read an image in use: says by which option, and what that means.
+/// Adds the option that reads an image in use, and what that means, to the error.
 pub(crate) fn name_force_share(error: Error) -> Error {
     match error.kind() {
         ErrorKind::Locked => {

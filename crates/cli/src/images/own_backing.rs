@@ -1,4 +1,4 @@
-//! A new image must not take the place of what it is going to rest on.
+//! A new image must not overwrite a file that it will rest on.
 
 use super::file_id::FileId;
 use super::open::files;
@@ -6,12 +6,12 @@ use crate::output::usage;
 use image::{BackingPolicy, Format, Opener, Role, inspect, pass_gate};
 use std::path::{Path, PathBuf};
 
-/// Chains that are longer are not opened.
+/// Longer chains are not opened.
 const LAYERS_MAX: usize = 256;
 
-/// Refuses to empty one of `emptied`, the files that the new image is made in, if it is `backing` or, where it may be
-/// looked at, lies below it. What images name is opened through the gate only; what cannot be looked at is left to
-/// whoever opens it.
+/// Refuses to empty a file of `emptied`, the files of the new image, if it is `backing` or, with `look`, lies below it.
+/// Files that images name are opened only through the gate. A file that cannot be opened ends the search; opening the
+/// image reports it.
 pub(super) fn refuse(emptied: &[PathBuf], backing: &Path, format: Option<Format>, look: bool) -> anyhow::Result<()> {
     refuse_one(emptied, backing)?;
     let said = std::env::var("RINGDISK_ALLOW_BACKING").ok();

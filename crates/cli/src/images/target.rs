@@ -1,4 +1,4 @@
-//! A file that an image is written to: before anything is written, and after everything is.
+//! A target file: checks before anything is written, and steps after everything is.
 
 use super::file_id::FileId;
 use super::name::{cluster_image, is_socket, opened_name};
@@ -11,17 +11,17 @@ use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
-/// As many symbolic links as Linux follows.
+/// The number of symbolic links that Linux follows.
 const LINKS_MAX: usize = 40;
 
-/// A raw target that is a device or a server's disk shows what it held before wherever nothing is written.
+/// Whether the target shows old bytes wherever nothing is written: a raw target on a device or a server's disk.
 pub(crate) fn holds_old_bytes(target: &Path, format: Option<Format>) -> bool {
     let is_device = || std::fs::metadata(target).is_ok_and(|meta| meta.file_type().is_block_device());
     let is_served = || is_socket(target) && !cluster_image(target).is_ok_and(|image| image.is_some());
     format == Some(Format::Raw) && (is_served() || is_device())
 }
 
-/// A source that is overwritten would be lost.
+/// Refuses to overwrite a file of the source.
 pub(crate) fn refuse_same_file(source: &Image, target: &Path) -> anyhow::Result<()> {
     if !target.exists() {
         return Ok(());
@@ -42,7 +42,7 @@ pub(crate) fn refuse_same_file(source: &Image, target: &Path) -> anyhow::Result<
     }
 }
 
-/// What a name stands for that may be a symbolic link to a file that is not there yet.
+/// Follows symbolic links, also to a file that does not exist yet.
 pub(crate) fn behind_links(mut path: PathBuf) -> PathBuf {
     for _ in 0..LINKS_MAX {
         match std::fs::read_link(&path) {
@@ -61,7 +61,7 @@ pub(super) fn remove_file(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Half a target is of no use.
+/// Removes an incomplete target, and adds to the error what happened to it.
 pub(crate) fn remove_target(target: &Path, error: anyhow::Error, interrupted: bool) -> anyhow::Error {
     let what = if interrupted { error.context("interrupted") } else { error };
     let is_in_cluster = cluster_image(target).is_ok_and(|image| image.is_some());
@@ -74,8 +74,8 @@ pub(crate) fn remove_target(target: &Path, error: anyhow::Error, interrupted: bo
     }
 }
 
-/// A new image was made through the page cache; one that is written past it leaves nothing there. Call it when the image
-/// is closed.
+/// With a direct cache mode, drops the file's pages from the page cache: the new image was created through it. Call it
+/// when the image is closed.
 pub(crate) fn leave_page_cache(path: &Path, cache: &str) -> anyhow::Result<()> {
     if cache.parse::<CacheMode>()?.is_direct() && path.is_file() {
         engine::forget_cached(path)?;
@@ -83,7 +83,7 @@ pub(crate) fn leave_page_cache(path: &Path, cache: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes the names in the directory of `path` durable, where that can be asked for.
+/// Makes the names in the directory of `path` durable, if the directory can be synced.
 pub(crate) fn sync_directory(path: &Path) -> anyhow::Result<()> {
     let directory = match path.parent() {
         _ if is_socket(path) => return Ok(()),
@@ -91,7 +91,7 @@ pub(crate) fn sync_directory(path: &Path) -> anyhow::Result<()> {
         _ => Path::new("."),
     };
     match std::fs::File::open(directory).and_then(|file| file.sync_all()) {
-        // What was to be copied is copied.
+        // The copy itself is complete.
         Err(error) if cannot_be_asked(&error) => {
             tracing::info!("nobody can say whether the name '{}' is durable: {error}", path.display());
             Ok(())
@@ -100,7 +100,7 @@ pub(crate) fn sync_directory(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Directories in which files may be made but that may not be read, file systems that sync none.
+/// Whether the directory cannot be synced: it may be writable but not readable, or its file system cannot sync it.
 fn cannot_be_asked(error: &io::Error) -> bool {
     let refused = [Errno::ACCESS, Errno::INVAL, Errno::NOTSUP];
     Errno::from_io_error(error).is_some_and(|error| refused.contains(&error))

@@ -1,4 +1,4 @@
-//! A progress bar for people: on standard error, and only where that is a terminal.
+//! A progress bar for people: on standard error, and only if that is a terminal.
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -10,7 +10,7 @@ pub(crate) struct Bar(ProgressBar);
 impl Bar {
     /// Shows an empty bar.
     pub(crate) fn start(message: &str) -> Self {
-        // indicatif draws nothing where standard error is not a terminal.
+        // indicatif draws nothing if standard error is not a terminal.
         let bar = ProgressBar::with_draw_target(Some(STEPS), ProgressDrawTarget::stderr());
         if let Ok(style) = ProgressStyle::with_template("{bar:30} {percent:>3}% {msg}") {
             bar.set_style(style);
@@ -24,7 +24,7 @@ impl Bar {
         self.0.set_position((fraction.clamp(0.0, 1.0) * STEPS as f64) as u64);
     }
 
-    /// Says what goes on now.
+    /// Shows the current step.
     pub(crate) fn say(&self, message: &str) {
         self.0.set_message(message.to_owned());
     }

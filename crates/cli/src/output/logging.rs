@@ -11,7 +11,7 @@ use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
-/// Without a wish.
+/// The default level.
 pub(crate) const DEFAULT_FILTER: &str = "warn";
 
 /// Starts logging as `--log-level` says; without it as RUST_LOG says; without that as `default` says.
@@ -30,7 +30,8 @@ pub(crate) fn start(level: Option<&str>, default: &str) -> anyhow::Result<()> {
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
-        // It would complain on standard error, by a macro that panics when that fails, too: on a reactor's thread.
+        // The library would report it on standard error by a macro that panics if that fails, too, on a reactor's
+        // thread.
         .log_internal_errors(false);
     match program::is_qemu_img() && level.is_none() {
         true => log.event_format(AsQemu).init(),
@@ -39,7 +40,7 @@ pub(crate) fn start(level: Option<&str>, default: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Lines as qemu-img's: no time, no module.
+/// Formats lines as qemu-img does: without time or module.
 struct AsQemu;
 
 impl<S, N> FormatEvent<S, N> for AsQemu

@@ -1,4 +1,4 @@
-//! What people and scripts get to see: text, errors and exit codes, progress, logs.
+//! Output for people and scripts: text, errors and exit codes, progress, logs.
 
 mod bar;
 pub(crate) mod logging;

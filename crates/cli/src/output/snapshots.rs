@@ -6,7 +6,7 @@ use drive::human_size;
 use image::Snapshot;
 use std::fmt::Write as _;
 
-/// The snapshots as qemu-img 10 shows them: nothing where there are none.
+/// Returns the table as qemu-img 10 shows it; an empty text if there are no snapshots.
 pub(crate) fn snapshot_table(snapshots: &[Snapshot]) -> String {
     if snapshots.is_empty() {
         return String::new();
@@ -25,7 +25,7 @@ pub(crate) fn snapshot_table(snapshots: &[Snapshot]) -> String {
         let icount = snapshot.icount.map_or_else(|| "--".to_owned(), |count| count.to_string());
         let size = human_size(snapshot.vm_state_bytes);
         let (id, name) = (printable(&snapshot.id), printable(&snapshot.name));
-        // A line that cannot be written to a string does not exist.
+        // Writing to a string cannot fail.
         let _ = writeln!(text, "{id:<7} {name:<16} {size:>8} {date:>19} {clock:>15} {icount:>10}");
     }
     text

@@ -1,4 +1,4 @@
-//! What the program prints, and with which code it ends.
+//! The program's output, and its exit code.
 
 use super::program;
 use crate::signals;
@@ -9,7 +9,7 @@ use std::process::ExitCode;
 const FAILURE: u8 = 1;
 const USAGE: u8 = 2;
 
-/// Prints to standard output. A reader that went away (`ringdisk info | head -1`) is not an error.
+/// Prints to standard output. A reader that has gone (`ringdisk info | head -1`) is not an error.
 pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -18,7 +18,7 @@ pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     }
 }
 
-/// Tells a person what went wrong.
+/// Prints an error for a person.
 pub(crate) fn error(error: &anyhow::Error) {
     let program = program::name();
     let message = match () {
@@ -27,23 +27,23 @@ pub(crate) fn error(error: &anyhow::Error) {
         () => format!("{error:#}"),
     };
     let message = message.split('\n').map(printable).collect::<Vec<_>>().join("\n");
-    // Nobody can be told that standard error is gone.
+    // If standard error is gone, the message is lost.
     let _ = writeln!(io::stderr(), "{program}: {message}");
 }
 
-/// That it was interrupted comes first and once, whoever noticed it.
+/// Returns the message of an interrupted command: the interruption comes first, and only once.
 fn interrupted(error: &anyhow::Error) -> String {
     let parts = error.chain().map(ToString::to_string).filter(|part| part != INTERRUPTED);
     let parts = parts.map(|part| part.trim_end_matches(": interrupted").to_owned());
     std::iter::once(INTERRUPTED.to_owned()).chain(parts).collect::<Vec<_>>().join(": ")
 }
 
-/// Whether somebody else has the image in use.
+/// Whether the error says that the image is in use.
 pub(crate) fn is_locked(error: &anyhow::Error) -> bool {
     error.chain().filter_map(|cause| cause.downcast_ref::<Error>()).any(|cause| cause.kind() == ErrorKind::Locked)
 }
 
-/// Puts in what qemu-img says of an image in use: scripts look for it. What we know besides stays behind it.
+/// Puts qemu-img's words for an image in use before the message: scripts look for them.
 fn with_lock_words(message: &str) -> String {
     let Some((before, after)) = message.split_once(" is in use") else {
         return message.to_owned();
@@ -54,16 +54,16 @@ fn with_lock_words(message: &str) -> String {
     format!("Could not open '{name}': {words}\n{message}")
 }
 
-/// What jobs and commands say that were broken off.
+/// The message of interrupted jobs and commands.
 const INTERRUPTED: &str = "interrupted";
 
-/// A name out of an image with the bytes in it that are no text, as `\xff`.
+/// Returns a name from an image with its non-text bytes written as `\xff`.
 pub(crate) fn with_bytes_shown(name: &str) -> String {
     let show = |char: char| image::escaped_byte(char).map_or(char.to_string(), |byte| format!("\\x{byte:02x}"));
     name.chars().map(show).collect()
 }
 
-/// Names come out of images: nothing in them may steer a terminal.
+/// Escapes control characters: names from images must not control a terminal.
 pub(crate) fn printable(text: &str) -> String {
     with_bytes_shown(text)
         .chars()
@@ -71,17 +71,17 @@ pub(crate) fn printable(text: &str) -> String {
         .collect()
 }
 
-/// Tells a person what is strange.
+/// Prints a warning for a person.
 pub(crate) fn warn(message: &str) {
     error(&anyhow::anyhow!("{message}"));
 }
 
-/// An error in how the program was called.
+/// Makes an error for wrong usage.
 pub(crate) fn usage(message: impl Into<String>) -> anyhow::Error {
     Error::new(ErrorKind::BadOption, message).into()
 }
 
-/// 2 for wrong usage, 1 for everything else; qemu-img knows only 1.
+/// Returns 2 for wrong usage and 1 for every other error; as qemu-img always 1.
 pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
     let is_usage = !program::is_qemu_img()
         && error.downcast_ref::<Error>().is_some_and(|error| error.kind() == ErrorKind::BadOption);

@@ -1,4 +1,4 @@
-//! Shows how far a job on an image has come, and stops the job when the user asks.
+//! Shows the progress of a job on an image, and stops the job when the user asks.
 
 use super::text;
 use crate::signals;
@@ -12,16 +12,16 @@ use std::time::{Duration, Instant};
 
 const JSON_EVERY: Duration = Duration::from_millis(200);
 
-/// How progress is shown.
+/// Options for progress.
 #[derive(clap::Args, Clone)]
 pub(crate) struct ProgressArgs {
-    /// Show progress even where standard error is not a terminal.
+    /// Show progress even if standard error is not a terminal.
     #[arg(short = 'p')]
     show: bool,
-    /// Say nothing but errors.
+    /// Print nothing except errors.
     #[arg(short, long)]
     pub(crate) quiet: bool,
-    /// Write progress to standard error as lines of JSON; without a form as -p does.
+    /// Write progress to standard error, as lines of JSON; without a value as -p does.
     #[arg(long, value_enum, value_name = "FORM", num_args = 0..=1, require_equals = true, default_missing_value = "text")]
     progress: Option<ProgressForm>,
 }
@@ -39,13 +39,13 @@ enum Display {
     Json,
 }
 
-/// Shows how far a job has come, and stops it when the user asks.
+/// Shows the progress of a job, and stops it when the user asks.
 pub(crate) struct Watch {
     display: Display,
     started: Instant,
     shown: Option<(Instant, Progress)>,
     interrupted: Arc<AtomicBool>,
-    /// By SIGUSR1.
+    /// Set by SIGUSR1, which asks for the progress.
     asked: Arc<AtomicBool>,
 }
 
@@ -64,12 +64,13 @@ impl Watch {
         Ok(Self { display, started: Instant::now(), shown: None, interrupted, asked })
     }
 
-    /// For what has no progress in qemu-img: a bar on a terminal, and nothing elsewhere.
+    /// Makes a watch for commands without progress in qemu-img: a bar on a terminal, and nothing elsewhere.
     pub(crate) fn for_people(quiet: bool) -> anyhow::Result<Self> {
         Self::start(&ProgressArgs { show: false, quiet, progress: None })
     }
 
-    /// For what comes before the job and ends with it: with a bar of its own on a terminal, and nothing elsewhere.
+    /// Makes a watch for a step before the job, which the same signals end: it has its own bar on a terminal, and shows
+    /// nothing elsewhere.
     pub(crate) fn before(&self) -> Self {
         let display = match &self.display {
             Display::Bar(_) => Display::Bar(bar()),
@@ -95,7 +96,7 @@ impl Watch {
         self.interrupted.load(Ordering::Relaxed)
     }
 
-    /// The end of a job that changes `file` where it lies and that is simply run again when it was broken off.
+    /// Ends a job that changes `file` in place. If it was interrupted, the error says to run it again.
     pub(crate) fn resumable<E: Into<anyhow::Error>>(&self, done: Result<(), E>, file: &Path) -> anyhow::Result<()> {
         let how = "its contents are as they were: run the same command again to finish";
         match done.map_err(Into::into) {
@@ -108,7 +109,7 @@ impl Watch {
         let Progress { done_bytes, total_bytes } = progress;
         let percent = if total_bytes == 0 { 100.0 } else { done_bytes as f64 * 100.0 / total_bytes as f64 };
         if self.asked.swap(false, Ordering::Relaxed) && matches!(self.display, Display::Nothing) {
-            // Nobody can be told that standard error is gone.
+            // If standard error is gone, the message is lost.
             let _ = writeln!(std::io::stderr(), "    ({percent:.2}/100%)");
         }
         let is_end = done_bytes >= total_bytes;
@@ -139,7 +140,7 @@ impl Watch {
                     "bytes-per-second": rate.round() as u64,
                     "eta-seconds": if rate > 0.0 { serde_json::json!(left as f64 / rate) } else { serde_json::Value::Null },
                 });
-                // Nobody can be told that standard error is gone.
+                // If standard error is gone, the message is lost.
                 let _ = writeln!(std::io::stderr(), "{line}");
             }
         }

@@ -1,4 +1,4 @@
-//! `qemu-img bench`: a fixed number of requests, timed. `ringdisk bench` is another, larger thing.
+//! `qemu-img bench`: a fixed number of requests, timed. `ringdisk bench` is a different, larger command.
 
 use crate::arguments::integer;
 use crate::images::{image_name, opener};
@@ -13,22 +13,22 @@ use load::RequestBench;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// What an int of C holds.
+/// The largest int of C.
 const INT_MAX: u64 = i32::MAX as u64;
 
-/// Send a number of requests to an image and tell how long they took.
+/// Send a number of requests to an image and show how long they took.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// How many requests.
+    /// Number of requests.
     #[arg(short, long, value_name = "COUNT", default_value_t = 75000, value_parser = integer::<u64>(0..=INT_MAX))]
     count: u64,
     /// Requests in flight at once.
     #[arg(short, long, value_name = "DEPTH", default_value_t = 64, value_parser = integer::<u32>(1..=INT_MAX))]
     depth: u32,
-    /// Format of the image; guessed from its contents where not given.
+    /// Format of the image; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
-    /// A flush after every so many writes.
+    /// Flush after this many writes.
     #[arg(long, value_name = "COUNT", default_value_t = 0, value_parser = integer::<u64>(0..=INT_MAX))]
     flush_interval: u64,
     /// How bytes reach the storage: threads, native, io_uring.
@@ -40,16 +40,16 @@ pub(crate) struct Args {
     /// Do not wait for the writes before a flush.
     #[arg(long)]
     no_drain: bool,
-    /// Where the first request goes.
+    /// Offset of the first request.
     #[arg(short, long, value_name = "OFFSET", default_value = "0")]
     offset: String,
-    /// The byte that is written.
+    /// The byte to write.
     #[arg(long, value_name = "BYTE", default_value_t = 0, value_parser = integer::<u8>(0..=255))]
     pattern: u8,
     /// Bytes of a request.
     #[arg(short = 's', long = "buffer-size", value_name = "SIZE", default_value = "4096")]
     size: String,
-    /// From one request to the next; 0 is the size of a request, as it is by default.
+    /// Distance from one request to the next; 0 (default) is the size of a request.
     #[arg(short = 'S', long = "step-size", value_name = "SIZE")]
     step: Option<String>,
     /// Cache mode: writeback, none, writethrough, directsync, unsafe.
@@ -58,7 +58,7 @@ pub(crate) struct Args {
     /// Write instead of reading.
     #[arg(short, long)]
     write: bool,
-    /// Read even if somebody else writes the image.
+    /// Read even if another process writes the image.
     #[arg(short = 'U', long)]
     force_share: bool,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
@@ -105,7 +105,7 @@ impl Args {
     }
 }
 
-/// Told under -q too, as in qemu-img.
+/// Printed with -q, too, as in qemu-img.
 fn announce(requests: &RequestBench) -> anyhow::Result<()> {
     let RequestBench { count, depth, offset, size_bytes, step_bytes, .. } = requests;
     let kind = if requests.write { "write" } else { "read" };
@@ -141,7 +141,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         None => bail!("no thread was started"),
     };
     reactors.stop()?;
-    // Also after an error: an image that is not closed has bitmaps that nobody believes.
+    // Close it also after an error: an image that is not closed has inconsistent bitmaps.
     let closed = image.close();
     let took = done?;
     closed?;

@@ -1,7 +1,7 @@
 //! The program under the name `qemu-img`: that program's words, output and exit codes.
 //!
-//! Everything is done by the same commands as under the program's own name; here is what differs: the options before
-//! the verb, how wrong usage is told, and `bench`, which is another command there.
+//! The commands are the same as under the program's own name. Three things differ: the options before the verb, the
+//! messages for wrong usage, and `bench`, which is a different command.
 
 mod bench;
 mod usage;
@@ -19,7 +19,7 @@ use anyhow::{Context, bail};
 use clap::{CommandFactory, FromArgMatches, Parser};
 use std::ffi::OsString;
 
-/// Of warnings qemu-img has this one: that an image to be written was only guessed to be raw.
+/// The only warning that qemu-img has, too: an image to be written was only guessed to be raw.
 const FILTER: &str = "error,ringdisk_image::open=warn";
 
 #[derive(Parser)]
@@ -36,7 +36,7 @@ enum Verb {
     Bench(bench::Args),
 }
 
-/// The verbs and flags as they are understood.
+/// Returns the parser of verbs and flags.
 pub(crate) fn command() -> clap::Command {
     QemuImg::command()
 }
@@ -66,7 +66,7 @@ pub(crate) fn main() -> anyhow::Result<()> {
     }
 }
 
-/// What the options before the verb ask for.
+/// The options before the verb.
 enum Global {
     Done,
     GoOn { trace: bool },
@@ -107,7 +107,7 @@ fn global_options(arguments: &mut Vec<OsString>) -> anyhow::Result<Global> {
     Ok(Global::GoOn { trace })
 }
 
-/// Events are Ringdisk's own and go to standard error, so only the pattern means something.
+/// Trace events are Ringdisk's own and go to standard error, so only the pattern has an effect.
 fn refuse_trace_files(value: &str) -> anyhow::Result<()> {
     match value.split(',').find(|part| part.starts_with("file=") || part.starts_with("events=")) {
         Some(part) => bail!("--trace: '{part}' is not supported: events go to standard error"),

@@ -1,4 +1,4 @@
-//! The table of flags against the real program's `--help`, our own parser against the table.
+//! Compares the table of flags with the real program's `--help`, and our own parser with the table.
 
 use super::command;
 use crate::compat::{FLAGS, Flag, OTHERS, VERSION, Verb};
@@ -36,7 +36,7 @@ fn is_word(token: &str) -> bool {
     token.starts_with(|first: char| first.is_ascii_alphanumeric())
 }
 
-/// What a line such as `check [-q] [-r [leaks | all]] filename` says.
+/// Reads a line such as `check [-q] [-r [leaks | all]] filename`.
 fn parse(line: &str) -> Shown {
     let line = line.trim();
     let (name, rest) = line.split_once(' ').expect("a verb with something behind it");
@@ -107,7 +107,7 @@ fn the_table_is_what_qemu_img_shows() {
     };
     let help = String::from_utf8(output.stdout).unwrap();
     if !help.contains(&format!("version {}", VERSION)) {
-        // Other versions may have other flags, and show them elsewhere: those of this one have to be known.
+        // Other versions may have other flags, and show them elsewhere: only this version's flags have to be known.
         return eprintln!("skipped: this needs qemu-img {}", VERSION);
     }
     let lines = help.lines().skip_while(|line| !line.starts_with("Command syntax")).skip(1);
@@ -125,7 +125,7 @@ fn flags() -> impl Iterator<Item = (&'static Verb, &'static Flag)> {
     FLAGS.iter().flat_map(|verb| verb.flags.iter().map(move |flag| (verb, flag)))
 }
 
-/// Whether our parser knows a flag of a verb, with a value or without as it should be.
+/// Whether our parser knows a flag of a verb, with or without a value as it should.
 fn is_parsed(verb: &Verb, flag: &Flag) -> bool {
     let command = command();
     let Some(verb) = command.find_subcommand(verb.name) else { return false };
@@ -198,7 +198,7 @@ fn what_people_use_every_day_is_not_on_the_list() {
     }
 }
 
-/// A letter, if there is one, and a name out of a verb's own help.
+/// Returns a flag's letter, if it has one, and its name, from a verb's own help.
 fn listed(line: &str) -> Option<(Option<char>, &str)> {
     let mut words = line.split_whitespace().map(|word| word.trim_end_matches(','));
     let (first, second) = (words.next()?, words.next().unwrap_or_default());

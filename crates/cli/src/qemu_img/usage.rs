@@ -1,4 +1,4 @@
-//! How wrong usage is told, and `--help`.
+//! Messages for wrong usage, and `--help`.
 
 use crate::compat::FLAGS;
 use crate::output::print;
@@ -8,17 +8,17 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use std::ffi::OsString;
 use std::fmt::Write as _;
 
-/// An error that sends the reader to `--help`.
+/// Makes an error that points to `--help`.
 pub(super) fn error(message: &str) -> anyhow::Error {
     anyhow!("{message}\nTry '{QEMU_IMG} --help' for more information")
 }
 
-/// As [`error`], to that of a verb.
+/// As [`error`], but points to the help of a verb.
 fn error_of(verb: &str, message: &str) -> anyhow::Error {
     anyhow!("{message}\nTry '{QEMU_IMG} {verb} --help' for more information")
 }
 
-/// `--object` defines secrets and the like for the whole command line; nothing here can use one.
+/// Refuses `--object`, which defines secrets and similar objects for the whole command line: nothing here can use one.
 pub(super) fn refuse_objects(arguments: &[OsString]) -> anyhow::Result<()> {
     let mut words = arguments.iter().map(|word| word.to_string_lossy());
     let is_object = |word: &str| word == "--object" || word.starts_with("--object=");
@@ -28,7 +28,7 @@ pub(super) fn refuse_objects(arguments: &[OsString]) -> anyhow::Result<()> {
     }
 }
 
-/// Tells what is wrong with a command line as qemu-img does.
+/// Describes the error in a command line as qemu-img does.
 pub(super) fn explain(verb: &str, wrong: &clap::Error) -> anyhow::Result<()> {
     let context = |kind| match wrong.get(kind) {
         Some(ContextValue::String(text)) => text.clone(),
@@ -60,7 +60,7 @@ pub(super) fn explain(verb: &str, wrong: &clap::Error) -> anyhow::Result<()> {
     })
 }
 
-/// The file names that a verb takes.
+/// Returns the file names that a verb takes.
 fn expected(verb: &str) -> &'static str {
     match verb {
         "compare" => "Expecting two image file names",
@@ -74,7 +74,7 @@ fn expected(verb: &str) -> &'static str {
     }
 }
 
-/// The verbs and their flags, out of the table.
+/// Returns the verbs and their flags, from the table.
 pub(super) fn help() -> String {
     let mut text = format!(
         "usage: {QEMU_IMG} [standard options] command [command options]\n\

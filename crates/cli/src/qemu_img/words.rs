@@ -3,15 +3,15 @@
 use crate::compat::FLAGS;
 use drive::parse_size;
 
-/// What sizes may be, in QEMU's words.
+/// QEMU's description of valid sizes.
 const SIZE_RANGE: &str = "Must be between 0 and 9223372036854775807.";
 const SIZE_UNITS: &str = "Optional suffix k, M, G, T, P or E means kilo-, mega-, giga-, tera-, peta-\n\
                           and exabytes, respectively.";
 
-/// The table has their long forms only.
+/// Short flags of `map`: the table has only their long forms.
 const SHORT_OF_MAP: [&str; 2] = ["-s", "-l"];
 
-/// An error message with qemu-img's words for the same error, where those are others. `arguments` are the words of the
+/// Returns an error message with qemu-img's words for the same error, if they differ. `arguments` are the words of the
 /// command line from the verb on.
 pub(crate) fn with_words(message: &str, arguments: &[String]) -> Option<String> {
     let line = Line::of(arguments)?;
@@ -30,7 +30,7 @@ pub(crate) fn with_words(message: &str, arguments: &[String]) -> Option<String> 
     Some(after.map_or(first.clone(), |after| format!("{first}\n{after}"))).filter(|text| text != said)
 }
 
-/// When qemu-img notices an error: that decides what stands before its words.
+/// When qemu-img notices an error, which decides the beginning of its message.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
     Line,
@@ -90,14 +90,14 @@ impl<'a> Line<'a> {
         self.value(name) == Some(value)
     }
 
-    /// The key of `-o` that has this value.
+    /// Returns the key of `-o` that has this value.
     fn key_of(&self, value: &str) -> &'a str {
         let lists = self.options.iter().filter(|(option, _)| *option == "-o").map(|(_, list)| *list);
         let mut pairs = lists.flat_map(|list| list.split(',')).filter_map(|pair| pair.split_once('='));
         pairs.find(|(_, own)| *own == value).map_or("size", |(key, _)| key)
     }
 
-    /// An image that is named by a description is first told by that.
+    /// Puts the description of an image first, if the user named it by one.
     fn by_description(&self, message: &str) -> Option<String> {
         let is_described = |operand: &&str| operand.starts_with("json:") || self.value("--image-opts").is_some();
         let operand = self.operands.iter().copied().find(is_described)?;
@@ -105,7 +105,7 @@ impl<'a> Line<'a> {
         (!is_told).then(|| format!("Could not open '{operand}': {}", message.lines().next().unwrap_or_default()))
     }
 
-    /// An image that could not be opened, by the name that the user gave it.
+    /// Returns the message for an image that could not be opened, with the name that the user gave.
     fn opening(&self, message: &str) -> Option<String> {
         const WHY: [&str; 3] = ["Unsupported qcow2", "not a valid qcow2 image", "Image is not in qcow2 format"];
         if self.verb == "create" {
@@ -144,7 +144,7 @@ impl<'a> Line<'a> {
         self.value(if self.verb == "create" { "-f" } else { "-O" }).unwrap_or("raw")
     }
 
-    /// What stands before the words: the new file.
+    /// Returns the beginning of the message: the new file.
     fn place(&self, stage: Stage, message: &str) -> Option<String> {
         const OF_MAKING: [&str; 6] = [
             "Could not create ",
@@ -240,7 +240,7 @@ impl<'a> Line<'a> {
         )
     }
 
-    /// What -o, -t and -T say.
+    /// Returns the message for a wrong value of -o, -t or -T.
     fn about_options(&self, message: &str) -> Option<Told> {
         let is_raw = self.new_format() == "raw";
         let value =
@@ -326,19 +326,19 @@ fn names(message: &str, file: &str) -> bool {
     message.contains(&format!("'{file}'")) || message.contains(&format!("/{file}'"))
 }
 
-/// What stands in quotes before `end`.
+/// Returns the quoted text before `end`.
 fn before<'a>(message: &'a str, end: &str) -> &'a str {
     let head = message.split_once(end).map_or("", |(head, _)| head);
     head.rsplit('\'').next().unwrap_or_default()
 }
 
-/// What stands in quotes behind `start`.
+/// Returns the quoted text behind `start`.
 fn behind<'a>(message: &'a str, start: &str) -> &'a str {
     let rest = message.split_once(start).map_or("", |(_, rest)| rest);
     rest.split('\'').next().unwrap_or_default()
 }
 
-/// An operand of dd that is no number, or none that it takes.
+/// Returns the message for an operand of dd that is no valid number.
 fn about_number(operand: &str) -> Told {
     let Some((key, value)) = operand.split_once('=') else { return Told::ours(Stage::Line, None) };
     let end = if key == "bs" { i64::from(i32::MAX) } else { i64::MAX };

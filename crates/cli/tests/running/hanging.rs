@@ -80,14 +80,27 @@ struct Stoppable {
 impl Stoppable {
     /// Nothing where no FUSE file system can be had.
     fn of_bytes(dir: &Path, bytes: u64) -> Option<Self> {
+        let below = dir.join("below.raw");
+        run_ok(&["create", "-q", "-f", "raw", path_str(&below), &bytes.to_string()]);
+        Self::over(dir, &below)
+    }
+
+    /// A qcow2 image with room for what is written to it.
+    fn of_qcow2(dir: &Path, create: &[&str]) -> Option<Self> {
+        let below = dir.join("below.qcow2");
+        run_ok(&[&["create", "-q", "-f", "qcow2"], create, &[path_str(&below), "64M"]].concat());
+        std::fs::File::options().write(true).open(&below).unwrap().set_len(96 << 20).unwrap();
+        Self::over(dir, &below)
+    }
+
+    fn over(dir: &Path, below: &Path) -> Option<Self> {
         if !has_tool("qemu-storage-daemon") || !Path::new("/dev/fuse").exists() || !rustix::process::geteuid().is_root()
         {
             assert!(std::env::var_os("RINGDISK_REQUIRE_ALL").is_none(), "FUSE and root are missing");
             eprintln!("SKIPPED: a FUSE file system takes root, /dev/fuse and qemu-storage-daemon");
             return None;
         }
-        let (below, path) = (dir.join("below.raw"), dir.join("stoppable.raw"));
-        run_ok(&["create", "-q", "-f", "raw", path_str(&below), &bytes.to_string()]);
+        let (path, bytes) = (dir.join("stoppable"), std::fs::metadata(below).unwrap().len());
         std::fs::write(&path, b"").unwrap();
         let node = format!("driver=file,node-name=below,filename={}", below.display());
         let export = format!("type=fuse,id=fuse,node-name=below,writable=on,mountpoint={}", path.display());
@@ -160,4 +173,155 @@ fn a_job_whose_target_hangs_is_cancelled_in_time_and_the_guest_goes_on() {
     target.signal("CONT");
     let _files = daemon.end();
     assert_valid(&image, false);
+}
+
+/// What is the same in the tests of jobs that write to a layer of the disk.
+impl Daemon {
+    fn job_is(&self, id: &serde_json::Value, state: &str) -> bool {
+        let jobs = self.json(&["jobs"]);
+        jobs["jobs"].as_array().unwrap().iter().any(|job| job["id"] == *id && job["state"] == state)
+    }
+
+    fn wait_for_job(&self, id: &serde_json::Value, states: &[&str]) {
+        let deadline = Instant::now() + PATIENCE;
+        while !states.iter().any(|state| self.job_is(id, state)) {
+            assert!(Instant::now() < deadline, "not {states:?}: {:#}", self.json(&["jobs"]));
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn wait_for_requests(&self, disk: &str, more: u64) {
+        let count = || self.stats(disk)["counters"]["requests"].as_u64().unwrap();
+        let (begun, deadline) = (count(), Instant::now() + PATIENCE);
+        while count() < begun + more {
+            assert!(Instant::now() < deadline, "the guest does not go on: {:#}", self.stats(disk));
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Starts a job as soon as one that was given up has ended.
+    fn start_when_free(&self, call: &[&str]) -> serde_json::Value {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let output = run(&self.arguments(&[call, &["--no-wait", "--output=json"]].concat()));
+            if output.status.success() {
+                let job: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+                return job["id"].clone();
+            }
+            let said = text(&output.stderr);
+            assert!(said.contains("was given up and still waits for the storage"), "{said}");
+            assert!(Instant::now() < deadline, "{said}");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+/// The layer below hangs while the top is taken back into it: in the rounds, and while guests write to both.
+#[test]
+fn a_commit_into_a_layer_that_hangs_ends_when_it_is_cancelled_and_the_guest_goes_on() {
+    let dir = directory();
+    let Some(below) = Stoppable::of_qcow2(dir.path(), &[]) else { return };
+    let drive =
+        format!("file={},format=qcow2,name=disk,socket={}", path_str(&below.path), path_str(&at(&dir, "disk.sock")));
+    let (state, top) = (at(&dir, "state"), at(&dir, "top.qcow2"));
+    let daemon = Daemon::start_in(dir, &["--give-up-after", "1", "--state-dir", path_str(&state), "--drive", &drive]);
+    let guest = Guest::begin(&daemon.path("disk.sock"));
+    daemon.wait_for_requests("disk", 500);
+    daemon.ctl(&["snapshot", "disk", path_str(&top)]);
+    // From here on the top has all that the guest reads.
+    daemon.wait_for_requests("disk", 5000);
+    for rate in ["1M", "40M", "200M"] {
+        let id = daemon.start_when_free(&["commit", "disk", "--rate", rate]);
+        std::thread::sleep(Duration::from_millis(100));
+        below.signal("STOP");
+        std::thread::sleep(Duration::from_millis(500));
+        // One that has ended already says so.
+        let _ = run(&daemon.arguments(&["cancel", &id.to_string()]));
+        if rate != "1M" {
+            // It may have been about to be done: then it is when the storage answers.
+            let deadline = Instant::now() + Duration::from_secs(10);
+            while daemon.job_is(&id, "running") && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            if daemon.job_is(&id, "running") {
+                below.signal("CONT");
+            }
+        }
+        daemon.wait_for_job(&id, &["cancelled", "done"]);
+        if daemon.job_is(&id, "done") {
+            below.signal("CONT");
+            let _ = std::fs::remove_file(&top);
+            daemon.wait_for_requests("disk", 100);
+            daemon.ctl(&["snapshot", "disk", path_str(&top)]);
+            daemon.wait_for_requests("disk", 5000);
+            continue;
+        }
+        daemon.wait_for_requests("disk", 500);
+        let refused = run(&daemon.arguments(&["commit", "disk"]));
+        assert!(text(&refused.stderr).contains("still waits for the storage"), "{}", text(&refused.stderr));
+        let refused = run(&daemon.arguments(&["remove", "disk"]));
+        assert!(text(&refused.stderr).contains("was given up"), "{}", text(&refused.stderr));
+        below.signal("CONT");
+    }
+    let id = daemon.start_when_free(&["commit", "disk"]);
+    daemon.wait_for_job(&id, &["done"]);
+    daemon.wait_for_requests("disk", 500);
+    guest.end();
+    let _files = daemon.end();
+    assert_valid(&below.path, false);
+}
+
+/// The top hangs while a job copies into it what lies below.
+#[test]
+fn a_stream_into_a_layer_that_hangs_ends_when_it_is_cancelled_and_so_do_disk_and_daemon() {
+    let dir = directory();
+    let base = at(&dir, "base.raw");
+    run_ok(&["create", "-q", "-f", "raw", path_str(&base), "64M"]);
+    std::fs::write(&base, vec![7; 64 << 20]).unwrap();
+    let Some(top) = Stoppable::of_qcow2(dir.path(), &["-b", path_str(&base), "-F", "raw"]) else { return };
+    let drive = |name: &str, socket: &Path| {
+        format!("file={},format=qcow2,name={name},socket={}", path_str(&top.path), path_str(socket))
+    };
+    let sockets = [at(&dir, "disk.sock"), at(&dir, "again.sock")];
+    let daemon = Daemon::start_in(dir, &["--give-up-after", "1", "--drive", &drive("disk", &sockets[0])]);
+    let hang = |disk: &str| {
+        let id = daemon.start_when_free(&["stream", disk, "--rate", "4M"]);
+        std::thread::sleep(Duration::from_millis(300));
+        top.signal("STOP");
+        std::thread::sleep(Duration::from_millis(500));
+        id
+    };
+    // Cancelled, and begun anew when the storage answers.
+    let id = hang("disk");
+    daemon.ctl(&["cancel", &id.to_string()]);
+    daemon.wait_for_job(&id, &["cancelled"]);
+    top.signal("CONT");
+    // The disk is removed with its job.
+    let id = hang("disk");
+    let removed = run(&daemon.arguments(&["remove", "disk", "--force"]));
+    assert!(text(&removed.stderr).contains("'disk' is removed, but could not be closed"), "{}", text(&removed.stderr));
+    daemon.wait_for_job(&id, &["cancelled"]);
+    top.signal("CONT");
+    let deadline = Instant::now() + PATIENCE;
+    while !run(&daemon.arguments(&["add", &drive("again", &sockets[1])])).status.success() {
+        assert!(Instant::now() < deadline, "its files stay locked though the storage answers");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    // The daemon ends with its job.
+    let _ = hang("again");
+    let begun = Instant::now();
+    daemon.ctl(&["shutdown"]);
+    let mut server = daemon.server;
+    // The kernel keeps threads that wait for this file system: their process has ended all the same.
+    let status = format!("/proc/{}/status", server.pid());
+    let has_ended = || std::fs::read_to_string(&status).map_or(true, |status| status.contains("State:\tZ"));
+    while !has_ended() {
+        assert!(begun.elapsed() < PATIENCE, "the daemon does not end");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    top.signal("CONT");
+    server.wait();
+    assert_valid(&top.path, true);
+    let compared = run(&["compare", "-f", "qcow2", "-F", "raw", path_str(&top.path), path_str(&base)]);
+    assert!(compared.status.success(), "{}", text(&compared.stdout));
 }

@@ -1,17 +1,17 @@
-//! What happens.
+//! Events.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Something happened.
+/// An event.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Event {
-    /// One more than the last event's.
+    /// The number of the event: one more than the last.
     pub number: u64,
     /// Milliseconds since 1970.
     pub time_ms: u64,
-    /// What happened.
+    /// The kind of the event.
     pub kind: EventKind,
     /// The disk that it concerns.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -19,12 +19,12 @@ pub struct Event {
     /// The export or job that it concerns.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<u64>,
-    /// More, for people.
+    /// A text for people.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
 }
 
-/// What happened.
+/// The kind of the event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -39,7 +39,7 @@ pub enum EventKind {
     DiskChanged,
     /// Requests of a disk wait, because the storage failed them.
     DiskHeld,
-    /// Requests that waited are tried again.
+    /// Requests that waited are retried.
     DiskResumed,
     /// A disk has other layers.
     LayersChanged,
@@ -49,12 +49,12 @@ pub enum EventKind {
     ExportRemoved,
     /// A job was started.
     JobStarted,
-    /// A job slows guests down, or takes longer than it was to.
+    /// A job slows guests down, or takes longer than it should.
     JobBehind,
     /// A job has ended.
     JobEnded,
     /// The daemon ends.
     ShuttingDown,
-    /// Events were left out, because they were not fetched fast enough.
+    /// Events were dropped, because they were not fetched fast enough.
     EventsLost,
 }

@@ -8,7 +8,7 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Bitmaps {
-    /// Of all its layers, the top layer's first.
+    /// The bitmaps of all layers, the top layer's first.
     pub bitmaps: Vec<DirtyBitmap>,
 }
 
@@ -22,11 +22,11 @@ pub struct DirtyBitmap {
     pub file: String,
     /// Bytes of the disk for each bit.
     pub granularity: u64,
-    /// Writes are noted in it, while its layer is the top.
+    /// Whether it records writes while its layer is the top.
     pub recording: bool,
-    /// Whoever used it did not come to an end: it can only be removed.
+    /// Whether it is inconsistent, because its user did not end cleanly. It can then only be removed.
     pub inconsistent: bool,
-    /// Bytes of the disk that it calls dirty; none where it is inconsistent.
+    /// Bytes of the disk that it calls dirty; none if it is inconsistent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dirty_bytes: Option<u64>,
 }
@@ -45,7 +45,7 @@ pub struct ChangeBitmaps {
 pub struct BitmapChange {
     /// The bitmap.
     pub bitmap: String,
-    /// What is done to it.
+    /// The action.
     pub action: BitmapVerb,
     /// For `add`: bytes of the disk for each bit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -55,17 +55,17 @@ pub struct BitmapChange {
     pub source: Option<String>,
 }
 
-/// What is done to a bitmap.
+/// An action on a bitmap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum BitmapVerb {
-    /// Makes it, enabled and empty.
+    /// Adds it, enabled and empty.
     Add,
     /// Removes it.
     Remove,
-    /// Notes writes from now on.
+    /// Starts to record writes.
     Enable,
-    /// Notes writes no more.
+    /// Stops recording writes.
     Disable,
     /// Clears its bits.
     Clear,
@@ -91,20 +91,20 @@ pub struct InternalSnapshot {
     pub name: String,
     /// When it was taken: seconds since 1970.
     pub date_seconds: u32,
-    /// Bytes of the disk then.
+    /// The size of the disk at that moment, in bytes.
     pub disk_bytes: u64,
-    /// Bytes of the machine's state that it keeps.
+    /// The length of the machine's state in it, in bytes.
     #[serde(default)]
     pub vm_state_bytes: u64,
 }
 
-/// A snapshot to be taken.
+/// A snapshot to take.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct CreateSnapshot {
     /// Its name.
     pub name: String,
-    /// The state of a machine that it keeps, too: all of both, or nothing.
+    /// The state of a machine to keep with it: both are kept, or neither.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vm_state: Option<VmState>,
 }
@@ -120,15 +120,15 @@ pub struct VmState {
     pub length_bytes: u64,
 }
 
-/// What a backup copies.
+/// The part of the disk that a backup copies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum BackupMode {
     /// All that the guest sees.
     Full,
-    /// What the top layer holds.
+    /// The data of the top layer.
     Top,
-    /// What a bitmap calls dirty.
+    /// The data that a bitmap calls dirty.
     Incremental,
 }
 
@@ -138,27 +138,27 @@ pub enum BackupMode {
 pub struct BackupDisk {
     /// The image to copy to: a path, or another name that a drive takes as its file.
     pub target: String,
-    /// Its format; qcow2 where not given.
+    /// Its format; qcow2 by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,
-    /// What is copied; incremental with a bitmap and full without one where not given.
+    /// What is copied; by default incremental with a bitmap, and full without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<BackupMode>,
-    /// The bitmap that says what has changed, and that is cleared on success.
+    /// The bitmap that says what has changed. It is cleared on success.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bitmap: Option<String>,
-    /// The target is there, and is overwritten.
+    /// Whether the target exists and is overwritten.
     #[serde(default)]
     pub existing: bool,
     /// The earlier backup that a new target rests on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>)]
     pub base: Option<PathBuf>,
-    /// Where the fleece lies; beside the disk's image where not given.
+    /// The directory of the fleece; by default beside the disk's image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>)]
     pub fleece_directory: Option<PathBuf>,
-    /// How large the fleece may become.
+    /// The largest size of the fleece, in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fleece_quota_bytes: Option<u64>,
     /// The most bytes that are copied in a second.

@@ -20,20 +20,20 @@ pub struct Stats {
 pub struct DiskStats {
     /// The disk.
     pub disk: String,
-    /// What the queues of all its exports have done.
+    /// The counters of the queues of all its exports.
     pub counters: Counters,
-    /// Microseconds that its requests have waited for its limits, all together.
+    /// How long its requests have waited for its limits: the sum, in microseconds.
     pub throttled_us: u64,
-    /// A guest is connected at one of its exports.
+    /// Whether a guest is connected at one of its exports.
     #[serde(default)]
     pub connected: bool,
-    /// How long the oldest request in flight has been so, in microseconds; nothing where none is in flight.
+    /// The age of the oldest request in flight, in microseconds; none if no request is in flight.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub oldest_request_us: Option<u64>,
-    /// How long requests take, by what they do. What no guest has asked for is left out.
+    /// How long requests take, by kind. Kinds without requests are left out.
     #[serde(default)]
     pub latency: Vec<OperationLatency>,
-    /// The tables in memory of an image that has some.
+    /// The tables in memory, if the image has tables.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tables: Option<TableStats>,
 }
@@ -46,19 +46,19 @@ pub struct OperationLatency {
     pub operation: String,
     /// Bytes of data that were read or written.
     pub bytes: u64,
-    /// From the request's way out of the ring until its end is published and the guest told.
+    /// The time from taking the request out of the ring until its end is published and the guest notified.
     pub whole: Histogram,
-    /// What that time was spent on. The sums of all parts are the sum of the whole.
+    /// The parts of that time. They add up to the whole.
     pub parts: Vec<PartLatency>,
 }
 
-/// What requests spend on one part of their way.
+/// The time that requests spend on one part of their path.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PartLatency {
     /// `queue`, `throttle`, `metadata`, `copy-on-write`, `engine`, `flush` or `notify`.
     pub part: String,
-    /// Of the requests that spent any time on it.
+    /// The times of the requests that spent any time on it.
     pub time: Histogram,
 }
 
@@ -66,17 +66,17 @@ pub struct PartLatency {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Histogram {
-    /// How often.
+    /// The number of values.
     pub count: u64,
-    /// All together, in microseconds.
+    /// The sum, in microseconds.
     pub sum_us: u64,
-    /// How many took up to 1 microsecond, up to 2, up to 4 and so on, and longer than the bucket before. The last of 28
-    /// buckets has no bound. Empty ones at the end are left out.
+    /// The number of values up to 1 microsecond, from there up to 2, up to 4 and so on. The last of 28 buckets has no
+    /// bound. Empty buckets at the end are left out.
     pub buckets: Vec<u64>,
 }
 
 impl Histogram {
-    /// What was added since `before`.
+    /// Returns what was added since `before`.
     #[must_use]
     pub fn since(&self, before: &Self) -> Self {
         let old = before.buckets.iter().copied().chain(std::iter::repeat(0));
@@ -87,14 +87,14 @@ impl Histogram {
         }
     }
 
-    /// The average, in microseconds.
+    /// Returns the average, in microseconds.
     #[must_use]
     pub fn mean_us(&self) -> f64 {
         if self.count == 0 { 0.0 } else { self.sum_us as f64 / self.count as f64 }
     }
 
-    /// The time that a share (0 to 1) of all does not exceed, in microseconds: within its bucket, as if that were evenly
-    /// filled.
+    /// Returns the time that a `share` (0 to 1) of all values does not exceed, in microseconds. Values count as evenly
+    /// spread in their bucket.
     #[must_use]
     pub fn quantile_us(&self, share: f64) -> f64 {
         let wanted = share * self.buckets.iter().sum::<u64>() as f64;
@@ -122,9 +122,9 @@ pub struct TableStats {
     pub misses: u64,
     /// Tables that made room for others.
     pub evictions: u64,
-    /// Memory in use.
+    /// Memory in use, in bytes.
     pub used_bytes: u64,
-    /// Memory that may be used.
+    /// Memory that may be used, in bytes.
     pub limit_bytes: u64,
 }
 

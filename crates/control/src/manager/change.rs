@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 type Pairs<'a> = Vec<(&'a str, &'a str)>;
 
-/// What a call asks for, by the way in which it is done.
+/// The changes of a call, by how they are made.
 #[derive(Default)]
 struct Changes<'a> {
     limits: Pairs<'a>,
@@ -36,11 +36,12 @@ impl<'a> Changes<'a> {
         Ok(changes)
     }
 
-    /// Brings them into the record.
+    /// Writes the changes into the record of `disk`.
     fn note(&self, disk: &mut RecordedDisk, limits: Option<&ThrottleOptions>) {
         self.policies.iter().chain(&self.files).for_each(|(key, value)| disk.options.set(key, *value));
         let Some(limits) = limits else { return };
-        // Others of its group that are added or restored later bring their own words: these are the last.
+        // Other disks of the group that are added or restored later give their own limits, and the last ones count. The
+        // record has only the group's name and these limits.
         let is_throttle = |text: &str| text == "throttle" || text.starts_with("throttle:");
         let old = disk.options.pairs().find(|(key, value)| *key == "filter" && is_throttle(value));
         let group = old.and_then(|(_, text)| text.split(':').find_map(|part| part.strip_prefix("group=")));
@@ -49,7 +50,7 @@ impl<'a> Changes<'a> {
         disk.options.replace("filter", is_throttle, &limits.to_text());
     }
 
-    /// The new value of a policy, if it gets one.
+    /// Returns the new value of a policy, if the call changes it.
     fn policy(&self, wanted: &str) -> Option<ErrorPolicy> {
         let value = self.policies.iter().find(|(key, _)| *key == wanted).map(|(_, value)| *value)?;
         ErrorPolicy::NAMES.into_iter().find(|(name, _)| *name == value).map(|(_, policy)| policy)
@@ -63,9 +64,9 @@ impl<'a> Changes<'a> {
 }
 
 impl Manager {
-    /// Changes options of a disk while it runs: the limits of its filter `throttle` (`throttling.iops-total` and the like),
-    /// what happens when storage fails (`on-error`, `on-no-space`), and how its files are opened (`cache`, `engine` and
-    /// others), for which they are opened anew. Either all of them are changed or none.
+    /// Changes options of a disk while it runs: the limits of its filter `throttle` (`throttling.iops-total` and the
+    /// like), what happens when storage fails (`on-error`, `on-no-space`), and how its files are opened (`cache`,
+    /// `engine` and others), for which they are reopened. Either all of them are changed or none.
     pub fn change_disk(&self, name: &str, request: &ChangeDisk) -> Result<Disk> {
         let changes = Changes::of(&request.options)?;
         let node = self.node(name)?;
@@ -73,7 +74,7 @@ impl Manager {
         let hold = self.hold_to_be(name, node, &changes.policies)?;
         let before = self.daemon.disk_options(node)?;
         let after = before.with_files_as(&changes.files)?;
-        // What can fail comes first.
+        // The step that can fail comes first.
         self.open_files_as(node, &before, &after)?;
         self.records
             .change(|record| {
@@ -96,12 +97,12 @@ impl Manager {
         self.disk(name)
     }
 
-    /// Opens the files of a disk anew where that is another way than they are open.
+    /// Reopens the files of a disk, unless the options are the same.
     pub(super) fn open_files_as(&self, node: NodeId, before: &DiskOptions, after: &DiskOptions) -> Result<()> {
         if before == after { Ok(()) } else { self.daemon.reopen_as(node, after) }
     }
 
-    /// The throttle that gets new limits, and what it then has.
+    /// Returns the throttle that gets new limits, and all its limits afterwards.
     fn limits_to_be(
         &self,
         name: &str,
@@ -120,7 +121,7 @@ impl Manager {
         Ok(Some((throttle, limits)))
     }
 
-    /// What gets new policies.
+    /// Returns the control of held requests that gets new policies.
     fn hold_to_be(&self, name: &str, node: NodeId, changes: &[(&str, &str)]) -> Result<Option<Arc<HoldControl>>> {
         let Some((key, _)) = changes.first() else { return Ok(None) };
         let hold = self.daemon.hold(node)?;

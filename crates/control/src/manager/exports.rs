@@ -1,4 +1,4 @@
-//! Exports that were asked for: what the daemon makes of them, and how they are told of.
+//! Requested exports: how the daemon adds them, and how the interface describes them.
 
 use super::{Manager, counters_of, lock};
 use crate::api::{AddExport, AddNbd, AddTls, Export, NbdExport};
@@ -8,7 +8,7 @@ use daemon::{ExportId, ExportStatus, NbdAddress, NbdOptions, NbdTls, NodeId, abs
 use drive::ExportOptions;
 
 impl Manager {
-    /// Begins an export.
+    /// Starts an export.
     pub(super) fn begin_export(&self, node: NodeId, request: &AddExport) -> Result<ExportId> {
         match &request.nbd {
             None => self.daemon.add_export(node, &export_options(request)),
@@ -16,9 +16,9 @@ impl Manager {
         }
     }
 
-    /// Begins the exports of a disk that comes back. What one of them needs may be gone: a port, certificates, a bitmap. It
-    /// takes neither the disk nor the others with it; it is logged, listed with what has failed, and tried again at the next
-    /// start.
+    /// Starts the exports of a restored disk. An export may fail, because its port, certificates or bitmap are gone.
+    /// The disk and the other exports are still served. The failed export is logged, listed with its error, and tried
+    /// again at the next start.
     pub(super) fn restore_exports(&self, node: NodeId, disk: &RecordedDisk) {
         for export in &disk.exports {
             match self.restore_export(node, export) {
@@ -31,7 +31,7 @@ impl Manager {
         }
     }
 
-    /// Takes an export that could not be served since the start out of the record.
+    /// Removes an export that failed at the start from the record.
     pub(super) fn forget_failed_export(&self, export: &AddExport) -> Result<()> {
         lock(&self.failed_exports).retain(|(other, _)| other != export);
         self.records.change(|record| {
@@ -44,13 +44,13 @@ impl Manager {
     fn restore_export(&self, node: NodeId, request: &AddExport) -> Result<ExportId> {
         let Some(nbd) = &request.nbd else { return self.begin_export(node, request) };
         let mut options = nbd_options(request, nbd)?;
-        // A bitmap that recorded when the daemon was killed is in use for ever.
+        // A bitmap that recorded when the daemon was killed stays marked as in use.
         options.allows_unreadable_bitmaps = true;
         self.daemon.add_nbd_export(node, &options)
     }
 }
 
-/// Another run of the daemon may have another working directory.
+/// Makes paths absolute: another run of the daemon may have another working directory.
 pub(super) fn with_absolute_paths(mut request: AddExport) -> AddExport {
     request.socket = request.socket.as_deref().map(absolute);
     if let Some(tls) = request.nbd.as_mut().and_then(|nbd| nbd.tls.as_mut()) {

@@ -1,4 +1,4 @@
-//! Disks that hold requests which the storage failed: who is told, and how they go on.
+//! Disks that hold requests which the storage failed: the events, and the retry.
 
 use super::Manager;
 use crate::api::{Disk, EventKind};
@@ -8,13 +8,14 @@ use daemon::NodeId;
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 
-/// A disk has begun to hold requests.
+/// The news that a disk has begun to hold requests.
 pub(super) struct Holding {
     disk: String,
     error: IoError,
 }
 
-/// A thread that publishes what it is told, so that no reactor waits for a listener. It ends with the last sender.
+/// Starts a thread that publishes what it receives, so that no reactor waits for a listener. It ends with the last
+/// sender.
 pub(super) fn tell_of(events: Arc<Events>) -> Result<Sender<Holding>> {
     let (sender, receiver) = channel::<Holding>();
     let run = move || {
@@ -30,16 +31,16 @@ pub(super) fn tell_of(events: Arc<Events>) -> Result<Sender<Holding>> {
 
 impl Manager {
     pub(super) fn listen_to_hold(&self, node: NodeId, name: &str) {
-        // A disk that is gone holds nothing.
+        // A removed disk holds no requests.
         let Ok(Some(hold)) = self.daemon.hold(node) else { return };
         let (sender, disk) = (self.holds.clone(), name.to_owned());
         hold.listen(Box::new(move |error| {
-            // The thread ends with the manager, and nobody is left to be told.
+            // The thread ends with the manager; then there are no listeners.
             let _ = sender.send(Holding { disk: disk.clone(), error });
         }));
     }
 
-    /// Has requests tried again that wait because the storage failed them.
+    /// Retries requests that wait because the storage failed them.
     pub fn resume(&self, name: &str) -> Result<Disk> {
         let hold = self.daemon.hold(self.node(name)?)?.ok_or_else(|| {
             let message = format!("the disk '{name}' holds no requests: add it with on-error=hold or on-no-space=hold");

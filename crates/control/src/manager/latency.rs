@@ -1,9 +1,9 @@
-//! Histograms of the daemon, as the interface tells of them.
+//! The daemon's histograms in the form of the interface.
 
 use crate::api::{Histogram, OperationLatency, PartLatency};
 use daemon::{LatencyHistogram, Part, QueueLatency};
 
-/// Those of a disk; what no guest has asked for is left out.
+/// Returns the histograms of a disk; kinds without requests are left out.
 pub(super) fn to_operations(latency: &QueueLatency) -> Vec<OperationLatency> {
     let asked = latency.kinds.iter().filter(|kind| kind.whole.count() > 0);
     let operations = asked.map(|kind| OperationLatency {

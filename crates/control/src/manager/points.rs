@@ -11,7 +11,7 @@ use image::{BitmapAction, ClosedEdit, NewSnapshot, Opener, Role, SnapshotName, S
 use std::time::{SystemTime, UNIX_EPOCH};
 
 impl Manager {
-    /// The persistent bitmaps of a disk.
+    /// Returns the persistent bitmaps of a disk.
     pub fn bitmaps(&self, name: &str) -> Result<Bitmaps> {
         let bitmaps = self.daemon.bitmaps(self.node(name)?)?.into_iter().map(|bitmap| DirtyBitmap {
             name: bitmap.name,
@@ -34,7 +34,7 @@ impl Manager {
         self.bitmaps(name)
     }
 
-    /// The internal snapshots of a disk's top layer.
+    /// Returns the internal snapshots of a disk's top layer.
     pub fn internal_snapshots(&self, name: &str) -> Result<InternalSnapshots> {
         let snapshots = self.daemon.internal_snapshots(self.node(name)?)?.into_iter().map(|found| InternalSnapshot {
             id: found.id,
@@ -71,7 +71,7 @@ impl Manager {
         self.edit(name, &ClosedEdit::DeleteSnapshot(SnapshotName::Any(snapshot.to_owned())))
     }
 
-    /// Makes a disk that no guest uses what it was when a snapshot was taken.
+    /// Returns a disk that no guest uses to its contents when the snapshot was taken.
     pub fn apply_internal_snapshot(&self, name: &str, snapshot: &str) -> Result<InternalSnapshots> {
         self.edit(name, &ClosedEdit::ApplySnapshot(SnapshotName::Any(snapshot.to_owned())))?;
         self.internal_snapshots(name)

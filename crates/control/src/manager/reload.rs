@@ -1,4 +1,4 @@
-//! The configuration file is read again: what differs is added, removed and changed, while other disks run.
+//! Reads the configuration file again, and adds, removes and changes what differs, while other disks run.
 
 use super::{Configured, Manager, absolute_file, lock};
 use crate::api::{AddExport, EventKind, FailedDisk, Reloaded};
@@ -8,7 +8,7 @@ use block::{Error, ErrorKind, Result};
 use drive::{FilterOptions, RunningChange};
 use std::path::PathBuf;
 
-/// The configuration file and what of it is in force.
+/// The configuration file, and the part of it that is in force.
 #[derive(Debug)]
 pub(super) struct Configuration {
     path: PathBuf,
@@ -18,14 +18,14 @@ pub(super) struct Configuration {
 /// How a disk gets from its old options to its new ones.
 #[derive(Debug, PartialEq, Eq)]
 enum Way {
-    /// Only what can be changed under a running guest differs.
+    /// Only options that can change under a running guest differ.
     Running,
-    /// It is closed and opened.
+    /// The disk is closed and opened.
     Anew,
 }
 
 impl Manager {
-    /// From here on [`Manager::reload`] reads the file at `path`, which said `present` when it was read last.
+    /// Sets the file that [`Manager::reload`] reads. `present` is its content when it was last read.
     pub fn is_configured_by(&self, path: PathBuf, present: Config) {
         *lock(&self.configuration) = Some(Configuration { path, present });
     }
@@ -36,8 +36,9 @@ impl Manager {
         lock(&self.configuration).is_some()
     }
 
-    /// Reads the configuration file again and changes what differs from what it said before. Disks that calls have added
-    /// stay as they are. An error leaves everything as it was; what fails for one disk keeps no other from its change.
+    /// Reads the configuration file again and applies the differences to its former content. Disks that calls have
+    /// added stay as they are. An error leaves everything as it was; a failure for one disk does not stop the changes
+    /// of others.
     pub fn reload(&self) -> Result<Reloaded> {
         let mut guard = lock(&self.configuration);
         let none = || {
@@ -56,7 +57,7 @@ impl Manager {
             tracing::error!(disk = name, "the configuration is not in force for a disk: {error}");
             outcome.failed.push(FailedDisk { name: name.to_owned(), error: error.to_string() });
         };
-        // Removals first: their sockets and images may be wanted again.
+        // Removals come first: new disks may need their sockets and images.
         for old in &configuration.present.drives {
             let name = old.name().unwrap_or_default();
             if new.drive(name).is_some() {
@@ -78,7 +79,7 @@ impl Manager {
                 Ok(()) => present.drives.push(given.clone()),
                 Err(error) => {
                     fail(&mut outcome, name, error);
-                    // The next time it is tried again.
+                    // The next reload tries the removal again.
                     present.drives.extend(old.filter(|_| self.daemon.disk_named(name).is_some()).cloned());
                 }
             }
@@ -87,7 +88,7 @@ impl Manager {
         Ok(outcome)
     }
 
-    /// Returns whether there was such a disk.
+    /// Removes a disk. Returns whether there was one.
     fn remove_configured(&self, name: &str) -> Result<bool> {
         if !self.knows(name) {
             return Ok(false);
@@ -137,7 +138,7 @@ impl Manager {
         Ok(())
     }
 
-    /// New limits for the disk's filters `throttle`, and other ways to open its files.
+    /// Changes the limits of the disk's filters `throttle`, and how its files are opened.
     fn change_running(&self, name: &str, before: &Options, after: &Options) -> Result<()> {
         if before == after {
             return Ok(());
@@ -179,8 +180,8 @@ impl Manager {
         added.into_iter().try_for_each(|export| self.add_export(export.clone()).map(drop))
     }
 
-    /// Closes a disk and opens it with its new options; with the old ones if that fails. Until it is open again, the record
-    /// has it as it was.
+    /// Closes a disk and opens it with its new options, or with the old ones if that fails. Until it is open again, the
+    /// record keeps the old state.
     fn open_anew(&self, old: &Configured, new: &Configured) -> Result<()> {
         let name = new.name().unwrap_or_default();
         let recorded = self.records.current().disk(name).map(|disk| disk.exports.clone()).unwrap_or_default();
@@ -197,8 +198,8 @@ impl Manager {
         of_calls.into_iter().try_for_each(|export| self.add_export(export).map(drop))
     }
 
-    /// Opens a disk that the record may know with other options. It keeps the layers that were put on it, unless its options
-    /// name another file than before.
+    /// Opens a disk that the record may have with other options. The disk keeps the layers that were put on it, unless
+    /// its options name another file than before.
     fn open_configured(&self, given: &Configured) -> Result<()> {
         let mut given = given.clone();
         let key = given.key();
@@ -220,8 +221,8 @@ fn filters(options: &Options) -> Result<Vec<FilterOptions>> {
     options.pairs().filter(|(key, _)| *key == "filter").map(|(_, text)| FilterOptions::parse(text)).collect()
 }
 
-/// Limits of filters `throttle` change under a running guest, if the filters themselves stay, and so does how files are
-/// opened.
+/// Decides how a disk gets its new options. Limits of filters `throttle` can change under a running guest if the
+/// filters themselves stay, and so can the options for opening files.
 fn way(before: &Options, after: &Options) -> Result<Way> {
     let has_files_to_open_anew = before.get("snapshot") != Some("on") && before.get("format") != Some("null");
     let others = |options: &Options| {

@@ -1,4 +1,4 @@
-//! What a daemon serves when it starts: what its record names, and what it was given.
+//! What a daemon serves when it starts: recorded disks and configured disks.
 
 use super::{Configured, Manager, absolute_file, lock};
 use crate::options::Options;
@@ -6,13 +6,13 @@ use crate::record::{Record, RecordedDisk};
 use block::Result;
 
 impl Manager {
-    /// Serves the disks that the record names and those that `configured` gives: the command line's or a configuration
-    /// file's. A disk that is in both is served as the record says. One that is configured and was removed by a call stays
-    /// away; one that was configured and is no longer is forgotten.
+    /// Serves the disks of the record and of `configured`: the command line or a configuration file. A disk that is in
+    /// both is served as the record says. A configured disk that a call removed is not served. A disk that is no longer
+    /// configured is forgotten.
     ///
-    /// A recorded disk that cannot be opened keeps no other from being served: it is logged and listed as failed. So is a
-    /// recorded export beside the disk's own; the disk is served without it. A configured disk that cannot be opened is an
-    /// error.
+    /// A recorded disk that cannot be opened does not stop the others: it is logged and listed as failed. The same
+    /// holds for a recorded export other than the disk's own; the disk is served without it. A configured disk that
+    /// cannot be opened is an error.
     pub fn restore(&self, configured: &[Configured]) -> Result<()> {
         let keys: Vec<String> = configured.iter().map(Configured::key).collect();
         self.records.change(|record| {
@@ -41,7 +41,7 @@ impl Manager {
 
     /// Serves a disk of the command line or of the configuration file.
     pub(super) fn add_configured(&self, given: &Configured) -> Result<()> {
-        // What JSON cannot name is served, and not recorded: it is given again.
+        // A disk whose names JSON cannot hold is served, but not recorded: the next start gives it again.
         let options = Options::parse(&given.text).and_then(absolute_file).ok();
         let disk = self.add(&given.drive, options, given.serve, Some(&given.key()))?;
         given.exports_of(&disk.name).try_for_each(|export| self.add_export(export).map(drop))
@@ -50,7 +50,7 @@ impl Manager {
     fn bring_back(&self, disk: &RecordedDisk, given: Option<&Configured>) -> Result<()> {
         let mut drive = disk.options.to_drive()?;
         if drive.disk.name.is_none() {
-            // What it keeps was named before the disk was.
+            // The kept overlay was named before the disk had a name.
             let kept = drive::kept_overlay(&drive.disk)?;
             drive.disk.keep_as = kept.and_then(|index| Some(index.file_stem()?.to_owned()));
         }
@@ -72,8 +72,8 @@ impl Manager {
     }
 }
 
-/// A disk that is given in other words than before keeps the layers that were put on it: a guest that went on with the file
-/// below them would lose what it wrote, and destroy the layers.
+/// Keeps the layers of a disk that is given in other words than before: a guest that went on with the file below them
+/// would lose its writes and destroy the layers.
 fn keep_layers(record: &mut Record, given: &Configured, keys: &[String]) {
     let Ok(options) = Options::parse(&given.text).and_then(absolute_file) else { return };
     let is_it = |disk: &&mut RecordedDisk| {

@@ -1,4 +1,4 @@
-//! The same figures under the names that libvirt's exporters use, so that dashboards made for them go on.
+//! The same figures under the names that libvirt's exporters use, so that their dashboards work.
 
 use super::Scrape;
 use crate::api::OperationLatency;
@@ -9,7 +9,7 @@ use prometheus_client::metrics::counter::ConstCounter;
 use std::fmt;
 use std::sync::Arc;
 
-/// Name, help, the operation, and its figure.
+/// The name, the help, the operation, and its figure.
 type Alias = (&'static str, &'static str, &'static str, fn(&OperationLatency) -> f64);
 
 const ALIASES: [Alias; 8] = [

@@ -31,7 +31,7 @@ async fn list_bitmaps(State(manager): Shared, Path(name): Path<String>) -> Answe
     listed.await.map(Json)
 }
 
-/// Make, change and remove persistent dirty bitmaps of a disk's top layer: all that is asked for, or nothing
+/// Add, change and remove persistent dirty bitmaps of a disk's top layer: all the requested changes, or none
 #[utoipa::path(post, path = "/v1/disks/{name}/bitmaps", params(("name" = String, Path)), request_body = ChangeBitmaps,
     responses((status = 200, body = Bitmaps), (status = "default", body = ErrorBody)))]
 async fn change_bitmaps(
@@ -88,7 +88,7 @@ async fn delete_snapshot(
     deleted.await.map(|()| StatusCode::NO_CONTENT)
 }
 
-/// Make a disk that no guest uses what it was when a snapshot was taken
+/// Return a disk that no guest uses to its contents when the snapshot was taken
 #[utoipa::path(post, path = "/v1/disks/{name}/snapshots/{snapshot}/apply",
     params(("name" = String, Path), ("snapshot" = String, Path)),
     responses((status = 200, body = InternalSnapshots), (status = "default", body = ErrorBody)))]
@@ -103,7 +103,7 @@ async fn apply_snapshot(
     applied.await.map(Json)
 }
 
-/// Start to copy a disk as it is at one moment to another image
+/// Start to copy a disk, as it is at one moment, to another image
 #[utoipa::path(post, path = "/v1/disks/{name}/backup", params(("name" = String, Path)), request_body = BackupDisk,
     responses((status = 202, body = Job), (status = "default", body = ErrorBody)))]
 async fn backup_disk(

@@ -1,7 +1,8 @@
-//! The Linux AIO engine: one context a reactor, one `io_submit` a batch, completions read from the shared ring.
+//! The Linux AIO engine: one context for each reactor, one `io_submit` for each batch. Completions are read from the
+//! shared ring.
 //!
-//! It is asynchronous only for direct I/O, and not even there always: a write that allocates, or a busy device, may
-//! block in `io_submit`. Requests are therefore submitted with `RWF_NOWAIT`, and those that would block go to a worker.
+//! It is asynchronous only for direct I/O, and not even always: a write that allocates, or a busy device, may block in
+//! `io_submit`. Requests are therefore submitted with `RWF_NOWAIT`, and those that would block go to a worker.
 
 use crate::base::aio_abi::{Context, ControlBlock, Event};
 use crate::base::call::Action;
@@ -24,13 +25,13 @@ use std::sync::Arc;
 const EVENTS: usize = 1024;
 /// The most requests of one `io_submit`.
 const BATCH: usize = 256;
-/// A transfer that would have to wait is refused.
+/// The kernel refuses a transfer that would have to wait.
 const NOWAIT: i32 = libc::RWF_NOWAIT;
 
 struct State {
     context: Context,
     slab: Slab,
-    /// Taken, but not yet in the kernel.
+    /// Requests taken, but not yet in the kernel.
     waiting: VecDeque<u32>,
     in_kernel: usize,
     blocks: Vec<ControlBlock>,
@@ -39,13 +40,13 @@ struct State {
 
 /// One reactor's AIO context.
 pub(crate) struct Aio {
-    /// `None` once it was shut down.
+    /// `None` after shutdown.
     state: RefCell<Option<State>>,
     harvested: RefCell<Harvest<(u32, i32)>>,
     wakeup: Arc<Wakeup>,
     workers: Rc<Workers>,
     counters: Arc<Counters>,
-    /// The kernel has no asynchronous fdatasync here.
+    /// Workers carry out syncs: the kernel has no asynchronous fdatasync here.
     syncs_by_worker: Cell<bool>,
     batch_end: BatchEnd,
 }
@@ -81,7 +82,7 @@ impl Aio {
         })
     }
 
-    /// Where it sends what it cannot do without waiting.
+    /// Returns the workers, who carry out what AIO cannot do without waiting.
     pub(crate) fn workers(&self) -> &Workers {
         &self.workers
     }
@@ -103,16 +104,16 @@ impl Aio {
         let index = state.slab.insert(request);
         state.waiting.push_back(index);
         if state.slab.peak() > state.waiting.capacity() {
-            // All of them may have to wait at once.
+            // All requests may have to wait at once.
             state.waiting.reserve(state.slab.peak());
         }
-        // As with io_uring.
+        // See [`BatchEnd`]; io_uring does the same.
         if state.waiting.len() >= state.in_kernel.max(1) {
             self.batch_end.raise();
         }
     }
 
-    /// Gives the kernel all that was queued and fits, in one call. Returns whether anything was given.
+    /// Submits all that is queued and fits, in one call. Returns whether it submitted anything.
     pub(crate) fn submit(&self) -> bool {
         let (index, errno) = match self.state.borrow_mut().as_mut().map(|state| self.submit_batch(state)) {
             None | Some(Submitted::Nothing) => return false,
@@ -150,8 +151,7 @@ impl Aio {
         }
     }
 
-    /// Takes completions: from the shared ring without a system call, where it is readable. Returns how many requests
-    /// moved.
+    /// Takes completions, from the shared ring without a system call if that is readable. Returns how many.
     pub(crate) fn harvest(&self) -> usize {
         self.take(0)
     }
@@ -170,7 +170,7 @@ impl Aio {
                 state.context.take(each);
             } else {
                 self.counters.system_calls.add(1);
-                // Interrupted: nothing was taken, and the caller comes again.
+                // If interrupted, nothing was taken, and the caller tries again.
                 let _ = state.context.wait(wait_for, each);
             }
             state.in_kernel -= results.len() - before;
@@ -183,7 +183,8 @@ impl Aio {
         count
     }
 
-    /// One result. The state is not borrowed while the request ends: dropping it may drop a file or a queue.
+    /// Handles one result. The state is not borrowed while the request ends: dropping the request may drop a file or a
+    /// queue.
     fn complete(&self, index: u32, result: i32) {
         let mut borrowed = self.state.borrow_mut();
         let Some(state) = borrowed.as_mut() else { return };
@@ -214,12 +215,12 @@ impl Aio {
         })
     }
 
-    /// Requests taken and not ended.
+    /// Returns how many requests were taken and have not ended.
     pub(crate) fn in_flight(&self) -> usize {
         self.state.borrow().as_ref().map_or(0, |state| state.slab.live())
     }
 
-    /// Waits for everything in the kernel, then destroys the context. Later pushes fail.
+    /// Waits for all requests in flight, then destroys the context. Later pushes fail.
     pub(crate) fn shut_down(&self) {
         while self.in_flight() > 0 {
             self.submit();
@@ -238,7 +239,7 @@ impl Drop for Aio {
 enum Submitted {
     Nothing,
     Some,
-    /// The first in line cannot be submitted.
+    /// The first waiting request cannot be submitted.
     Failed(u32, i32),
 }
 

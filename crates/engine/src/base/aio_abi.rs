@@ -10,9 +10,9 @@ pub(crate) const FDSYNC: u16 = 3;
 pub(crate) const PREADV: u16 = 7;
 pub(crate) const PWRITEV: u16 = 8;
 
-/// The completion also signals `result_fd`.
+/// Flag: the completion also signals `result_fd`.
 pub(crate) const FLAG_RESULT_FD: u32 = 1;
-/// The block names a priority (Linux 4.18; before, nobody looks at either).
+/// Flag: the block names a priority (from Linux 4.18; earlier kernels ignore both).
 pub(crate) const FLAG_PRIORITY: u32 = 2;
 
 /// `struct iocb`, little-endian layout.
@@ -62,7 +62,7 @@ const RING_MAGIC: u32 = 0xa10a_10a1;
 #[derive(Debug)]
 pub(crate) struct Context {
     id: usize,
-    /// The ring, if it looks as this module knows it.
+    /// The ring, if it has the layout that this module knows.
     ring: Option<NonNull<Ring>>,
 }
 
@@ -87,7 +87,7 @@ impl Context {
         Ok(Self { id, ring })
     }
 
-    /// Submits the first of `blocks`, as many as the kernel takes.
+    /// Submits as many of `blocks` as the kernel takes, from the first on.
     ///
     /// # Safety
     /// Each block must name memory and a descriptor that stay valid until its event has been taken.
@@ -96,7 +96,7 @@ impl Context {
         result_of(unsafe { libc::syscall(libc::SYS_io_submit, self.id, blocks.len(), blocks.as_mut_ptr()) })
     }
 
-    /// Whether an event waits, as far as can be told without a system call.
+    /// Whether an event waits, as far as the ring tells without a system call.
     pub(crate) fn has_events(&self) -> bool {
         // SAFETY: the ring is mapped as long as the context lives.
         self.ring.is_some_and(|ring| unsafe {
@@ -110,7 +110,7 @@ impl Context {
         self.ring.is_some()
     }
 
-    /// Takes the events that are there, without a system call.
+    /// Takes the events that are in the ring, without a system call.
     pub(crate) fn take(&self, mut each: impl FnMut(Event)) {
         let Some(ring) = self.ring else { return };
         // SAFETY: as in `has_events`; only this thread moves the head.

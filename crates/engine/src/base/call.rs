@@ -1,16 +1,16 @@
-//! One call of the kernel on one file: what it is to do, and how the calling thread makes it.
+//! One system call on one file: what it does, and how the calling thread makes it.
 
 use rustix::fs::FallocateFlags;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::time::Duration;
 
-/// The most bytes one call may move: the kernel's own limit, rounded down to a page so that a cut stays aligned.
+/// The most bytes that one call moves: the kernel's own limit, which is whole pages, so a cut stays aligned.
 pub(crate) const MAX_CALL_BYTES: usize = 0x7fff_f000;
 /// The most segments one call takes (`IOV_MAX`).
 pub(crate) const MAX_SEGMENTS: usize = 1024;
 
-/// How often, and how patiently, a call that wants to be repeated is.
+/// How often a call is repeated that the kernel cannot serve at once, and the pause between.
 const RETRIES: usize = 100;
 const RETRY_PAUSE: Duration = Duration::from_millis(1);
 
@@ -19,7 +19,7 @@ const RETRY_PAUSE: Duration = Duration::from_millis(1);
 pub(crate) enum Action {
     /// Fill the memory. The file must have at least `need_bytes` there; what is behind its end reads as zeros.
     Read { need_bytes: usize },
-    /// Store the memory; durable when it ends, if so.
+    /// Store the memory. If `durable`, the data are durable when it ends.
     Write { durable: bool },
     /// `fdatasync`.
     Sync,
@@ -29,7 +29,7 @@ pub(crate) enum Action {
     Truncate,
     /// `BLKDISCARD` on a block device.
     DiscardBlocks { length: u64 },
-    /// The kernel begins to write what the page cache has of the file.
+    /// Make the kernel begin to write the file's dirty pages.
     BeginWriteback,
     /// `copy_file_range` of `length` bytes from `from_offset` of the descriptor `from`, which the request's owner keeps
     /// open.
@@ -62,7 +62,7 @@ pub(crate) struct Call {
 
 impl Call {
     /// Makes the call and returns what the kernel did: a count of bytes, or a negated error number. A call that was
-    /// interrupted, or that the kernel cannot serve just now, is repeated, for a while.
+    /// interrupted, or that the kernel cannot serve at once, is repeated a limited number of times.
     ///
     /// # Safety
     /// The memory that `buffers` names must be valid for the action's direction until this returns, and the descriptors
@@ -82,7 +82,7 @@ impl Call {
     }
 
     /// # Safety
-    /// As [`Call::run`].
+    /// As for [`Call::run`].
     unsafe fn run_once(&self) -> i32 {
         // SAFETY: the caller keeps it open.
         let fd = unsafe { BorrowedFd::borrow_raw(self.fd) };
@@ -112,8 +112,8 @@ impl Call {
     }
 }
 
-/// What goes beyond the limit on the size of files (`ulimit -f`) fails, and does not end the process with all its disks.
-/// Whoever has set the signal to something else keeps that.
+/// Makes a write beyond the limit on file sizes (`ulimit -f`) fail instead of ending the process with all its disks. A
+/// handler that is already set for the signal stays.
 pub(crate) fn survive_file_size_limit() {
     static ONCE: std::sync::Once = std::sync::Once::new();
     // SAFETY: an all-zero `sigaction` is a valid one; the kernel reads and writes no more than that.
@@ -127,7 +127,7 @@ pub(crate) fn survive_file_size_limit() {
     });
 }
 
-/// `BLKDISCARD`: `_IO(0x12, 119)` of `linux/fs.h`, with a start and a length.
+/// Calls `BLKDISCARD` (`_IO(0x12, 119)` of `linux/fs.h`), with a start and a length.
 fn discard_blocks(fd: BorrowedFd<'_>, offset: u64, length: u64) -> i32 {
     const BLKDISCARD: libc::Ioctl = 0x1277;
     let range = [offset, length];
@@ -138,20 +138,20 @@ fn discard_blocks(fd: BorrowedFd<'_>, offset: u64, length: u64) -> i32 {
     }
 }
 
-/// It is a wish: what the kernel does not begin with now it writes with the next flush.
+/// Asks the kernel to begin writing. Errors are ignored: the next flush writes what was not begun.
 fn begin_writeback(fd: BorrowedFd<'_>) -> i32 {
     // SAFETY: the call takes numbers only.
     let _ = unsafe { libc::sync_file_range(fd.as_raw_fd(), 0, 0, libc::SYNC_FILE_RANGE_WRITE) };
     0
 }
 
-/// Copies all of a range, or says why not; a part may have been copied then.
+/// Copies all of a range, or returns an error; a part may have been copied then.
 fn copy_range(from: BorrowedFd<'_>, mut from_offset: u64, to: BorrowedFd<'_>, mut offset: u64, length: u64) -> i32 {
     let end = from_offset.saturating_add(length);
     while from_offset < end {
         let left = usize::try_from(end - from_offset).unwrap_or(usize::MAX);
         match rustix::fs::copy_file_range(from, Some(&mut from_offset), to, Some(&mut offset), left) {
-            // The source ends before.
+            // The source ends within the range.
             Ok(0) => return -libc::EIO,
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return -errno.raw_os_error(),

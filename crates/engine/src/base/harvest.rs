@@ -1,11 +1,11 @@
 //! Results on their way to their owners.
 
-/// Results that an engine has taken, handed on one by one. An owner may panic when it is told: what is left is handed on by
-/// the next harvest, so that no request waits for ever for an end that has come.
+/// Results that an engine has taken and hands on one by one. If an owner panics when it is told, the next harvest hands
+/// on the rest. So no request waits for ever for an end that has come.
 #[derive(Debug)]
 pub(crate) struct Harvest<T> {
     results: Vec<T>,
-    /// How many of them were handed on.
+    /// How many results were handed on.
     next: usize,
 }
 
@@ -14,7 +14,7 @@ impl<T: Copy> Harvest<T> {
         Self { results: Vec::with_capacity(count), next: 0 }
     }
 
-    /// The list to add new results to. It is empty unless an earlier harvest was broken off.
+    /// Returns the list for new results. It is empty unless an earlier harvest was broken off.
     pub(crate) fn list(&mut self) -> &mut Vec<T> {
         if self.next == self.results.len() {
             self.results.clear();
@@ -23,12 +23,12 @@ impl<T: Copy> Harvest<T> {
         &mut self.results
     }
 
-    /// Results that wait to be handed on.
+    /// Returns the results that wait to be handed on.
     pub(crate) fn waiting(&self) -> &[T] {
         &self.results[self.next..]
     }
 
-    /// The next result; it counts as handed on.
+    /// Takes the next result, which then counts as handed on.
     pub(crate) fn next(&mut self) -> Option<T> {
         let result = self.results.get(self.next).copied()?;
         self.next += 1;

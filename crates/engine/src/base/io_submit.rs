@@ -1,9 +1,9 @@
 //! Many transfers by one call: `io_submit` of Linux AIO.
 //!
-//! What moves to the page cache, or from it, is carried out while the call lasts, one transfer after the other. Direct
-//! requests are only begun, and that may take waiting: for space, for a lock, for a busy device. What follows is the
-//! device's work, for which no thread has to wait: when each request had a worker that waited for its end, that took four
-//! times the processor's time and a third of the rate. The ends lie in a ring that the reactor reads without a call.
+//! The call itself carries out transfers to and from the page cache, one after the other. Direct requests are only
+//! begun, and that may wait: for space, for a lock, for a busy device. After that no thread has to wait for the device.
+//! (A worker that waited for each request took four times the processor time, and a third of the rate was lost.) The
+//! reactor reads the ends from a ring without a call.
 
 use super::aio_abi::{self as abi, Context, ControlBlock, Event};
 use super::call::{Action, Buffers, Call};
@@ -11,21 +11,21 @@ use super::wakeup::Wakeup;
 use block::Priority;
 use std::os::fd::AsRawFd;
 
-/// The most transfers of one call: as many as a ring's batch.
+/// The most transfers in one call, as in a ring's batch.
 pub(crate) const MOST: usize = 128;
 
 /// A context of Linux AIO for one reactor's transfers of one kind.
 pub(crate) struct IoSubmit(Context);
 
-// SAFETY: the context is a name and a ring. Its requests are submitted by system calls, which any thread may make; only the
-// reactor's thread takes from the ring, see `IoSubmit::take`.
+// SAFETY: the context is a number and a ring. Any thread may submit, by system calls. Only the reactor's thread takes
+// from the ring, see `IoSubmit::take`.
 unsafe impl Send for IoSubmit {}
 // SAFETY: as above.
 unsafe impl Sync for IoSubmit {}
 
 impl IoSubmit {
-    /// Has room for this many requests at least; what is beyond that is carried out by calls. `None` where this process
-    /// may not use Linux AIO, or the host has no more of it (`/proc/sys/fs/aio-max-nr`).
+    /// Makes a context with room for this many requests at least; calls carry out the rest. `None` if this process may
+    /// not use Linux AIO, or the host's limit is reached (`/proc/sys/fs/aio-max-nr`).
     pub(crate) fn new(room: u32) -> Option<Self> {
         let context = Context::new(room).inspect_err(|error| {
             tracing::info!(%error, "Linux AIO cannot be had: each request takes a call");
@@ -33,12 +33,12 @@ impl IoSubmit {
         context.ok().filter(Context::is_mapped).map(Self)
     }
 
-    /// Gives reads and writes to the kernel, in their order, at most [`MOST`]; for each an event with its index comes. The
-    /// kernel does not take those that `alone` is called with. `before_call` comes before each call. Returns how many the
-    /// kernel has taken.
+    /// Submits reads and writes in their order, at most [`MOST`]. Each that the kernel takes gives an event with its
+    /// index; `alone` is called with the position of each that it refuses. `before_call` runs before each system call.
+    /// Returns how many the kernel has taken.
     ///
     /// # Safety
-    /// What each call names must stay valid until its event has been taken.
+    /// The memory and descriptor that each call names must stay valid until its event has been taken.
     pub(crate) unsafe fn submit(
         &self,
         calls: impl Iterator<Item = (u32, Call)>,
@@ -63,7 +63,8 @@ impl IoSubmit {
                     at += some;
                     taken += some;
                 }
-                // The kernel does not take it in this way, or nothing just now: a call of its own says what is the matter.
+                // The kernel does not take this transfer in this way, or takes nothing at all. A call of its own gives
+                // the real error.
                 _ => {
                     alone(at);
                     at += 1;
@@ -77,13 +78,13 @@ impl IoSubmit {
         self.0.has_events()
     }
 
-    /// Takes what has ended. Only for the reactor's thread.
+    /// Takes the events of what has ended. Only for the reactor's thread.
     pub(crate) fn take(&self, mut each: impl FnMut(u32, i32)) {
         self.0.take(|event: Event| each(event.data as u32, event.result as i32));
     }
 }
 
-/// Gives a transfer a priority, where it has one.
+/// Sets a transfer's priority, if it has one.
 pub(crate) fn set_priority(block: &mut ControlBlock, priority: Priority) {
     if priority != Priority::NONE {
         block.flags |= abi::FLAG_PRIORITY;
@@ -91,8 +92,8 @@ pub(crate) fn set_priority(block: &mut ControlBlock, priority: Priority) {
     }
 }
 
-/// The control block of one call. Its event has `data`, and signals if asked to. `rw_flags` come on top of those that the
-/// action needs.
+/// Makes the control block of one call. Its event carries `data`, and signals `signal` if there is one. `rw_flags` are
+/// added to those that the action needs.
 pub(crate) fn control_block(data: u64, call: &Call, rw_flags: i32, signal: Option<&Wakeup>) -> ControlBlock {
     let block = ControlBlock {
         data,

@@ -1,4 +1,4 @@
-//! What everything above stands on: one call of the kernel, the interfaces of Linux AIO, options, counters, wake-ups.
+//! The ground of this crate: one system call, the interfaces of Linux AIO, options, counters, wake-ups.
 
 pub(crate) mod aio_abi;
 pub(crate) mod call;

@@ -1,4 +1,4 @@
-//! How a file is to be opened: engine, cache mode, locks.
+//! Options for opening a file: engine, cache mode, locks.
 
 use block::{Error, ErrorKind};
 use memory::BufferAccount;
@@ -9,7 +9,7 @@ use std::time::Duration;
 /// Which engine carries out a file's requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum EngineKind {
-    /// The best that kernel and file allow; [`block::FileInfo::engine`] says which and why.
+    /// The best engine that kernel and file allow; [`block::FileInfo::engine`] says which and why.
     #[default]
     Auto,
     /// io_uring.
@@ -123,22 +123,22 @@ pub struct OpenOptions {
     pub engine: EngineKind,
     /// The cache mode.
     pub cache: CacheMode,
-    /// Open for reading only. Also decides the lock: a read-only image may be read by others at the same time (a
-    /// backing file), an image that is written belongs to one opener.
+    /// Open for reading only. Also decides the lock: others may read a read-only image (a backing file) at the same
+    /// time. An image that is written belongs to one opener.
     pub read_only: bool,
-    /// Every write is durable when it completes, as with `O_DSYNC`, whatever the cache mode says otherwise.
+    /// Every write is durable when it completes, as with `O_DSYNC`, whatever the cache mode.
     pub sync: bool,
-    /// With io_uring: a thread of the kernel submits what it finds in the ring, instead of the reactor.
+    /// With io_uring: a kernel thread submits what it finds in the ring, instead of the reactor.
     pub sqpoll: bool,
-    /// What is written goes on to the storage soon, not only with the next flush: for a file that is filled at once, so
-    /// that the storage works meanwhile.
+    /// Written data go to the storage soon, not only with the next flush. For a file that is filled at once, so that
+    /// the storage works meanwhile.
     pub write_behind: bool,
     /// Take QEMU's image locks, so that other programs and this one refuse an image in use.
     pub lock: bool,
-    /// How long to wait for locks that no living process is seen to hold: those of a process that was killed stay until
-    /// its last write has landed. What a living process holds is waited for a second at most, as that may be ending.
+    /// How long to wait for locks that no living process seems to hold: those of a killed process stay until its last
+    /// write has landed. Locks of a living process are waited for a second at most, because it may be ending.
     pub lock_timeout: Duration,
-    /// Whose part of the memory for buffers the file's requests use. Without limit by default.
+    /// The buffer account that the file's requests use. Without limit by default.
     pub buffers: BufferAccount,
 }
 
@@ -159,14 +159,14 @@ impl Default for OpenOptions {
 }
 
 impl OpenOptions {
-    /// Changes some of them: `OpenOptions::default().with(|options| options.read_only = true)`.
+    /// Changes some options: `OpenOptions::default().with(|options| options.read_only = true)`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
         self
     }
 
-    /// Whether completed writes can be lost without a flush; what a guest is told about a volatile cache.
+    /// Whether completed writes can be lost without a flush. This is what a guest is told about a volatile cache.
     #[must_use]
     pub fn has_volatile_cache(&self) -> bool {
         self.cache.has_volatile_cache() && !self.sync

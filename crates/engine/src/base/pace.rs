@@ -1,28 +1,27 @@
-//! The rhythm of spinning and sleeping, of a reactor and of a worker.
+//! When reactors and workers spin, and when they sleep.
 
 use std::time::{Duration, Instant};
 
 /// Decides when an idle reactor stops spinning.
 ///
-/// What counts is whether spinning pays: whether work came within the limit. How long a sleep took says little, for it
-/// contains the time that waking took, on both sides of a ring. So the reactor spins as long as that catches work more
-/// often than not, then sleeps at once for a number of sleeps, then tries again. A reactor that nobody wakes tries
-/// nothing.
+/// Spinning pays if work comes within the limit. The length of a sleep says little, because it contains the time for
+/// waking up, on both sides of a ring. So the reactor spins while that catches work more often than not. Then it goes
+/// to sleep at once for a number of sleeps, and tries again. A reactor that nobody wakes tries nothing.
 #[derive(Debug)]
 pub(crate) struct Pace {
     limit: Duration,
-    /// Catches less misses, weighted; at zero spinning does not pay.
+    /// Catches less weighted misses. At zero, spinning does not pay.
     score: u32,
     /// Sleeps until spinning is tried again; zero while it is on.
     sleeps_left: u32,
     idle_since: Option<Instant>,
 }
 
-/// A catch adds one, up to here.
+/// The highest score. A catch adds one.
 const SCORE_MAX: u32 = 16;
-/// A miss costs this.
+/// What a miss takes from the score.
 const MISS: u32 = 2;
-/// What a try begins with: two misses end it.
+/// The score at the start of a try: two misses end it.
 const SCORE_AT_TRY: u32 = 4;
 const SLEEPS_BETWEEN_TRIES: u32 = 256;
 
@@ -31,20 +30,20 @@ impl Pace {
         Self { limit, score: SCORE_AT_TRY, sleeps_left: 0, idle_since: None }
     }
 
-    /// The turn had work.
+    /// Notes a turn with work.
     pub(crate) fn busy(&mut self) {
         if self.idle_since.take().is_some() && self.sleeps_left == 0 {
             self.score = (self.score + 1).min(SCORE_MAX);
         }
     }
 
-    /// The turn had none: whether it is time to sleep.
+    /// Notes a turn without work. Returns whether it is time to sleep.
     pub(crate) fn is_time_to_sleep(&mut self, now: Instant) -> bool {
         let since = *self.idle_since.get_or_insert(now);
         self.sleeps_left > 0 || now.saturating_duration_since(since) >= self.limit
     }
 
-    /// The reactor has slept.
+    /// Notes that the reactor has slept.
     pub(crate) fn slept(&mut self) {
         self.idle_since = None;
         if self.sleeps_left > 0 {
@@ -61,8 +60,8 @@ impl Pace {
     }
 }
 
-/// A pace for each thing that a reactor waits for. After it gave requests to an engine, that is the storage; after it
-/// completed some, the guest. The one may be too slow for spinning and the other quick, in turns.
+/// A pace for the storage and one for the guest. A reactor waits for the storage after it gave requests to an engine,
+/// and for the guest after it completed some. One of them may be too slow for spinning while the other is quick.
 #[derive(Debug)]
 pub(crate) struct Paces {
     storage: Pace,
@@ -79,18 +78,18 @@ impl Paces {
         if self.waits_for_storage { &mut self.storage } else { &mut self.guest }
     }
 
-    /// The turn had work; whether an engine was given requests.
+    /// Notes a turn with work. `submitted` says whether an engine was given requests.
     pub(crate) fn busy(&mut self, submitted: bool) {
         self.current().busy();
         self.waits_for_storage = submitted;
     }
 
-    /// The turn had none: whether it is time to sleep.
+    /// Notes a turn without work. Returns whether it is time to sleep.
     pub(crate) fn is_time_to_sleep(&mut self, now: Instant) -> bool {
         self.current().is_time_to_sleep(now)
     }
 
-    /// The reactor has slept.
+    /// Notes that the reactor has slept.
     pub(crate) fn slept(&mut self) {
         self.current().slept();
     }

@@ -1,4 +1,4 @@
-//! A reactor's counters: written by its thread alone, read by any.
+//! A reactor's counters. Only its thread writes them; any thread reads.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,7 +11,7 @@ impl Counter {
         self.0.store(self.0.load(Ordering::Relaxed).wrapping_add(count), Ordering::Relaxed);
     }
 
-    /// For what is counted elsewhere.
+    /// Sets a count that is kept elsewhere.
     pub(crate) fn set(&self, count: u64) {
         self.0.store(count, Ordering::Relaxed);
     }
@@ -21,10 +21,10 @@ impl Counter {
     }
 }
 
-/// Harvests of more completions than this count as this many.
+/// Harvests of more completions than this are counted as if they had this many.
 const LONGEST_HARVEST: usize = 512;
 
-/// How many harvests gave how many completions.
+/// Harvests, counted by their number of completions.
 #[derive(Debug)]
 pub(crate) struct HarvestLengths(Box<[Counter]>);
 
@@ -68,12 +68,12 @@ pub struct ReactorStats {
     pub turns: u64,
     /// Times it slept.
     pub sleeps: u64,
-    /// Times it found nothing to do while requests were in flight, and let others have its processor before it looked again.
+    /// Times it had nothing to do while requests were in flight, and gave up its processor before it looked again.
     pub yields: u64,
     /// System calls made to submit requests or to fetch completions.
     pub system_calls: u64,
-    /// Calls that workers made for it beside those: one for each group of requests that one call carries out or begins, and
-    /// for each other part of a request.
+    /// Calls that its workers made: one for each group of requests that one call carries out or begins, and one for
+    /// each other part of a request.
     pub worker_calls: u64,
     /// Requests given to engines.
     pub requests: u64,
@@ -81,12 +81,12 @@ pub struct ReactorStats {
     pub completions: u64,
     /// Harvests that found at least one completion.
     pub harvests: u64,
-    /// Calls of the kernel whose memory was registered before.
+    /// System calls whose memory was registered.
     pub fixed: u64,
 }
 
 impl Counters {
-    /// A harvest has found `count` completions.
+    /// Counts a harvest of `count` completions.
     pub(crate) fn harvested(&self, count: usize) {
         if count > 0 {
             self.harvests.add(1);

@@ -1,4 +1,4 @@
-//! Gets a sleeping reactor out of its wait, and costs almost nothing while it is awake.
+//! Wakes a sleeping reactor. Costs almost nothing while the reactor is awake.
 
 use rustix::event::{EventfdFlags, eventfd};
 use std::io;
@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 
 /// An event descriptor and whether its owner sleeps.
 ///
-/// Invariant: whoever has work for the reactor makes it visible first, then calls [`Wakeup::wake`]; the reactor calls
-/// [`Wakeup::about_to_sleep`] first, then looks for work once more. The fences between make one of the two see the
-/// other, so no work is slept over.
+/// Invariant: a thread with work for the reactor makes it visible first, then calls [`Wakeup::wake`]. The reactor calls
+/// [`Wakeup::about_to_sleep`] first, then looks for work once more. The fences between make sure that one of the two
+/// sees the other, so the reactor never sleeps while there is work.
 #[derive(Debug)]
 pub(crate) struct Wakeup {
     event: OwnedFd,
@@ -23,7 +23,7 @@ impl Wakeup {
         Ok(Self { event, sleeping: AtomicBool::new(false) })
     }
 
-    /// Called by others, after making their work visible.
+    /// Wakes the reactor if it sleeps. Call it after making the work visible.
     pub(crate) fn wake(&self) {
         fence(Ordering::SeqCst);
         if self.sleeping.load(Ordering::Relaxed) && self.sleeping.swap(false, Ordering::AcqRel) {
@@ -32,24 +32,24 @@ impl Wakeup {
         }
     }
 
-    /// As [`Wakeup::wake`], for an executor.
+    /// Returns a closure that calls [`Wakeup::wake`], for an executor.
     pub(crate) fn waker(self: &Arc<Self>) -> Box<dyn Fn() + Send + Sync> {
         let wakeup = Arc::clone(self);
         Box::new(move || wakeup.wake())
     }
 
-    /// Called by the reactor before it looks for work a last time.
+    /// Notes that the reactor is going to sleep. It calls this before it looks for work a last time.
     pub(crate) fn about_to_sleep(&self) {
         self.sleeping.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
 
-    /// Called by the reactor when it is awake.
+    /// Notes that the reactor is awake.
     pub(crate) fn awake(&self) {
         self.sleeping.store(false, Ordering::Relaxed);
     }
 
-    /// Watched for edges: nobody reads it.
+    /// Returns the event descriptor. It is watched for edges, so nobody reads it.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
     }

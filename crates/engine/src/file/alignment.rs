@@ -1,9 +1,9 @@
-//! What direct I/O asks for.
+//! The alignment that direct I/O asks for.
 
 use memory::Window;
 use std::ops::Range;
 
-/// What direct I/O asks for; ones where the page cache serves the file.
+/// The alignment that direct I/O asks for, in bytes; 1 if the page cache serves the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Alignment {
     pub(crate) offset_bytes: u32,
@@ -13,7 +13,7 @@ pub(crate) struct Alignment {
 impl Alignment {
     pub(crate) const NONE: Self = Self { offset_bytes: 1, memory_bytes: 1 };
 
-    /// Whether nothing is asked for.
+    /// Whether any alignment is allowed.
     pub(crate) fn is_none(self) -> bool {
         self.offset_bytes <= 1 && self.memory_bytes <= 1
     }
@@ -27,8 +27,8 @@ impl Alignment {
         (offset | length) & (self.unit() - 1) == 0
     }
 
-    /// Whether direct I/O takes this request as it stands. Each segment's length must be whole units too: a device may
-    /// cut a request between segments.
+    /// Whether direct I/O takes this request as it is. Each segment must be whole units long, too: a device may cut a
+    /// request between segments.
     pub(crate) fn fits(self, offset: u64, data: &Window) -> bool {
         if !self.fits_range(offset, data.length_bytes() as u64) {
             return false;
@@ -41,7 +41,7 @@ impl Alignment {
         fits
     }
 
-    /// The range, widened to whole units.
+    /// Widens the range to whole units.
     pub(crate) fn widen(self, offset: u64, length: u64) -> Range<u64> {
         let mask = self.unit() - 1;
         // No overflow: the queue refuses ranges that end beyond i64::MAX.

@@ -1,20 +1,19 @@
-//! What a block device says of itself beside its queue's abilities, as the kernel shows it under /sys: sizes to align to,
-//! and how worn it is.
+//! Facts about a block device that the kernel shows under /sys: sizes to align to, and how worn it is.
 
 use block::{Lifetime, Topology};
 use rustix::fs::Stat;
 use std::path::{Path, PathBuf};
 
-/// Where the kernel shows the block device of `stat`.
+/// Returns the directory in which the kernel shows the block device of `stat`.
 pub(crate) fn directory(stat: &Stat) -> PathBuf {
     let (major, minor) = (rustix::fs::major(stat.st_rdev), rustix::fs::minor(stat.st_rdev));
     PathBuf::from(format!("/sys/dev/block/{major}:{minor}"))
 }
 
-/// A file of the device, or of the whole disk where the device is a partition.
+/// Reads a file of the device or, if the device is a partition, of the whole disk.
 fn read(device: &Path, name: &str) -> Option<String> {
     let text = std::fs::read_to_string(device.join(name));
-    // Not `join`: the directory is a link, and `..` has to go up from where it leads.
+    // Not `join`: the directory is a link, and `..` must go up from the link's target.
     let text = text.or_else(|_| std::fs::read_to_string(format!("{}/../{name}", device.display())));
     Some(text.ok()?.trim().to_owned())
 }
@@ -25,12 +24,13 @@ pub(crate) fn topology(device: &Path) -> Topology {
         physical_block_bytes: number("queue/physical_block_size"),
         minimum_io_bytes: number("queue/minimum_io_size"),
         optimal_io_bytes: number("queue/optimal_io_size"),
-        // A partition has its own. Minus one is a device that is not aligned at all.
+        // A partition has its own. A device that is not aligned at all says -1, which counts as unknown.
         alignment_offset_bytes: number("alignment_offset"),
     }
 }
 
-/// Only eMMC tells: two numbers of wear, and one of what is left in reserve, in hexadecimal.
+/// Reads the wear of an eMMC, the only device that tells it: two numbers of wear, and one of the reserve, all
+/// hexadecimal.
 pub(crate) fn lifetime(device: &Path) -> Option<Lifetime> {
     let number = |text: &str| u16::from_str_radix(text.trim_start_matches("0x"), 16).ok();
     let wear = read(device, "device/life_time")?;

@@ -1,8 +1,8 @@
-//! The tables by which a file system finds a file's blocks, read before they are needed.
+//! Has the file system read its tables of a file's extents before they are needed.
 //!
-//! ext4 reads them when it needs them, in the thread that has a read or write begun, even one that must not wait. So a
-//! thread of its own has them read when a reactor first uses the file; until then workers carry requests out. It uses the
-//! file by a description of its own where it can, and ends early where the file is closed.
+//! ext4 reads these tables on demand, in the thread that begins a read or write, even one that must not wait. So a
+//! thread of its own has them read when a reactor first uses the file. Until it is done, workers carry out the
+//! requests. The thread has a file description of its own if possible, and ends early if the file is closed.
 
 use rustix::thread::CpuSet;
 use std::fs::File;
@@ -10,16 +10,16 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether the extents were read.
+/// Whether a file's extents were read.
 #[derive(Debug)]
 pub(crate) struct ExtentPreload {
-    /// Nobody has asked for them yet.
+    /// The extents must be read, and that was not started yet.
     wanted: AtomicBool,
     ready: Arc<AtomicBool>,
 }
 
 impl ExtentPreload {
-    /// Of a file whose reactors may have to wait for its extents, or of one that needs no preload.
+    /// Makes the preload of a file. `wanted` says whether reactors might otherwise wait for its extents.
     pub(crate) fn new(wanted: bool) -> Self {
         Self { wanted: AtomicBool::new(wanted), ready: Arc::new(AtomicBool::new(!wanted)) }
     }
@@ -29,7 +29,7 @@ impl ExtentPreload {
         self.ready.load(Ordering::Relaxed)
     }
 
-    /// Has them read, for the first that asks, on these processors.
+    /// Starts the thread on these processors, if it is wanted and was not started before.
     pub(crate) fn start(&self, fd: &OwnedFd, processors: Option<CpuSet>) {
         if !self.wanted.swap(false, Ordering::Relaxed) {
             return;
@@ -42,11 +42,11 @@ impl ExtentPreload {
                     let _ = rustix::thread::sched_setaffinity(None, &processors);
                 }
                 let (mut at, is_open) = (Some(0), || Arc::strong_count(&ready) > 1);
-                // Step by step: a change of the file waits for one step at most.
+                // In steps, so that a change of the file waits for one step at most.
                 while let Some(start) = at.filter(|_| is_open()) {
                     at = look_up_extents(file.as_fd(), start);
                 }
-                // An extent that could not be read shows in the requests that need it.
+                // If an extent could not be read, the requests that need it will report that.
                 ready.store(true, Ordering::Relaxed);
             };
             std::thread::Builder::new().name("tables".to_owned()).spawn(load)
@@ -57,7 +57,7 @@ impl ExtentPreload {
     }
 }
 
-/// How many extents are asked for at a time.
+/// Extents that are asked for at a time.
 const EXTENTS: usize = 512;
 const FIEMAP_EXTENT_LAST: u32 = 1;
 
@@ -85,8 +85,8 @@ struct Fiemap {
     extents: [FiemapExtent; EXTENTS],
 }
 
-/// Has the file system look up some extents, from `start` on. It keeps in memory what it reads for that. Returns where the
-/// next begin; `None` at the end, or where it cannot say.
+/// Has the file system look up some extents from `start` on, and so keep their tables in memory. Returns where the next
+/// extents begin; `None` at the end, or if it cannot tell.
 fn look_up_extents(fd: BorrowedFd<'_>, start: u64) -> Option<u64> {
     /// `_IOWR('f', 11, struct fiemap)`, without the extents.
     const FS_IOC_FIEMAP: libc::Ioctl = 0xc020_660b_u32 as libc::Ioctl;

@@ -1,4 +1,4 @@
-//! How a file system is asked to lay out a file that holds nothing yet.
+//! Hints to a file system on how to lay out a file that is still empty.
 
 use block::{Error, Result};
 use rustix::fs::{IFlags, Mode, OFlags, ioctl_getflags, ioctl_setflags};
@@ -10,8 +10,8 @@ fn open(path: &Path) -> rustix::io::Result<OwnedFd> {
     rustix::fs::open(path, OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::RDONLY, Mode::empty())
 }
 
-/// What is written over is written where it lies instead of being copied elsewhere first: for file systems that
-/// otherwise copy on write (btrfs). Only an empty file takes it; most file systems refuse.
+/// Makes the file system overwrite data in place, if it otherwise copies on write (btrfs). Works only on an empty file;
+/// most file systems refuse.
 pub fn disable_copy_on_write(path: &Path) -> Result<()> {
     let set = || {
         let fd = open(path)?;
@@ -32,7 +32,8 @@ struct ExtraAttributes {
     reserved: [u8; 8],
 }
 
-/// Space is given to the file in pieces of so many bytes (XFS). Only a file without extents takes it.
+/// Makes the file system allocate space for the file in pieces of this many bytes (XFS). Works only on a file without
+/// extents.
 pub fn set_extent_size_hint(path: &Path, bytes: u32) -> Result<()> {
     try_extent_size_hint(path, bytes)
         .map_err(|error| Error::io(format!("cannot set the extent size hint of '{}'", path.display()), error))

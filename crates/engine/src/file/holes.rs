@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
-/// The length of a file or block device, now.
+/// Returns the length of a file or block device at this moment.
 pub(crate) fn length_of(fd: &OwnedFd, block_device: bool) -> io::Result<u64> {
     if block_device {
         return Ok(rustix::fs::seek(fd, rustix::fs::SeekFrom::End(0))?);
@@ -11,22 +11,22 @@ pub(crate) fn length_of(fd: &OwnedFd, block_device: bool) -> io::Result<u64> {
     Ok(rustix::fs::fstat(fd)?.st_size as u64)
 }
 
-/// Whether a hole begins at `offset`, and how many of `length` bytes are like their first. Where the file system cannot
+/// Returns whether a hole begins at `offset`, and for how many of `length` bytes this holds. If the file system cannot
 /// tell, all is data.
 pub(crate) fn hole_at(fd: &OwnedFd, block_device: bool, offset: u64, length: u64) -> io::Result<(bool, u64)> {
     match hole_before_data(fd, block_device, offset, length)? {
         Begins::Hole { length } => Ok((true, length)),
         Begins::Data => {
             let hole = rustix::fs::seek(fd, rustix::fs::SeekFrom::Hole(offset))?;
-            // The file may have changed in between: something is always said.
+            // The file may have changed in between: the answer covers at least one byte.
             Ok((false, length.min(hole.saturating_sub(offset).max(1))))
         }
         Begins::Unknown => Ok((false, length)),
     }
 }
 
-/// As [`hole_at`] of a regular file, but where data end is not asked: they are told no further than to the end of their
-/// granule, all of which is called data.
+/// As [`hole_at`] for a regular file, but does not look for the end of data. Data count up to the end of their granule,
+/// and no further.
 pub(crate) fn hole_or_granule_at(
     fd: &OwnedFd,
     offset: u64,
@@ -49,7 +49,7 @@ enum Begins {
         length: u64,
     },
     Data,
-    /// Data, as far as the file system can tell.
+    /// The file system cannot tell: counts as data.
     Unknown,
 }
 
@@ -59,7 +59,7 @@ fn hole_before_data(fd: &OwnedFd, block_device: bool, offset: u64, length: u64) 
         return Ok(Begins::Unknown);
     }
     match rustix::fs::seek(fd, rustix::fs::SeekFrom::Data(offset)) {
-        // Nothing but a hole from here to the end of the file.
+        // There is only a hole from here to the end of the file.
         Err(Errno::NXIO) => Ok(Begins::Hole { length }),
         Ok(data) if data > offset => Ok(Begins::Hole { length: length.min(data - offset) }),
         Ok(_) => Ok(Begins::Data),

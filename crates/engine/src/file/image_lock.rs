@@ -1,8 +1,8 @@
 //! QEMU's image locks: open-file-description locks on bytes that stand for permissions.
 //!
-//! Byte 100+i is locked (shared) by everybody who uses permission i, byte 200+i by everybody who does not allow others
-//! to use it. Whoever opens an image locks its own bytes first, then looks whether an exclusive lock of the opposite
-//! bytes would be possible: if not, somebody else's use and ours contradict each other.
+//! Every user of permission i holds a shared lock on byte 100+i. Every opener that does not allow others to use it
+//! holds one on byte 200+i. An opener locks its own bytes first. Then it tests whether an exclusive lock of the
+//! opposite bytes would be possible. If not, another opener's use contradicts its own.
 
 use super::lock_holders::{self, Holder};
 use block::{Error, ErrorKind, Locks, Result};
@@ -15,7 +15,7 @@ const UNSHARED_BASE: i64 = 200;
 
 const CONSISTENT_READ: u8 = 1 << 0;
 const WRITE: u8 = 1 << 1;
-// Bit 2 is write-unchanged: nobody here uses it or minds it.
+// Bit 2 is write-unchanged, which is neither used nor refused here.
 const RESIZE: u8 = 1 << 3;
 const BITS: u8 = 4;
 
@@ -32,17 +32,17 @@ impl Role {
     /// A read-only image or a backing file: any number of readers, no writer.
     const READER: Self = Self { uses: CONSISTENT_READ, refuses: WRITE | RESIZE };
 
-    /// What it locks.
+    /// Returns the bytes that it locks.
     fn own_bytes(self) -> impl Iterator<Item = i64> {
         bytes_of(self.uses, USED_BASE).chain(bytes_of(self.refuses, UNSHARED_BASE))
     }
 
-    /// What nobody else may have locked.
+    /// Returns the bytes that nobody else may have locked.
     fn opposite_bytes(self) -> impl Iterator<Item = i64> {
         bytes_of(self.uses, UNSHARED_BASE).chain(bytes_of(self.refuses, USED_BASE))
     }
 
-    /// Whether somebody's lock of these bytes contradicts it.
+    /// Whether another opener's lock of these bytes contradicts this role.
     fn is_hindered(self, first: i64, last: i64, for_writing: bool) -> bool {
         let touches = |byte: i64| (first..=last).contains(&byte);
         self.opposite_bytes().any(touches) || (for_writing && self.own_bytes().any(touches))
@@ -53,24 +53,24 @@ fn bytes_of(bits: u8, base: i64) -> impl Iterator<Item = i64> {
     (0..BITS).filter(move |bit| bits & (1 << bit) != 0).map(move |bit| base + i64::from(bit))
 }
 
-/// A program that is just ending gives its locks up so soon that nobody needs to hear of it.
+/// How long to wait before looking for the holders: a program that is ending gives up its locks sooner.
 const HAND_OVER: Duration = Duration::from_secs(1);
 const RETRY_SOON: Duration = Duration::from_millis(10);
 const RETRY: Duration = Duration::from_millis(100);
 /// Looking through all processes takes longer than trying again.
 const TRIES_PER_LOOK: u32 = 10;
 
-/// How an attempt went.
+/// The result of an attempt to lock.
 enum Attempt {
     Held,
     /// The file system has no locks.
     Lacking,
-    /// A lock of somebody's contradicts ours.
+    /// Another opener's lock contradicts ours.
     Contradicted,
 }
 
-/// Locks an image for as long as its open file description lives, if its file system can. Waits up to `timeout` for locks
-/// that no living process is seen to hold, and a moment for the others.
+/// Locks an image for as long as its open file description lives, if its file system can. Waits up to `timeout` for
+/// locks that no living process seems to hold, and a second at most for the others.
 pub(crate) fn lock(fd: BorrowedFd<'_>, name: &str, read_only: bool, timeout: Duration) -> Result<Locks> {
     let role = if read_only { Role::READER } else { Role::WRITER };
     let began = Instant::now();
@@ -99,7 +99,7 @@ pub(crate) fn lock(fd: BorrowedFd<'_>, name: &str, read_only: bool, timeout: Dur
             }
         }
         tries = tries.wrapping_add(u32::from(waited >= HAND_OVER));
-        // Two who wait must not keep each other out.
+        // Two waiting openers must not keep each other out.
         unlock(fd);
         let pause = if waited < HAND_OVER { RETRY_SOON } else { RETRY };
         std::thread::sleep(pause.min(timeout.saturating_sub(waited)));
@@ -129,15 +129,15 @@ fn attempt(fd: BorrowedFd<'_>, name: &str, role: Role) -> Result<Attempt> {
     Ok(Attempt::Held)
 }
 
-/// Gives all locks back.
+/// Releases all locks.
 pub(crate) fn unlock(fd: BorrowedFd<'_>) {
     for byte in (0..i64::from(BITS)).flat_map(|bit| [USED_BASE + bit, UNSHARED_BASE + bit]) {
-        // Fails only where there are no locks.
+        // Fails only if the file system has no locks.
         let _ = ofd_lock(fd, libc::F_OFD_SETLK, libc::F_UNLCK, byte);
     }
 }
 
-/// Living processes are named: one of them has to end.
+/// Makes the error for an image in use. It names the living processes, because one of them has to end.
 fn in_use(name: &str, read_only: bool, holders: &[Holder], waited: Duration) -> Error {
     let who = match holders {
         [] => {
@@ -162,7 +162,7 @@ fn lacks_locks(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOLCK | libc::EOPNOTSUPP | libc::ENOSYS))
 }
 
-/// Sets or tests a lock of one byte; a test returns whether somebody's lock is in the way.
+/// Sets or tests a lock of one byte. A test returns whether another opener's lock is in the way.
 fn ofd_lock(fd: BorrowedFd<'_>, command: libc::c_int, kind: libc::c_int, byte: i64) -> io::Result<bool> {
     let mut lock = libc::flock {
         l_type: kind as libc::c_short,

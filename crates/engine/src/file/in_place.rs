@@ -1,8 +1,8 @@
-//! The file as it lies in memory, for who looks at it without a request ([`block::File::map`]).
+//! Maps a file in memory, for callers that look at it without a request ([`block::File::map`]).
 //!
-//! The mapping is made when somebody first asks, and again when the file has grown beyond it or a page of it was lost. What
-//! is mapped is the page cache, so files that are used past it are not shown. Of a file in memory, a hole that is looked at
-//! becomes a page: so only pages that are there are shown, and the rest as zeros.
+//! The mapping is made on the first call, and again when the file has grown beyond it or a page of it was lost. It
+//! shows the page cache, so files with direct I/O are not mapped. In a file on tmpfs, reading a hole through a mapping
+//! allocates a page. So only pages that are there are mapped, and the rest are given as zeros.
 
 use super::open_file::OpenFile;
 use block::{MapPiece, PastEnd};
@@ -12,34 +12,34 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 const PAGE: u64 = PAGE_BYTES as u64;
-/// The file may grow by this much, and by as much as it has, before it is mapped again.
+/// The file may grow by this much, or double its length if that is more, before it is mapped again.
 const ROOM_BYTES: u64 = 64 << 20;
-/// Pages whose presence is asked for at once.
+/// Pages whose presence is asked for in one call.
 const ASKED_PAGES: usize = 256;
 
 /// See the module.
 #[derive(Debug, Default)]
 pub(crate) struct InPlace {
     whole: Mutex<Option<Whole>>,
-    /// We have cut the file, or are about to: how long it is must be asked each time.
+    /// This process has cut the file, or is about to. Its length must then be asked each time.
     was_cut: AtomicBool,
 }
 
 #[derive(Debug)]
 struct Whole {
     mapping: Arc<Mapping>,
-    /// How long the file was at least, when that was asked last.
+    /// The file's length when it was last asked.
     known_bytes: u64,
 }
 
 impl InPlace {
-    /// The file is about to become shorter.
+    /// Notes that the file is about to become shorter.
     pub(crate) fn is_cut(&self) {
         self.was_cut.store(true, Ordering::Release);
     }
 
-    /// The mapping of the file, which holds its bytes up to `end` at least as far as the file does; and how long the file
-    /// was, which is not asked again where `end` is known to lie in it.
+    /// Returns a mapping that covers the file's bytes up to `end`, and the file's length. The length is not asked again
+    /// if `end` is known to lie within the file.
     fn mapping(&self, file: &OpenFile, end: u64) -> Option<(Arc<Mapping>, u64)> {
         let mut whole = self.whole.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(Whole { mapping, known_bytes }) = whole.as_ref()
@@ -103,7 +103,7 @@ impl OpenFile {
         }
         let range = MappedRange::new(&mapping, usize::try_from(offset).ok()?, length_bytes)?;
         if let Some(mapped) = &self.mapped {
-            // They have space, so copies of requests may go there, too.
+            // The pages have space, so copies of requests may use them, too.
             mapped.was_written(offset, length_bytes as u64);
             mapped.is_written_unseen();
         }
@@ -114,8 +114,8 @@ impl OpenFile {
         self.mapped.as_ref().is_some_and(|mapped| mapped.has_all(offset, length_bytes))
     }
 
-    /// Pages of a file in memory that are there, and zeros for the others. Where they may have been swapped out, a page that
-    /// is not there says nothing.
+    /// Appends the pages of a file in memory that are there, and zeros for the others. If pages may be swapped out, a
+    /// missing page is no proof of zeros.
     fn map_what_is_there(
         &self,
         mapping: &Arc<Mapping>,
@@ -143,7 +143,7 @@ impl OpenFile {
                 match is_there {
                     true if !push_bytes(mapping, at, length, pieces) => return false,
                     true => {}
-                    // Without a map of its pages the host has swap.
+                    // A file without [`OpenFile::mapped`] may have pages in swap.
                     false if self.mapped.is_none() => return false,
                     false => pieces.push(MapPiece::Zeros(length as usize)),
                 }

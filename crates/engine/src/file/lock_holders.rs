@@ -1,7 +1,8 @@
-//! Who holds locks on a file: the kernel lists them with the open descriptors of each process (`/proc/PID/fdinfo`).
+//! Finds who holds locks on a file. The kernel lists locks with the open descriptors of each process
+//! (`/proc/PID/fdinfo`).
 //!
-//! A process that was killed keeps its locks until the kernel has ended its last request, which on slow storage takes
-//! long. Its writes still land meanwhile, so nobody may use the image yet. But nobody needs to be told to stop it.
+//! A killed process keeps its locks until the kernel has ended its last request, which takes long on slow storage. Its
+//! writes still land meanwhile, so nobody may use the image yet. But the user need not stop that process.
 
 use std::fmt;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -9,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 /// The bit of SIGKILL in the masks of `/proc/PID/status`.
 const KILLED: u64 = 1 << (libc::SIGKILL - 1);
-/// The kernel's flag of a thread that is on its way out (`PF_EXITING`, field 9 of `/proc/PID/stat`).
+/// The kernel's flag of a thread that is exiting (`PF_EXITING`, field 9 of `/proc/PID/stat`).
 const EXITING: u64 = 4;
 
 /// A living process that holds a lock.
@@ -34,7 +35,7 @@ impl fmt::Display for Holder {
 /// A lock as the kernel lists it.
 #[derive(Debug, PartialEq, Eq)]
 struct Listed<'a> {
-    /// Device and inode, in the kernel's words.
+    /// Device and inode, as the kernel writes them.
     file: &'a str,
     for_writing: bool,
     start: i64,
@@ -42,8 +43,8 @@ struct Listed<'a> {
     last: i64,
 }
 
-/// The living processes, as far as they can be seen from here, that hold a lock on the file of `fd` for which `is_in_the_way`
-/// says yes: it is told the first and the last byte, and whether it is a lock for writing.
+/// Returns the visible living processes that hold a lock in the way on the file of `fd`. `is_in_the_way` is given a
+/// lock's first and last byte, and whether it is a lock for writing.
 pub(crate) fn living(fd: BorrowedFd<'_>, is_in_the_way: impl Fn(i64, i64, bool) -> bool) -> Vec<Holder> {
     let own = std::process::id();
     let own_number = fd.as_raw_fd().to_string();
@@ -68,7 +69,8 @@ pub(crate) fn living(fd: BorrowedFd<'_>, is_in_the_way: impl Fn(i64, i64, bool) 
     holders
 }
 
-/// How the kernel lists the file: a lock of our own tells, or else the numbers that file systems usually give.
+/// Returns how the kernel names the file in its lists: from a lock of our own, or else from the numbers that file
+/// systems usually give.
 fn identity_of(fd: BorrowedFd<'_>) -> Option<String> {
     let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).unwrap_or_default();
     if let Some(lock) = text.lines().find_map(parse) {
@@ -97,7 +99,8 @@ fn parse(line: &str) -> Option<Listed<'_>> {
     Some(Listed { file, for_writing, start, last })
 }
 
-/// What the kernel says of each open descriptor of a process; of another of its threads if the first one has ended.
+/// Returns the kernel's file about each open descriptor of a process, through another of its threads if the first has
+/// ended.
 fn descriptors_of(process: &Path) -> Vec<PathBuf> {
     let of = |of: &Path| -> Vec<PathBuf> {
         let dir = of.join("fdinfo");
@@ -111,13 +114,13 @@ fn descriptors_of(process: &Path) -> Vec<PathBuf> {
     numbers_in(&tasks).map(|task| of(&tasks.join(task.to_string()))).find(|infos| !infos.is_empty()).unwrap_or_default()
 }
 
-/// The names in a directory that are numbers; none if it cannot be read.
+/// Returns the names in a directory that are numbers; none if it cannot be read.
 fn numbers_in(dir: &Path) -> impl Iterator<Item = u32> + use<> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
 
-/// Whether a thread of it goes on running user code: none that was killed, dumps core or exits does.
+/// Whether any thread of the process still runs user code. A thread that was killed, dumps core or exits does not.
 fn is_living(process: &Path) -> bool {
     let tasks = process.join("task");
     numbers_in(&tasks).any(|task| {
@@ -127,11 +130,11 @@ fn is_living(process: &Path) -> bool {
     })
 }
 
-/// The same of one thread, from what the kernel says of it. One that is gone says nothing.
+/// Whether one thread is ending, by its files `status` and `stat`. They are empty if the thread is gone.
 fn is_ending(status: &str, stat: &str) -> bool {
     let line = |key: &str| status.lines().find_map(|line| line.strip_prefix(key)).map(str::trim);
     let killed = |mask: &str| u64::from_str_radix(mask, 16).is_ok_and(|mask| mask & KILLED != 0);
-    // The name may hold anything, but is followed by the last parenthesis.
+    // The name may hold anything, but ends at the last parenthesis.
     let flags = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(6)?.parse::<u64>().ok());
     flags.is_none_or(|flags| flags & EXITING != 0)
         || line("SigPnd:").is_some_and(killed)

@@ -1,4 +1,5 @@
-//! An open file, shared by all reactors: what it is, what its file system can do, and who changes which range of it.
+//! An open file, shared by all reactors: what it is, what its file system can do, and which of its ranges are being
+//! changed.
 
 pub(crate) mod alignment;
 pub(crate) mod device_facts;

@@ -14,7 +14,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 
-/// What decides who carries a file's requests out (see `route`). It does not change while the file is open.
+/// What decides who carries out a file's requests (see `route`). It does not change while the file is open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Traits {
     /// Never [`EngineKind::Auto`].
@@ -25,20 +25,20 @@ pub(crate) struct Traits {
 /// What lies behind a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Storage {
-    /// Memory, on a host without swap: reactors carry out short requests themselves, since nothing waits.
+    /// Memory, on a host without swap: nothing waits, so reactors carry out short requests themselves.
     Memory,
     /// The page cache of a regular file.
     PageCache {
-        /// It reads what it lacks while nobody waits.
+        /// A read of what it lacks is begun without waiting, and ends later.
         reads_later: bool,
         /// It takes writes that must not wait.
         takes_nowait_writes: bool,
-        /// What `io_submit` writes to it has ended when that returns.
+        /// A write by `io_submit` has ended when that returns.
         writes_end_in_call: bool,
     },
     /// The page cache of a block device.
     CachedDevice,
-    /// A device, past the page cache.
+    /// Direct I/O, past the page cache.
     Direct,
 }
 
@@ -46,29 +46,29 @@ pub(crate) enum Storage {
 #[derive(Debug)]
 pub(crate) struct OpenFile {
     pub(crate) fd: OwnedFd,
-    /// Names the file among all that this process has opened.
+    /// Identifies the file among all that this process has opened.
     pub(crate) id: u64,
     pub(crate) info: FileInfo,
-    /// What the device behind it says; a file says nothing.
+    /// What the device behind the file says; zeros for a regular file.
     pub(crate) topology: Topology,
     pub(crate) lifetime: Option<Lifetime>,
-    /// Holds image locks.
+    /// The file holds image locks.
     pub(crate) locked: bool,
     pub(crate) traits: Traits,
-    /// Another engine may take the chosen one's place.
+    /// The user left the choice open: another engine may take the chosen one's place.
     pub(crate) chosen_freely: bool,
-    /// With io_uring: on the ring with a submission thread.
+    /// With io_uring: use the ring with a submission thread.
     pub(crate) sqpoll: bool,
-    /// Requests that must not wait (`RWF_NOWAIT`) are not known to be refused, all of them.
+    /// The file is not known to refuse all requests that must not wait (`RWF_NOWAIT`).
     pub(crate) takes_nowait: AtomicBool,
-    /// How many changes of a file in memory are in workers' hands, of all reactors. Another change would wait for them in
-    /// the kernel, and so would setting the file's times.
+    /// How many changes of a file in memory workers are carrying out, on all reactors. Another change would wait for
+    /// them in the kernel, and so would setting the file's times.
     pub(crate) changes_by_workers: AtomicUsize,
     /// The kernel finds the end of data page by page.
     pub(crate) walks_to_holes: bool,
-    /// Copies what it can of a file in memory without calls.
+    /// The mapping that copies a file in memory without system calls, where it can.
     pub(crate) mapped: Option<MappedFile>,
-    /// Shows it where it lies, to who makes no requests.
+    /// The mapping for callers that make no requests.
     pub(crate) in_place: InPlace,
     pub(crate) alignment: Alignment,
     /// Every write is durable when it completes.
@@ -77,18 +77,18 @@ pub(crate) struct OpenFile {
     pub(crate) ignore_flush: bool,
     /// Writes go through the page cache.
     pub(crate) page_cached: bool,
-    /// A sync of the page cache has failed. The kernel may have dropped what it could not write and call the next sync
-    /// a success, so none is believed any more until the file is opened anew.
+    /// A sync of the page cache has failed. The kernel may have dropped what it could not write, and report success for
+    /// the next sync. So no sync is believed until the file is opened anew.
     pub(crate) sync_lost: AtomicBool,
-    /// Where the kernel is asked to write soon what it has taken.
+    /// Set if the kernel is asked to write data soon after it took them.
     pub(crate) write_behind: Option<WriteBehind>,
     pub(crate) rmw_lock: Arc<RmwLock>,
     pub(crate) extents: ExtentPreload,
-    /// Where buffers have to find room.
+    /// The account in which buffers find room.
     pub(crate) buffers: BufferAccount,
     /// Offsets and lengths of `fallocate` must be multiples of this (block devices).
     pub(crate) fallocate_unit_bytes: u32,
-    /// The rung of `zeroes::Ladder` that is known to work.
+    /// The best way to zero a range that the file is not known to lack (`queue::zeroes`).
     pub(crate) zeroes_rung: AtomicU8,
 }
 
@@ -96,8 +96,8 @@ impl Drop for OpenFile {
     fn drop(&mut self) {
         self.stamp();
         if self.locked {
-            // The kernel may hold the description a little longer than the descriptor (for a request that io_uring has
-            // told the end of but not yet freed), and the locks go with the description.
+            // The locks belong to the file description. The kernel may hold that a little longer than the descriptor,
+            // for a request that io_uring has reported but not freed.
             super::image_lock::unlock(self.fd.as_fd());
         }
     }
@@ -108,7 +108,7 @@ impl OpenFile {
         self.fd.as_raw_fd()
     }
 
-    /// The kernel has refused what must not wait for that alone: from now on workers carry all out.
+    /// Notes that the kernel refuses all requests that must not wait. From now on workers carry out all requests.
     #[cold]
     pub(crate) fn nowait_was_refused(&self) {
         if self.takes_nowait.swap(false, Ordering::Relaxed) {
@@ -117,7 +117,7 @@ impl OpenFile {
         }
     }
 
-    /// Carries out what needs no call and returns its result; `None` where a call is needed.
+    /// Carries out a request that needs no system call, and returns its result. `None` if a call is needed.
     ///
     /// # Safety
     /// The memory that `call` names must be valid for the action's direction until this returns.
@@ -125,7 +125,7 @@ impl OpenFile {
         let mapped = self.mapped.as_ref()?;
         let to_file = match call.action {
             Action::Read { .. } => false,
-            // Guests that have every write made durable send no flush, with which the file's times would be set.
+            // Guests whose writes are all durable send no flush that would set the file's times.
             Action::Write { durable } => (!durable).then_some(true)?,
             // There is nothing to make durable.
             Action::Sync => {
@@ -138,8 +138,8 @@ impl OpenFile {
         unsafe { mapped.copy(to_file, call.offset, call.buffers) }
     }
 
-    /// Sets the file's times where the kernel has not seen what was written. While a worker changes the file this would
-    /// wait for the worker: its change sets the times, and so does the next flush.
+    /// Sets the file's times if the kernel has not seen the last writes. While a worker changes the file this would
+    /// wait, so it is left out. The worker's change sets the times, or the next flush does.
     pub(crate) fn stamp(&self) {
         if let Some(mapped) = &self.mapped
             && !self.is_changed_by_workers()
@@ -152,7 +152,7 @@ impl OpenFile {
         self.changes_by_workers.load(Ordering::Relaxed) > 0
     }
 
-    /// The file is about to be `length_bytes` long: unless that makes it longer, nothing is copied any more.
+    /// Notes that the file is about to be `length_bytes` long. If that may cut it, nothing is copied any more.
     pub(crate) fn length_changes(&self, length_bytes: u64) {
         if length_bytes.checked_sub(1).is_none_or(|before| !self.ends_by(before)) {
             self.in_place.is_cut();
@@ -162,14 +162,14 @@ impl OpenFile {
         }
     }
 
-    /// A range is about to be given back: who copied from there meanwhile would wait for the end of that.
+    /// Notes that a range is about to be given back. A copy from it meanwhile would wait until that has ended.
     pub(crate) fn punch_begins(&self, offset: u64, length: u64) {
         if let Some(mapped) = &self.mapped {
             mapped.was_punched(offset, length);
         }
     }
 
-    /// How long the file is, now.
+    /// Returns the file's length at this moment.
     pub(crate) fn length_now(&self) -> IoResult<u64> {
         super::holes::length_of(&self.fd, self.info.block_device).map_err(IoError::from)
     }

@@ -1,28 +1,28 @@
-//! Who changes which range of a file: what keeps a read-modify-write from undoing a write beside it.
+//! Keeps a read-modify-write from undoing a write beside it.
 //!
-//! A read-modify-write reads whole blocks, changes a part, and writes the blocks back: a write to another part of them
-//! that happens between would be lost. So it holds its blocks in [`RmwLock::ranges`], and every other change of the
-//! file must take its range there too. Files that never see a read-modify-write shall not pay for that; they are
-//! *untracked* at first: aligned writes go to the engine without a lock, and each reactor only counts its own in a
-//! plain cell ([`Untracked`]).
+//! A read-modify-write reads whole blocks, changes a part, and writes the blocks back. A write to another part of them
+//! in between would be lost. So it locks its blocks in [`RmwLock::ranges`], and every other change of the file must
+//! lock its range there too. Files that never see a read-modify-write should not pay for that. They are *untracked* at
+//! first: aligned writes go to the engine without a lock, and each reactor only counts its own in a plain cell
+//! ([`Untracked`]).
 //!
 //! A read-modify-write makes the file *tracked* and waits until no untracked write is left:
 //!
 //! 1. It sets `tracked`, then sends a job to every reactor that has the file open.
 //! 2. A write looks at `tracked` with a relaxed load. Once the job has run on a reactor, every later load there sees
-//!    true, because handing the job over (a mutex) orders the store before it. So after the job no untracked write is
-//!    begun on that reactor; those begun earlier are in its count.
-//! 3. The job's [`Ack`] is dropped when that count is, or becomes, zero. When all are dropped the file is *settled*.
-//!    A reactor that ends drops its jobs only after its engines have drained, so then too no untracked write is left.
-//! 4. A reactor that opens the file later registers under the same mutex that step 1 holds: either it is sent a job,
-//!    or it sees `tracked` from its first write on.
+//!    true, because handing the job over (a mutex) orders the store before it. So after the job no untracked write
+//!    begins on that reactor. Those begun earlier are in its count.
+//! 3. The job's [`Ack`] is dropped when that count is, or becomes, zero. When all are dropped the file is *settled*. A
+//!    reactor that ends drops its jobs only after its engines have drained, so no untracked write is left then either.
+//! 4. A reactor that opens the file later registers under the mutex that step 1 holds. So either it is sent a job, or
+//!    it sees `tracked` from its first write on.
 //!
 //! Invariant: while a read-modify-write is at work, the file is settled, and every change in flight holds its range in
-//! `ranges` until the kernel has reported its end. What changes the file by way of a task (write-zeroes, discard,
-//! lengths, bounced writes) and all blocking queues take the lock always, settled or not.
+//! `ranges` until the kernel has reported its end. Changes by tasks (write-zeroes, discard, lengths, bounced writes)
+//! and blocking queues always take the lock, settled or not.
 //!
-//! When none is at work and [`CALM_WRITES`] aligned writes have passed since the last, the file is untracked again; the
-//! next one begins at step 1.
+//! When no read-modify-write is at work and [`CALM_WRITES`] aligned writes have passed since the last, the file is
+//! untracked again. The next one begins at step 1.
 
 use block::{RangeLocks, ReactorCtx, ReactorHandle, WaitList};
 use std::cell::{Cell, RefCell};
@@ -32,7 +32,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, ThreadId};
 
-/// Aligned writes after which a file that is rarely written in parts is untracked again.
+/// Aligned writes after a read-modify-write that make the file untracked again.
 const CALM_WRITES: u32 = 256;
 
 #[derive(Debug, Default)]
@@ -47,7 +47,7 @@ struct State {
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct RmwLock {
-    /// Names the file.
+    /// The file's [`OpenFile::id`](super::open_file::OpenFile::id).
     file_id: u64,
     pub(crate) ranges: RangeLocks,
     tracked: AtomicBool,
@@ -59,7 +59,7 @@ pub(crate) struct RmwLock {
     state: Mutex<State>,
 }
 
-/// A reactor's word that it has no untracked change in flight; given by dropping it.
+/// A reactor acknowledges, by dropping this, that it has no untracked change in flight.
 #[derive(Debug)]
 pub(crate) struct Ack(Arc<RmwLock>);
 
@@ -96,7 +96,7 @@ impl RmwLock {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The reactor of this thread opens the file.
+    /// Notes that the reactor of this thread opens the file.
     pub(crate) fn opened_on(&self, reactor: &Arc<dyn ReactorHandle>) {
         let (mut state, here) = (self.state(), thread::current().id());
         state.open_on.retain(|(_, other)| other.strong_count() > 0);
@@ -105,7 +105,7 @@ impl RmwLock {
         }
     }
 
-    /// An aligned write has held its range: time passes for going back to untracked.
+    /// Counts an aligned write that held its range. Enough of them make the file untracked again.
     pub(crate) fn aligned_write_ended(&self) {
         if !self.is_tracked() || self.calm_writes.fetch_add(1, Ordering::Relaxed) < CALM_WRITES {
             return;
@@ -142,7 +142,7 @@ pub(crate) async fn settle(lock: &Arc<RmwLock>) -> AtWork<'_> {
 
 type Reactors = Vec<(ThreadId, Arc<dyn ReactorHandle>)>;
 
-/// Counts a read-modify-write in, and lists whom to ask if the file was not tracked.
+/// Counts a read-modify-write. Returns the reactors to ask if the file was not tracked before.
 fn begin(lock: &RmwLock) -> (AtWork<'_>, Option<Reactors>) {
     let mut state = lock.state();
     state.at_work += 1;
@@ -153,7 +153,7 @@ fn begin(lock: &RmwLock) -> (AtWork<'_>, Option<Reactors>) {
     lock.tracked.store(true, Ordering::Relaxed);
     let is_there = |(thread, reactor): &(ThreadId, Weak<dyn ReactorHandle>)| Some((*thread, reactor.upgrade()?));
     let reactors: Reactors = state.open_on.iter().filter_map(is_there).collect();
-    // One more for the one who asks, so that nothing is settled before all were asked.
+    // One more for the asker, so that nothing is settled before all were asked.
     lock.acks_missing.store(reactors.len() + 1, Ordering::Relaxed);
     (at_work, Some(reactors))
 }
@@ -176,17 +176,17 @@ fn ask_for_acks(lock: &Arc<RmwLock>, reactors: Reactors) {
 #[derive(Debug, Default)]
 pub(crate) struct Untracked {
     changes: Cell<usize>,
-    /// Given when there are none.
+    /// Dropped when no change is in flight.
     acks: RefCell<Vec<Ack>>,
 }
 
 thread_local! {
-    /// Of the files that are open on this thread's reactor, by their names.
+    /// The counts of the files that are open on this thread's reactor, by their ids.
     static HERE: RefCell<HashMap<u64, rc::Weak<Untracked>>> = RefCell::default();
 }
 
 impl Untracked {
-    /// Those of a file on this thread, which all its queues here share.
+    /// Returns the count of a file on this thread. All its queues here share it.
     pub(crate) fn here(file_id: u64) -> Rc<Self> {
         HERE.with_borrow_mut(|here| {
             if let Some(there) = here.get(&file_id).and_then(rc::Weak::upgrade) {
@@ -207,14 +207,15 @@ impl Untracked {
         let left = self.changes.get().saturating_sub(1);
         self.changes.set(left);
         if left == 0 {
-            // Outside the borrow: the last ack wakes tasks.
+            // Dropped outside the borrow: the last ack wakes tasks.
             let acks = self.acks.take();
             drop(acks);
         }
     }
 }
 
-/// Gives `ack` as soon as no untracked change of the file is in flight on this thread. The file is tracked: none begins.
+/// Drops `ack` as soon as no untracked change of the file is in flight on this thread. The file is tracked, so none
+/// begins.
 fn acknowledge_here(ack: Ack, file_id: u64) {
     let there = HERE.with_borrow(|here| here.get(&file_id).and_then(rc::Weak::upgrade));
     if let Some(there) = there.filter(|there| there.changes.get() > 0) {

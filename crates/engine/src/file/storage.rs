@@ -6,7 +6,7 @@ use rustix::fs::{AtFlags, FallocateFlags, FileType, Stat, StatxFlags};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
-/// What is assumed where nothing can be learnt: every storage takes it.
+/// The alignment that is assumed if none can be learnt: every storage takes it.
 const SAFE_ALIGNMENT_BYTES: u32 = 4096;
 
 /// What a file can do.
@@ -15,11 +15,11 @@ pub(crate) struct Abilities {
     pub(crate) discard: bool,
     pub(crate) discard_zeroes: bool,
     pub(crate) fast_zeroes: bool,
-    /// Multiples that `fallocate` takes.
+    /// Offsets and lengths of `fallocate` must be multiples of this.
     pub(crate) fallocate_unit_bytes: u32,
 }
 
-/// Refuses what cannot hold a disk. Returns whether it is a block device.
+/// Refuses a file of a type that cannot hold a disk. Returns whether it is a block device.
 pub(crate) fn check_type(stat: &Stat, name: &str) -> Result<bool> {
     let what = match FileType::from_raw_mode(stat.st_mode) {
         FileType::RegularFile => return Ok(false),
@@ -34,7 +34,7 @@ pub(crate) fn check_type(stat: &Stat, name: &str) -> Result<bool> {
     Err(Error::new(ErrorKind::BadOption, message))
 }
 
-/// What direct I/O on the file asks for; `None` where it goes through the page cache all the same.
+/// Returns the alignment that direct I/O on the file asks for; `None` if it goes through the page cache all the same.
 pub(crate) fn direct_alignment(fd: &OwnedFd, block_device: bool, name: &str) -> Result<Option<Alignment>> {
     let known = rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)
         .ok()
@@ -53,8 +53,8 @@ pub(crate) fn direct_alignment(fd: &OwnedFd, block_device: bool, name: &str) -> 
     checked(bytes, bytes, name).map(Some)
 }
 
-/// What `statx` says. Without an alignment, the kernel takes the flag but not direct I/O (an encrypted file, for
-/// instance).
+/// Interprets what `statx` says. Zero means that the kernel takes the flag but does no direct I/O (an encrypted file,
+/// for instance).
 fn as_told(offset_bytes: u32, memory_bytes: u32, name: &str) -> Result<Option<Alignment>> {
     match offset_bytes {
         0 => Ok(None),
@@ -75,7 +75,7 @@ fn checked(offset_bytes: u32, memory_bytes: u32, name: &str) -> Result<Alignment
     Err(Error::new(ErrorKind::Unsupported, message))
 }
 
-/// `BLKSSZGET`.
+/// Returns the logical block size of a block device (`BLKSSZGET`).
 fn logical_block_bytes(fd: &OwnedFd) -> Option<u32> {
     const BLKSSZGET: libc::Ioctl = 0x1268;
     let mut bytes: libc::c_int = 0;
@@ -84,8 +84,8 @@ fn logical_block_bytes(fd: &OwnedFd) -> Option<u32> {
     if result == 0 { u32::try_from(bytes).ok().filter(|bytes| bytes.is_power_of_two()) } else { None }
 }
 
-/// The smallest length at the file's start that the kernel reads directly. A file shorter than that tells nothing: at
-/// its end the kernel may return before it looks at the alignment.
+/// Finds the smallest length at the file's start that the kernel reads directly. A short file tells nothing: at its end
+/// the kernel may return before it checks the alignment.
 fn probe_alignment(fd: &OwnedFd) -> u32 {
     let long_enough = rustix::fs::fstat(fd).is_ok_and(|stat| stat.st_size >= i64::from(SAFE_ALIGNMENT_BYTES));
     if !long_enough {
@@ -93,7 +93,7 @@ fn probe_alignment(fd: &OwnedFd) -> u32 {
     }
     let mut buf = memory::AlignedBuf::zeroed(2 * SAFE_ALIGNMENT_BYTES as usize);
     for bytes in [512_u32, 1024, 2048] {
-        // Off by its own size, so that memory at this alignment is tried as well.
+        // The buffer starts at one such length, so that memory at this alignment is tried as well.
         let start = bytes as usize;
         let Some(part) = buf.get_mut(start..2 * start) else { continue };
         if rustix::io::pread(fd, part, 0).is_ok() {
@@ -108,7 +108,7 @@ const TMPFS_MAGIC: Magic = 0x0102_1994;
 /// tmpfs (also memfd) and ramfs.
 const MEMORY_MAGICS: [Magic; 2] = [TMPFS_MAGIC, 0x8584_58f6];
 
-/// Whether the file lies in memory: its bytes are as near as a guest's own memory, unless they were swapped out.
+/// Whether the file lies in memory.
 pub(crate) fn is_in_memory(fd: &OwnedFd) -> bool {
     file_system(fd).is_some_and(|magic| MEMORY_MAGICS.contains(&magic))
 }
@@ -126,29 +126,30 @@ pub(crate) fn takes_writes_without_waiting(fd: &OwnedFd) -> bool {
     file_system(fd).is_some_and(|magic| NOWAIT_MAGICS.contains(&magic))
 }
 
-/// Of ext2, ext3 and ext4.
+/// ext2, ext3 and ext4.
 const EXT_MAGIC: Magic = 0xef53;
 
-/// Whether a read of what the page cache lacks is begun without waiting, and ends later.
+/// Whether the kernel begins a read that the page cache cannot serve without waiting, and ends it later.
 pub(crate) fn reads_later(fd: &OwnedFd) -> bool {
     file_system(fd).is_some_and(|magic| magic == EXT_MAGIC || NOWAIT_MAGICS.contains(&magic))
 }
 
-/// Whether the file takes requests that must not wait: tries one far behind the end of any file, which reads nothing.
+/// Whether the file takes requests that must not wait. Tries a read far behind the end of any file, which reads
+/// nothing.
 pub(crate) fn takes_nowait(fd: &OwnedFd) -> bool {
     let (mut byte, flags) = ([0; 1], rustix::io::ReadWriteFlags::NOWAIT);
     let read = rustix::io::preadv2(fd, &mut [io::IoSliceMut::new(&mut byte)], i64::MAX as u64 - 1, flags);
     read != Err(rustix::io::Errno::OPNOTSUPP)
 }
 
-/// Whether beginning a read or write waits while the file system reads its own tables, even one that must not wait; and
-/// whether the tables can be read before.
+/// Whether the file system may read its own tables when a read or write begins, even one that must not wait. These
+/// tables can be read before (`extent_preload`).
 pub(crate) fn waits_for_tables(fd: &OwnedFd) -> bool {
     file_system(fd) == Some(EXT_MAGIC)
 }
 
-/// Whether what `io_submit` writes to the file's page cache has ended when that returns. FUSE and network file systems, for
-/// instance, may only have begun it then.
+/// Whether a write by `io_submit` to the file's page cache has ended when that returns. FUSE and network file systems,
+/// for instance, may only have begun it.
 pub(crate) fn ends_in_call(fd: &OwnedFd) -> bool {
     file_system(fd).is_some_and(|magic| KNOWN_MAGICS.contains(&magic))
 }
@@ -160,7 +161,7 @@ fn file_system(fd: &OwnedFd) -> Option<Magic> {
     rustix::fs::fstatfs(fd).ok().map(|stat| stat.f_type)
 }
 
-/// What a regular file can do.
+/// Returns what a regular file can do.
 pub(crate) fn file_abilities(fd: &OwnedFd, read_only: bool, length_bytes: u64) -> Abilities {
     let punches = match file_system(fd) {
         _ if read_only => false,
@@ -175,13 +176,13 @@ pub(crate) fn file_abilities(fd: &OwnedFd, read_only: bool, length_bytes: u64) -
     Abilities { discard: punches, discard_zeroes: punches, fast_zeroes: punches, fallocate_unit_bytes: 1 }
 }
 
-/// What a block device can do, from its queue's limits.
+/// Returns what a block device can do, from its queue's limits.
 pub(crate) fn device_abilities(fd: &OwnedFd, stat: &Stat, read_only: bool) -> Abilities {
     let limit = |name: &str| queue_limit(stat, name).is_ok_and(|value| value > 0);
     let zeroes = !read_only && limit("write_zeroes_max_bytes");
     Abilities {
         discard: !read_only && (zeroes || limit("discard_max_bytes")),
-        // A hole is punched by writing zeros where the device can; a plain discard promises nothing.
+        // Only a device that can write zeros reads as zeros afterwards. A plain discard promises nothing.
         discard_zeroes: zeroes,
         fast_zeroes: zeroes,
         fallocate_unit_bytes: logical_block_bytes(fd).unwrap_or(SAFE_ALIGNMENT_BYTES),

@@ -1,8 +1,8 @@
-//! Writing what the page cache has taken before a flush asks for it: for a file that is filled at once.
+//! Has written data leave the page cache before a flush asks for it. For a file that is filled at once.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// How much was written since the kernel was last asked to begin with it.
+/// How much was written since the kernel was last asked to begin writing.
 #[derive(Debug, Default)]
 pub(crate) struct WriteBehind {
     bytes: AtomicU64,
@@ -10,10 +10,10 @@ pub(crate) struct WriteBehind {
 }
 
 impl WriteBehind {
-    /// So much at a time.
+    /// The kernel is asked once for this many bytes.
     const STEP_BYTES: u64 = 16 << 20;
 
-    /// Counts a write. Whether to ask the kernel now; then [`WriteBehind::asked`] is called afterwards.
+    /// Counts a write. Returns whether to ask the kernel; if so, the caller calls [`WriteBehind::asked`] afterwards.
     pub(crate) fn note(&self, length_bytes: usize) -> bool {
         let length = length_bytes as u64;
         let waiting = self.bytes.fetch_add(length, Ordering::Relaxed).saturating_add(length);

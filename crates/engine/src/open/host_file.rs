@@ -1,4 +1,4 @@
-//! A file of the host, behind the interface that images see.
+//! A file of the host behind [`block::File`], the interface that images see.
 
 use crate::file::holes;
 use crate::file::open_file::OpenFile;
@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// A call for each smaller granule would take longer than to walk over its pages.
+/// For smaller granules, a call for each takes longer than walking over the pages.
 const GRANULE_BYTES_MIN: u64 = 32 << 10;
 
 /// An open file or block device. See [`crate::open`].
@@ -54,7 +54,7 @@ impl File for HostFile {
         let stat = rustix::fs::fstat(&self.file.fd);
         let stat =
             stat.map_err(|errno| Error::io(format!("cannot look at '{}'", self.file.info.name), errno.into()))?;
-        // In units of 512 bytes. Some file systems say zero of a file that they keep elsewhere.
+        // In units of 512 bytes. Some file systems say zero for a file that they keep elsewhere.
         let blocks = u64::try_from(stat.st_blocks).unwrap_or(0);
         Ok((blocks > 0).then(|| blocks.saturating_mul(512)))
     }
@@ -103,7 +103,7 @@ impl File for HostFile {
     }
 
     fn copy_source(&self) -> Option<BorrowedFd<'_>> {
-        // The kernel would copy by way of the page cache, past which this file was opened.
+        // The kernel would copy through the page cache, which a file with direct I/O must not use.
         (self.file.page_cached && !self.file.info.block_device).then(|| self.file.fd.as_fd())
     }
 }

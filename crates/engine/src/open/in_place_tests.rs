@@ -1,4 +1,4 @@
-//! What files show where they lie in memory.
+//! Tests of mapped ranges of files in memory.
 
 use super::opening::open_file;
 use crate::base::options::{CacheMode, OpenOptions};
@@ -51,7 +51,7 @@ fn a_file_shows_its_bytes_its_holes_and_its_end_in_memory_and_on_a_disk() {
         if opened.info.in_memory {
             assert_eq!(file.metadata().unwrap().blocks(), 8 * 4, "no hole became a page");
         }
-        // What grows is seen.
+        // A map sees a file that has grown.
         file.write_all_at(&[3; 10], 300 << 20).unwrap();
         assert_eq!(bytes(&opened, 300 << 20, 10, PastEnd::Fails).unwrap().unwrap(), [3; 10]);
     }

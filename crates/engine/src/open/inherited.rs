@@ -1,4 +1,4 @@
-//! Files that this program was given as open descriptors, by whoever started it.
+//! Files that this program inherited as open descriptors when it was started.
 
 use super::opening::open_fd;
 use crate::base::options::OpenOptions;
@@ -9,11 +9,10 @@ use rustix::io::{Errno, FdFlags};
 use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-/// Opens the regular file or block device behind the descriptor `number`, which this program has had since it was
-/// started. The descriptor itself stays open and as it is, wherever the kernel lets us open its file once more.
+/// Opens the regular file or block device behind the inherited descriptor `number`. The descriptor itself stays open,
+/// and unchanged if the kernel lets us open its file once more.
 ///
-/// Refused are descriptors that were not passed, that are no regular file or block device, or that are not open for
-/// what `options` ask.
+/// Refuses a descriptor that was not passed, is no regular file or block device, or is not open for what `options` ask.
 pub fn open_inherited(number: RawFd, options: &OpenOptions) -> Result<Arc<dyn File>> {
     options.check()?;
     let name = format!("fd:{number}");
@@ -28,13 +27,12 @@ pub fn open_inherited(number: RawFd, options: &OpenOptions) -> Result<Arc<dyn Fi
     }
 }
 
-/// A descriptor of our own for what is open behind the descriptor `number`, which this program has had since it was started:
-/// a socket, say. The passed one stays open.
+/// Duplicates the inherited descriptor `number`, of a socket for example. The passed one stays open.
 pub fn duplicate_inherited(number: RawFd) -> Result<OwnedFd> {
     duplicate(number, &format!("fd:{number}"))
 }
 
-/// A descriptor of our own for the same open file.
+/// Returns a descriptor of our own for the same open file.
 fn duplicate(number: RawFd, name: &str) -> Result<OwnedFd> {
     let not_passed = |why: &str| {
         let message = format!("there is no '{name}': {why}; it has to be open when this program starts");
@@ -43,8 +41,8 @@ fn duplicate(number: RawFd, name: &str) -> Result<OwnedFd> {
     if number < 0 {
         return Err(not_passed("descriptors have no negative numbers"));
     }
-    // SAFETY: the borrow ends with this function, which only asks the kernel about the number and has it duplicated: if
-    // nothing is open there, or something else than expected, the kernel's answer says so.
+    // SAFETY: the borrow ends with this function, which only asks the kernel about the number and has it duplicated. If
+    // nothing is open there, or something unexpected, the kernel's answer says so.
     let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
     match rustix::io::fcntl_getfd(borrowed) {
         // Nothing that this program opened by itself survives the start of another.
@@ -65,20 +63,21 @@ fn check_access(passed: OFlags, name: &str, options: &OpenOptions) -> Result<()>
     Err(Error::new(ErrorKind::BadOption, format!("'{name}' cannot be used: {missing}")))
 }
 
-/// Another open file description of the same file, so that locks tell it from the passed one and its flags are ours.
-/// `None` where the file may not be opened by this user: that is often why a descriptor is passed.
+/// Opens the same file again, so that its locks are distinct from the passed description's and its flags are ours.
+/// `None` if this user may not open the file, which is often why a descriptor is passed.
 fn open_anew(number: RawFd, options: &OpenOptions) -> Option<OwnedFd> {
     let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
     let flags = OFlags::CLOEXEC | OFlags::NOCTTY | access;
     rustix::fs::open(format!("/proc/self/fd/{number}"), flags, Mode::empty()).ok()
 }
 
-/// Files whose open file description is shared with whoever passed it: (device, inode), and the file as long as it lives.
+/// Files whose open file description is shared with the process that passed it: device and inode, and the file while it
+/// lives.
 static SHARED: Mutex<Vec<Shared>> = Mutex::new(Vec::new());
 type Shared = ((u64, u64), Weak<dyn File>);
 
-/// Uses the passed open file description. Its locks are the same for all who share it, so they cannot keep this program
-/// from using one descriptor twice: a list does.
+/// Uses the passed open file description. All who share it share its locks, so locks cannot keep this program from
+/// using one descriptor twice. [`SHARED`] does.
 fn open_shared(copy: OwnedFd, identity: (u64, u64), name: &str, options: &OpenOptions) -> Result<Arc<dyn File>> {
     let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
     shared.retain(|(_, file)| file.strong_count() > 0);

@@ -29,7 +29,8 @@ static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 pub fn open(path: &Path, options: &OpenOptions) -> Result<Arc<dyn File>> {
     options.check()?;
     let name = path.display().to_string();
-    // Before it is opened: opening a named pipe waits for its other end, and some devices do things.
+    // The type is checked before opening: opening a named pipe waits for its other end, and opening some devices has
+    // effects.
     let stat = rustix::fs::stat(path).map_err(|errno| cannot_open(&name, errno, options))?;
     storage::check_type(&stat, &name)?;
     let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
@@ -53,8 +54,8 @@ fn cannot_open(name: &str, errno: Errno, options: &OpenOptions) -> Error {
     if may_read { error.only_for_writing() } else { error }
 }
 
-/// As [`open`], for a descriptor that is open already, with the access that `options` need; `name` stands for it in
-/// messages. Switches `O_DIRECT` on or off as the cache mode says.
+/// As [`open`], for an open descriptor with the access that `options` need. `name` stands for it in messages. Switches
+/// `O_DIRECT` on or off as the cache mode says.
 pub fn open_fd(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<Arc<dyn File>> {
     Ok(Arc::new(HostFile::new(open_file(fd, name, options)?)))
 }
@@ -115,9 +116,9 @@ struct Facts {
     alignment: Alignment,
     page_cached: bool,
     takes_nowait: bool,
-    /// Reactors copy it.
+    /// The file lies in memory, and reactors copy its bytes.
     in_memory: bool,
-    /// It lies in memory, but the host has swap: workers make the calls.
+    /// The file lies in memory, but the host has swap: workers make the calls.
     may_be_swapped: bool,
     engine: EngineKind,
     /// Why this engine.
@@ -125,7 +126,7 @@ struct Facts {
 }
 
 impl Facts {
-    /// Also sets the descriptor's flags, and locks the file.
+    /// Finds out the facts. Also sets the descriptor's flags, and locks the file.
     fn find_out(fd: &OwnedFd, name: &str, options: &OpenOptions) -> Result<Self> {
         let stat =
             rustix::fs::fstat(fd).map_err(|errno| Error::io(format!("cannot look at '{name}'"), errno.into()))?;
@@ -137,7 +138,8 @@ impl Facts {
         };
         let direct = options.cache.is_direct();
         let asked = if direct { storage::direct_alignment(fd, block_device, name)? } else { None };
-        // A device node may lie on such a file system too. No engine but threads has anything to do there that waits.
+        // A device node may lie on tmpfs too, so block devices are excluded. With engine=threads the user wants calls
+        // on threads.
         let on_tmpfs = options.engine != EngineKind::Threads && !block_device && storage::is_in_memory(fd);
         let may_be_swapped = on_tmpfs && host_has_swap();
         let in_memory = on_tmpfs && !may_be_swapped;
@@ -175,7 +177,7 @@ impl Facts {
     }
 }
 
-/// What is to be said of how a file is served, beside its engine.
+/// Returns what to tell the user of how a file is served, beside its engine.
 fn how_served(options: &OpenOptions, facts: &Facts, traits: Traits, is_mapped: bool) -> &'static str {
     let on_ring = facts.engine == EngineKind::IoUring;
     match traits.storage {
@@ -232,8 +234,8 @@ fn set_flags(fd: &OwnedFd, name: &str, options: &OpenOptions) -> Result<()> {
     }
     let mut wanted = flags - OFlags::NONBLOCK;
     wanted.set(OFlags::DIRECT, options.cache.is_direct());
-    // Each read would have the file system note its time in the journal, again and again on a disk that is written to.
-    // Only the file's owner may leave that out.
+    // Without `O_NOATIME` reads make the file system journal the access time, again and again on a disk that is written
+    // to. Only the file's owner may set it.
     let quiet = wanted | OFlags::NOATIME;
     match rustix::fs::fcntl_setfl(fd, quiet) {
         Err(Errno::PERM) if wanted == flags => Ok(()),
@@ -242,8 +244,8 @@ fn set_flags(fd: &OwnedFd, name: &str, options: &OpenOptions) -> Result<()> {
     }
 }
 
-/// Asks the kernel to take a file's durable pages out of the page cache, those that other programs have brought in, too. It
-/// may not do so.
+/// Asks the kernel to drop a file's durable pages from the page cache, also those that other programs brought in. The
+/// kernel may not do so.
 pub fn forget_cached(path: &Path) -> Result<()> {
     let fails =
         |errno: Errno| Error::io(format!("cannot take '{}' out of the page cache", path.display()), errno.into());
@@ -269,7 +271,7 @@ pub fn create(path: &Path, length_bytes: u64) -> Result<()> {
     let flags = OFlags::CLOEXEC | OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY;
     let fd = rustix::fs::open(path, flags, Mode::from_raw_mode(0o644)).map_err(fails)?;
     rustix::fs::ftruncate(&fd, length_bytes).map_err(|errno| {
-        // Nobody knows the file yet.
+        // Nobody uses the file yet.
         let _ = std::fs::remove_file(path);
         let message = format!("cannot make '{}' {length_bytes} bytes long", path.display());
         Error::io(message, errno.into())

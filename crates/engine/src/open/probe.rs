@@ -5,8 +5,8 @@ use crate::uring::setup::{self, Setup};
 use block::{Error, ErrorKind, Result};
 use std::sync::OnceLock;
 
-/// What this process may use here: nothing, or the reason against it. Looked up once a process, and only when it
-/// matters: taking a Linux AIO context down makes the kernel wait for tens of milliseconds.
+/// The engines that this process may use here, or the reason why not. Each is looked up once in a process, and only if
+/// it matters: destroying a Linux AIO context makes the kernel wait for tens of milliseconds.
 #[derive(Debug, Default)]
 pub(crate) struct Host {
     io_uring: OnceLock<Result<Setup, String>>,
@@ -48,7 +48,7 @@ fn why_no_uring(error: &std::io::Error) -> String {
     }
 }
 
-/// The engine for a file, and the end of the sentence "chosen because ...".
+/// Chooses the engine for a file. Also returns the end of the sentence "chosen because ...".
 pub(crate) fn choose(
     options: &OpenOptions,
     name: &str,
@@ -104,7 +104,7 @@ pub(crate) fn choose(
     }
 }
 
-/// An engine as it is here, for the user.
+/// Describes an engine, with its setup on this host, for the user.
 pub(crate) fn words(engine: EngineKind, sqpoll: bool, host: &Host) -> String {
     match engine {
         EngineKind::IoUring if sqpoll => format!("io_uring ({})", Setup::SubmissionThread.words()),

@@ -5,8 +5,8 @@ use std::future::Future;
 use std::pin::pin;
 use std::task::{Context, Poll, Waker};
 
-/// Polls `future` on the calling thread until it ends. On a reactor's own thread its engines go on meanwhile: what the
-/// future waits for may be one of their requests.
+/// Polls `future` on the calling thread until it ends. On a reactor's own thread its engines go on meanwhile, because
+/// the future may wait for one of their requests.
 pub(crate) fn wait_for<T>(future: impl Future<Output = T>) -> T {
     let Some(engines) = Engines::current() else {
         return block::block_on(future);

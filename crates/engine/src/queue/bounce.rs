@@ -1,6 +1,6 @@
-//! Direct I/O asks for aligned memory, offsets and lengths; a file's queue takes any. What lies between: bounce buffers
-//! and read-modify-write. The buffers come from the pool, in a few sizes. Each finds room in the disk's part of the budget
-//! first. Who holds one waits for nothing but the storage: range locks are taken before.
+//! Bounce buffers and read-modify-write, so that a file's queue takes any memory, offset and length although direct I/O
+//! asks for aligned ones. The buffers come from the pool, in a few sizes. Each first finds room in the disk's part of
+//! the budget. A task that holds one waits only for the storage: it takes range locks before.
 
 use super::lane::Lane;
 use crate::base::call::Action;
@@ -9,13 +9,13 @@ use block::{IoResult, turn};
 use memory::{BufferUse, Window};
 use std::ops::Range;
 
-/// Cuts an aligned range into steps, each as long as the disk's part of the budget lets bounce buffers be.
+/// Cuts an aligned range into steps, each as long as the disk's part of the budget allows a bounce buffer to be.
 fn steps(lane: &Lane, range: Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
     let step = lane.target.file.buffers.piece_bytes();
     (range.start..range.end).step_by(step).map(move |start| start..(start + step as u64).min(range.end))
 }
 
-/// A buffer for a step, as soon as there is room.
+/// Waits until there is room for a step's buffer, and returns it.
 async fn buffer_for(lane: &Lane, step: &Range<u64>) -> IoResult<Window> {
     let buf = lane.target.file.buffers.buffer(BufferUse::Bounce, length_of(step)).await?;
     Ok(buf.whole())
@@ -25,14 +25,14 @@ fn length_of(range: &Range<u64>) -> usize {
     (range.end - range.start) as usize
 }
 
-/// The part of the request at `offset` that lies in `step`: where it starts in the step and in the request, and how long
-/// it is.
+/// Returns the part of the request at `offset` that lies in `step`: where it starts in the step and in the request, and
+/// its length.
 fn overlap(step: &Range<u64>, offset: u64, length: u64) -> (usize, usize, usize) {
     let (start, end) = (step.start.max(offset), step.end.min(offset + length));
     ((start - step.start) as usize, (start - offset) as usize, end.saturating_sub(start) as usize)
 }
 
-/// A read that direct I/O does not take as it stands: through a bounce buffer.
+/// Reads through a bounce buffer what direct I/O does not take as it is.
 pub(crate) async fn read(lane: Lane, offset: u64, data: Window, need_bytes: usize) -> IoResult {
     let length = data.length_bytes() as u64;
     for step in steps(&lane, lane.target.file.alignment.widen(offset, length)) {
@@ -47,7 +47,8 @@ pub(crate) async fn read(lane: Lane, offset: u64, data: Window, need_bytes: usiz
     Ok(())
 }
 
-/// A write that must hold its range, because the file is tracked or because direct I/O does not take it as it stands.
+/// Carries out a write that must hold its range, because the file is tracked or because direct I/O does not take it as
+/// it is.
 pub(crate) async fn write(lane: Lane, offset: u64, data: Window, durable: bool) -> IoResult {
     let file = &lane.target.file;
     let length = data.length_bytes() as u64;
@@ -64,11 +65,11 @@ pub(crate) async fn write(lane: Lane, offset: u64, data: Window, durable: bool) 
     read_modify_write(&lane, offset, &data, durable).await
 }
 
-/// Changes a part of some units. The file is settled.
+/// Writes a range that covers only parts of some units. The file is settled.
 ///
-/// Where the last unit reaches behind the end of a regular file, writing it would make the file longer than it ought to
-/// be, so the file is cut back afterwards. Until then nobody else may change its length: the lock then covers all that
-/// lies behind, which every write that could make the file longer, and every change of its length, must hold.
+/// If the last unit reaches behind the end of a regular file, writing it makes the file too long, and the file is cut
+/// back afterwards. Until then nobody else may change its length. So the lock covers all that lies behind. Every write
+/// that could make the file longer, and every change of its length, must lock a part of that.
 async fn read_modify_write(lane: &Lane, offset: u64, data: &Window, durable: bool) -> IoResult {
     let file = &lane.target.file;
     let end = offset + data.length_bytes() as u64;
@@ -91,8 +92,8 @@ async fn read_modify_write(lane: &Lane, offset: u64, data: &Window, durable: boo
     written
 }
 
-/// Writes through bounce buffers, in whole units; what the request leaves of its first and last unit is read first.
-/// `file_length` bounds what is worth reading. The caller holds the units.
+/// Writes through bounce buffers, in whole units. What the request does not cover of its first and last unit is read
+/// first. `file_length` bounds what is worth reading. The caller has locked the units.
 async fn write_steps(lane: &Lane, offset: u64, data: &Window, durable: bool, file_length: u64) -> IoResult {
     let alignment = lane.target.file.alignment;
     let (length, unit) = (data.length_bytes() as u64, alignment.unit());
@@ -113,7 +114,7 @@ async fn write_steps(lane: &Lane, offset: u64, data: &Window, durable: bool, fil
     Ok(())
 }
 
-/// Reads the unit at `at` into its place in the step's window; zeros behind the end of the file.
+/// Reads the unit at `at` into its place in the step's window. It is zeros behind the end of the file.
 async fn fill_unit(lane: &Lane, window: &Window, step: &Range<u64>, at: u64, file_length: u64) -> IoResult {
     let unit = lane.target.file.alignment.unit() as usize;
     let place = window.slice((at - step.start) as usize, unit);

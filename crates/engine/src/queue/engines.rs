@@ -1,4 +1,4 @@
-//! One reactor's engines, made when they are first needed.
+//! The engines of one reactor. Each is made when it is first needed.
 
 use crate::aio::context::Aio;
 use crate::base::options::EngineKind;
@@ -37,7 +37,7 @@ impl Engine {
         }
     }
 
-    /// The reactor's workers.
+    /// Returns the reactor's workers.
     pub(crate) fn workers(&self) -> &Workers {
         match self {
             Self::Uring(uring) => uring.workers(),
@@ -47,9 +47,9 @@ impl Engine {
     }
 }
 
-/// Polls of the engines' own tasks in one turn at most.
+/// The most polls of the engines' own tasks in one turn.
 const TASK_POLLS_PER_TURN: usize = 256;
-/// And how long they may take, about.
+/// About how long these polls may take.
 const TASK_TIME_PER_TURN: Duration = Duration::from_micros(500);
 
 thread_local! {
@@ -58,8 +58,8 @@ thread_local! {
 
 /// The engines of one reactor, and the files that are open on it.
 pub(crate) struct Engines {
-    /// The engines' own tasks. They end by themselves and are never dropped before: they hold range locks for
-    /// requests in flight.
+    /// The engines' own tasks. They are never dropped before their end, because they hold range locks for requests in
+    /// flight.
     tasks: Rc<Executor>,
     reactor: Arc<dyn ReactorHandle>,
     counters: Arc<Counters>,
@@ -67,7 +67,7 @@ pub(crate) struct Engines {
     workers: Rc<Workers>,
     processors: Option<CpuSet>,
     uring: RefCell<Option<Rc<Uring>>>,
-    /// The ring with a submission thread of the kernel's, for files that ask for it.
+    /// The ring with a kernel submission thread, for files that ask for it.
     sqpoll: RefCell<Option<Rc<Uring>>>,
     /// Guests' memory that is registered with the rings.
     registered: RefCell<Vec<Weak<Registered>>>,
@@ -77,7 +77,8 @@ pub(crate) struct Engines {
 }
 
 impl Engines {
-    /// `processors` is where workers may run, `inline_bytes` the longest copy that the reactor makes itself.
+    /// Makes a reactor's engines. Workers may run on `processors`. `inline_bytes` is the longest copy that the reactor
+    /// makes itself.
     pub(crate) fn new(
         reactor: Arc<dyn ReactorHandle>,
         wakeup: Arc<Wakeup>,
@@ -103,17 +104,17 @@ impl Engines {
         }
     }
 
-    /// Those of the reactor whose thread this is.
+    /// Returns the engines of the calling thread's reactor.
     pub(crate) fn current() -> Option<Rc<Self>> {
         CURRENT.with_borrow(Weak::upgrade)
     }
 
-    /// The calling thread is the reactor's.
+    /// Makes these the engines of the calling thread's reactor.
     pub(crate) fn become_current(self: &Rc<Self>) {
         CURRENT.set(Rc::downgrade(self));
     }
 
-    /// How other threads reach the reactor.
+    /// Returns the handle by which other threads reach the reactor.
     pub(crate) fn reactor(&self) -> &Arc<dyn ReactorHandle> {
         &self.reactor
     }
@@ -127,12 +128,12 @@ impl Engines {
         self.tasks.run_for(TASK_POLLS_PER_TURN, TASK_TIME_PER_TURN) > 0
     }
 
-    /// What goes on while a blocking queue waits on the reactor's thread.
+    /// Keeps the engines going while a blocking queue waits on the reactor's thread.
     pub(crate) fn advance(&self) {
         if self.run_tasks() | self.submit() | (self.harvest() > 0) {
             return;
         }
-        // Looks also for what was not signalled yet.
+        // This also looks for results that are not signalled.
         if !self.has_work() {
             std::thread::yield_now();
         }
@@ -142,12 +143,12 @@ impl Engines {
         self.batch_end.clone()
     }
 
-    /// Where threads beside the reactor may run, if it is bound to a processor.
+    /// Returns where other threads may run, if the reactor is bound to a processor.
     pub(crate) fn processors(&self) -> Option<CpuSet> {
         self.processors
     }
 
-    /// The engine that serves `file`, and the file's part on this reactor.
+    /// Returns the engine that serves `file`, and this reactor's [`QueueFile`] for it.
     pub(crate) fn attach(&self, file: &Arc<OpenFile>) -> Result<(Engine, Rc<QueueFile>)> {
         let engine = match file.traits.engine {
             EngineKind::IoUring | EngineKind::Auto => self.uring(file.sqpoll).map(Engine::Uring),
@@ -189,8 +190,8 @@ impl Engines {
         Ok(Rc::clone(slot.insert(uring)))
     }
 
-    /// Registers a guest's memory with the rings that are there, for as long as somebody holds what this returns. Says
-    /// also whether it is new: then somebody has to see that it is done.
+    /// Registers a guest's memory with this reactor's rings, for as long as the result is held. Also returns whether it
+    /// is new: then the caller must add a poller that does the registering.
     pub(crate) fn register_memory(&self, memory: &Arc<GuestMemory>) -> Result<(Rc<Registered>, bool)> {
         let mut all = self.registered.borrow_mut();
         all.retain(|registered| registered.strong_count() > 0);
@@ -227,7 +228,7 @@ impl Engines {
     }
 
     fn with_uring<T: Default>(&self, call: impl FnOnce(&Uring) -> T) -> T {
-        // Cloned, so that ending a request may open a queue.
+        // Cloned, so that the end of a request may open a queue.
         let uring = self.uring.borrow().clone();
         uring.map_or_else(T::default, |uring| call(&uring))
     }
@@ -237,17 +238,17 @@ impl Engines {
         uring.map_or_else(T::default, |uring| call(&uring))
     }
 
-    /// Submits what was pushed: once an engine. Returns whether there was anything.
+    /// Submits what was pushed, once for each engine. Returns whether there was anything.
     pub(crate) fn submit(&self) -> bool {
         let _ = self.batch_end.take();
-        // The workers last: the others send them what they cannot do.
+        // The workers come last: the other engines send them what they cannot do.
         self.with_uring(Uring::submit)
             | self.with_sqpoll(Uring::submit)
             | self.with_aio(Aio::submit)
             | self.workers.submit()
     }
 
-    /// Takes completions. Returns how many requests moved.
+    /// Takes completions. Returns how many.
     pub(crate) fn harvest(&self) -> usize {
         self.with_uring(Uring::harvest)
             + self.with_sqpoll(Uring::harvest)
@@ -255,23 +256,23 @@ impl Engines {
             + self.workers.harvest()
     }
 
-    /// The reactor is about to sleep, or awake again: whether engines shall signal its event descriptor.
+    /// Sets whether rings signal the reactor's event descriptor: on before it sleeps, off when it is awake.
     pub(crate) fn signal(&self, on: bool) {
         self.with_uring(|uring| uring.signal(on));
         self.with_sqpoll(|uring| uring.signal(on));
     }
 
-    /// Whether a reactor that sleeps is to look now and then for what is not signalled at once.
+    /// Whether a sleeping reactor must look now and then for results that are not signalled at once.
     pub(crate) fn may_be_unsignalled(&self) -> bool {
         self.workers.may_be_unsignalled()
     }
 
-    /// Whether a ring has failed and is tried again now and then.
+    /// Whether a ring has failed, so that it must be tried again now and then.
     pub(crate) fn has_failed(&self) -> bool {
         self.with_uring(Uring::has_failed) || self.with_sqpoll(Uring::has_failed)
     }
 
-    /// What is found is taken with the next harvest.
+    /// Looks for results that are not signalled. The next harvest takes them.
     pub(crate) fn look_for_unsignalled(&self) {
         self.workers.look_for_unsignalled();
     }
@@ -284,7 +285,7 @@ impl Engines {
             || self.workers.has_work()
     }
 
-    /// Requests taken and not ended.
+    /// Returns how many requests were taken and have not ended.
     pub(crate) fn in_flight(&self) -> usize {
         self.with_uring(Uring::in_flight)
             + self.with_sqpoll(Uring::in_flight)
@@ -292,14 +293,14 @@ impl Engines {
             + self.workers.in_flight()
     }
 
-    /// Whether workers compute something.
+    /// Whether workers have computations that have not ended.
     pub(crate) fn is_computing(&self) -> bool {
         self.workers.is_computing()
     }
 
-    /// Waits for every request. Later pushes fail.
+    /// Waits for all requests in flight. Later pushes fail.
     pub(crate) fn shut_down(&self) {
-        // The workers last: the others send them what they cannot do.
+        // The workers come last: the other engines send them what they cannot do.
         self.with_uring(Uring::shut_down);
         self.with_sqpoll(Uring::shut_down);
         self.with_aio(Aio::shut_down);

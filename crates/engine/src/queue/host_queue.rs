@@ -1,4 +1,4 @@
-//! A file's queue: refuses what no file can hold, and turns operations into requests, the slow ones by way of tasks.
+//! A file's queue: refuses impossible ranges, and turns operations into requests. Slow operations become tasks.
 
 use super::engines::Engine;
 use super::lane::Lane;
@@ -21,7 +21,7 @@ use std::sync::atomic::Ordering;
 /// See the module.
 pub(crate) struct HostQueue {
     lane: Lane,
-    /// Where the engine's own tasks run; on a blocking queue, in the push itself.
+    /// Runs the engine's own tasks. `None` on a blocking queue, which runs them in the push itself.
     tasks: Option<Rc<Executor>>,
 }
 
@@ -43,7 +43,7 @@ impl HostQueue {
     }
 }
 
-/// Refuses what no file can hold.
+/// Refuses a range that no file can have.
 fn check_range(offset: u64, length: u64) -> IoResult {
     match offset.checked_add(length) {
         Some(end) if i64::try_from(end).is_ok() => Ok(()),
@@ -51,7 +51,7 @@ fn check_range(offset: u64, length: u64) -> IoResult {
     }
 }
 
-/// The result of an operation that needs no engine.
+/// Returns the result of an operation that needs no engine.
 fn decided(op: &FileOp, file: &OpenFile) -> Option<IoResult> {
     if file.info.read_only
         && let Some(error) = op.refused_when_read_only()
@@ -89,7 +89,7 @@ impl HostQueue {
     fn write(&self, offset: u64, data: Window, fua: bool, priority: Priority, done: Done) {
         let file = &*self.lane.target.file;
         let durable = (fua || file.write_through) && !file.ignore_flush;
-        // Nothing is made durable in memory.
+        // In memory there is nothing to make durable.
         let shares_syncs = file.page_cached && file.traits.storage != Storage::Memory;
         if durable && shares_syncs && self.tasks.is_some() {
             let counted = DurableWrite::new(&self.lane.target.group_commit);
@@ -102,7 +102,7 @@ impl HostQueue {
         }
         let untracked = self.tasks.is_some() && !file.rmw_lock.is_tracked();
         if untracked && file.alignment.fits(offset, &data) {
-            // It holds no range; see `rmw_lock`.
+            // The write locks no range; see `rmw_lock`.
             self.lane.target.untracked.change_begins();
             self.lane.push_request(Action::Write { durable }, offset, data, priority, done, true);
         } else {
@@ -112,7 +112,7 @@ impl HostQueue {
 }
 
 impl HostQueue {
-    /// Has the kernel write what it was given so far, once that is much.
+    /// Counts written bytes, and asks the kernel to begin writing them when there are enough.
     fn write_behind(&self, length_bytes: usize) {
         let Some(behind) = &self.lane.target.file.write_behind else { return };
         let Some(tasks) = self.tasks.as_ref().filter(|_| behind.note(length_bytes)) else { return };
@@ -156,7 +156,7 @@ impl FileQueue for HostQueue {
 
     fn copy_from(&self, copy: CopyRange, done: Done) {
         let file = &*self.lane.target.file;
-        // Writes that are to be durable at once, or past the page cache, are not what the kernel copies.
+        // The kernel copies through the page cache, and does not make the copy durable.
         let can = file.page_cached && !file.write_through && !file.info.read_only && !file.info.block_device;
         let fits = check_range(copy.offset, copy.length_bytes).and(check_range(copy.source_offset, copy.length_bytes));
         if let Err(error) = fits {

@@ -1,4 +1,4 @@
-//! Where primitive requests on one file go.
+//! The way of primitive requests on one file to their engine.
 
 use super::engines::Engine;
 use crate::base::call::Action;
@@ -10,17 +10,17 @@ use memory::Window;
 use std::future::Future;
 use std::rc::Rc;
 
-/// Where requests on one file go: an engine, or the calling thread.
+/// Pushes requests on one file to an engine, or carries them out on the calling thread.
 #[derive(Clone)]
 pub(crate) struct Lane {
     pub(super) engine: Option<Engine>,
     pub(crate) target: Rc<QueueFile>,
-    /// Of what is pushed through this lane.
+    /// The priority of what is pushed through this lane.
     pub(super) priority: Priority,
 }
 
 impl Lane {
-    /// The same for transfers of another priority.
+    /// Returns the lane with another priority.
     pub(super) fn at(&self, priority: Priority) -> Self {
         Self { priority, ..self.clone() }
     }
@@ -30,7 +30,7 @@ impl Lane {
         self.push_request(action, offset, window, self.priority, done, false);
     }
 
-    /// `counted`: it is one of the file's untracked changes, which count already.
+    /// Pushes a request. `counted` says that it was counted as one of the file's untracked changes.
     pub(super) fn push_request(
         &self,
         action: Action,
@@ -57,7 +57,7 @@ impl Lane {
         }
     }
 
-    /// Pushes one and returns the future of its end.
+    /// Pushes one request and returns a future of its end.
     pub(crate) fn start(&self, action: Action, offset: u64, window: Window) -> impl Future<Output = IoResult> + use<> {
         let waiter = Waiter::new();
         self.push(action, offset, window, Done::Waiter(waiter.clone()));

@@ -1,4 +1,4 @@
-//! Discard, write-zeroes and changes of length: what `fallocate` offers, and what to do where it does not.
+//! Discard, write-zeroes and changes of length, by `fallocate` or, if that is not supported, by other means.
 
 use super::bounce;
 use super::lane::Lane;
@@ -12,10 +12,10 @@ const KEEP_SIZE: i32 = libc::FALLOC_FL_KEEP_SIZE;
 const PUNCH_HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE | KEEP_SIZE;
 const ZERO_RANGE: i32 = libc::FALLOC_FL_ZERO_RANGE;
 
-/// How much is written at once where zeros have to be written.
+/// Bytes in one write, if zeros have to be written.
 const CHUNK_BYTES: u64 = 1 << 20;
 
-/// Ways to zero a range, best first; a file remembers the first that it is not known to lack.
+/// Ways to zero a range, best first. A file remembers the best one that it is not known to lack.
 const RUNG_ZERO_RANGE: u8 = 0;
 const RUNG_PUNCH: u8 = 1;
 const RUNG_WRITE: u8 = 2;
@@ -33,28 +33,28 @@ impl Lane {
 /// Gives a range back to the host.
 pub(crate) async fn discard(lane: Lane, offset: u64, length: u64) -> IoResult {
     let file = &lane.target.file;
-    // A device takes whole blocks; what is left over may as well stay.
+    // A device takes whole blocks. The rest may stay.
     let (offset, length) = inner(offset, length, u64::from(file.fallocate_unit_bytes));
     if length == 0 {
         return Ok(());
     }
     let _held = hold(&lane, offset..offset + length).await;
     let punched = lane.fallocate(PUNCH_HOLE, offset, length).await;
-    // A plain discard succeeds without zeros: not where zeros were promised.
+    // A plain discard promises no zeros, so it is not used if zeros were promised.
     match file.info.block_device && !file.info.discard_zeroes && is_unsupported(punched) {
         true => lane.start(Action::DiscardBlocks { length }, offset, lane.target.no_data.clone()).await,
         false => punched,
     }
 }
 
-/// The part of a range that consists of whole units.
+/// Returns the part of a range that consists of whole units.
 fn inner(offset: u64, length: u64, unit: u64) -> (u64, u64) {
     let start = offset.next_multiple_of(unit);
     let end = (offset + length) / unit * unit;
     (start, end.saturating_sub(start))
 }
 
-/// Keeps read-modify-writes away; see [`crate::file::rmw_lock`].
+/// Locks a range against read-modify-writes, if the file can have any; see [`crate::file::rmw_lock`].
 async fn hold(lane: &Lane, range: Range<u64>) -> Option<RangeGuard<'_>> {
     let file = &lane.target.file;
     match file.alignment.is_none() {
@@ -78,7 +78,7 @@ pub(crate) async fn set_length(lane: Lane, length: u64) -> IoResult {
 
 /// Makes a range read as zeros, and the file long enough to hold it.
 pub(crate) async fn write_zeroes(lane: Lane, offset: u64, length: u64, may_unmap: bool) -> IoResult {
-    // A device's fallocate takes whole blocks: the rest is written.
+    // A device's `fallocate` takes whole blocks. The rest is written.
     let (start, middle) = inner(offset, length, u64::from(lane.target.file.fallocate_unit_bytes));
     if middle == 0 {
         write(&lane, offset, length).await?;
@@ -121,7 +121,7 @@ async fn zero_by_fallocate(lane: &Lane, offset: u64, length: u64, may_unmap: boo
     }
     if rung.load(Ordering::Relaxed) == RUNG_PUNCH {
         let punched = match punch(lane, offset, length).await {
-            // Space stays reserved, as one expects of zeros that were written.
+            // The space is allocated again: it must stay reserved, as with written zeros.
             Ok(()) => lane.fallocate(0, offset, length).await,
             failed => failed,
         };
@@ -133,15 +133,15 @@ async fn zero_by_fallocate(lane: &Lane, offset: u64, length: u64, may_unmap: boo
     Err(IoError::new(IoErrorKind::Unsupported))
 }
 
-/// A hole, and the file grown over it where the range ends behind its end.
+/// Punches a hole, and makes the file longer if the range ends behind its end.
 async fn punch(lane: &Lane, offset: u64, length: u64) -> IoResult {
     lane.fallocate(PUNCH_HOLE, offset, length).await?;
     let end = offset + length;
     if lane.target.file.length_now()? >= end {
         return Ok(());
     }
-    // Allocating the last byte makes the file longer and, unlike a truncation, never shorter, whoever else makes it
-    // grow meanwhile.
+    // Allocating the last byte makes the file longer. Unlike a truncation it cannot cut the file if another writer
+    // makes it grow meanwhile.
     lane.fallocate(0, end - 1, 1).await
 }
 
@@ -149,7 +149,7 @@ thread_local! {
     static ZEROS: IoBuf = IoBuf::zeroed(CHUNK_BYTES as usize);
 }
 
-/// A chunk of zeros that all requests of the thread share: a guest may have thousands in flight.
+/// Returns a chunk of zeros that all requests of the thread share: a guest may have thousands in flight.
 fn zeros() -> IoBuf {
     ZEROS.try_with(IoBuf::clone).unwrap_or_else(|_| IoBuf::zeroed(CHUNK_BYTES as usize))
 }

@@ -1,5 +1,5 @@
-//! Wakes a sleeping reactor when its next timer is due: a timer descriptor, made when it is first needed. (The limit of an
-//! epoll wait counts milliseconds before Linux 5.11.)
+//! Wakes a sleeping reactor when its next timer is due, by a timer descriptor that is made when first needed. (The
+//! limit of an epoll wait counts milliseconds before Linux 5.11.)
 
 use rustix::event::epoll;
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
@@ -10,19 +10,19 @@ use std::time::{Duration, Instant};
 /// See the module.
 #[derive(Debug, Default)]
 pub(crate) struct Alarm {
-    /// `None` in it where there was none to be had.
+    /// Holds `None` if no timer descriptor could be made.
     timer: OnceCell<Option<OwnedFd>>,
     set_for: Cell<Option<Instant>>,
 }
 
 impl Alarm {
-    /// Makes a wait on `epoll` end at `due`, if it goes on until then. Returns how long the wait may take where the alarm
-    /// cannot see to that.
+    /// Makes a wait on `epoll` end at `due` at the latest. If the timer cannot do that, returns how long the wait may
+    /// take.
     pub(crate) fn set(&self, epoll: &OwnedFd, due: Option<Instant>) -> Option<Duration> {
         if self.set_for.get() == due {
             return None;
         }
-        // A time of zero would turn it off.
+        // A time of zero would turn the timer off.
         let left = due.map(|due| due.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1)));
         let is_set = self.timer.get_or_init(|| make(epoll)).as_ref().is_some_and(|timer| {
             let once =
@@ -34,7 +34,7 @@ impl Alarm {
     }
 }
 
-/// Watched for edges, so nobody reads it.
+/// Makes the timer. It is watched for edges, so nobody reads it.
 fn make(epoll: &OwnedFd) -> Option<OwnedFd> {
     let timer = rustix::time::timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC).ok()?;
     let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;

@@ -1,4 +1,4 @@
-//! The reactor: one thread that polls, runs tasks, submits once an engine and turn, and harvests.
+//! The reactor: one thread that in each turn polls, runs tasks, submits once for each engine, and harvests.
 
 use super::alarm::Alarm;
 use super::fd_watch::FdWatches;
@@ -26,43 +26,43 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Polls of tasks in one turn at most, so that rings and engines come round.
+/// The most polls of tasks in one turn, so that rings and engines get their turn.
 const TASK_POLLS_PER_TURN: usize = 256;
-/// And about so long they may take: a task may walk tables, and a guest can make hundreds of tasks ready at once.
+/// About how long these polls may take: a task may walk tables, and a guest can make hundreds of tasks ready at once.
 const TASK_TIME_PER_TURN: Duration = Duration::from_micros(500);
 /// How often an idle reactor looks at its rings before it looks at everything else again.
 const POLLS_BETWEEN_TURNS: usize = 8;
-/// How long a reactor sleeps at most before it looks for results that workers have not signalled; twice as long each time
-/// that there are none, so that what has ended is found after twice the time that it took.
+/// The longest sleep before a reactor looks for results that workers have not signalled. It doubles each time that
+/// there are none. So a result is found after at most twice the time that the request took.
 const LOOK_AGAIN: Duration = Duration::from_micros(250);
 const LOOK_AGAIN_MAX: Duration = Duration::from_secs(1);
-/// A busy reactor looks for unsignalled results once in this many turns: mostly the worker is about to signal them.
+/// A busy reactor looks for unsignalled results once in this many turns: usually the worker is about to signal them.
 const LOOK_TURNS: u64 = 64;
 /// How long tasks that are still at work when the reactor is stopped may go on.
 const STOP_PATIENCE: Duration = Duration::from_secs(5);
 /// How long a stopping reactor sleeps at most before it looks again.
 const STOP_NAP: Duration = Duration::from_millis(20);
 
-/// A single request to a fast disk takes 50 to 100 us, a batch of thirty some 250: long enough to catch the one, too short to
-/// spin through the other, which gains little for twice the processor time.
+/// The default of [`ReactorConfig::poll_max_us`]. A single request to a fast disk takes 50 to 100 us, a batch of thirty
+/// about 250. So spinning catches the former and not the latter, which would gain little for twice the processor time.
 const POLL_MAX_US: u32 = 100;
 
-/// What a reactor is to be.
+/// The configuration of a reactor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ReactorConfig {
-    /// For logs, metrics and the thread.
+    /// The name in logs and metrics, and of the thread.
     pub name: String,
-    /// How long an idle reactor spins at most before it sleeps; it adapts below this. Zero never spins. Its workers spin
-    /// no longer than that either.
+    /// How long an idle reactor spins at most before it sleeps, in microseconds; it adapts below this. Zero never
+    /// spins. Its workers spin no longer than that either.
     pub poll_max_us: u32,
-    /// The processor it is bound to, if it is.
+    /// The processor that it is bound to, if any.
     pub cpu: Option<usize>,
-    /// The longest transfer, in bytes, that it carries out itself where a file lies in memory. Longer ones it leaves to a
-    /// worker, so that others need not wait: rings, above all. A reactor without rings loses by that.
+    /// The longest transfer, in bytes, that it carries out itself if a file lies in memory. It leaves longer ones to a
+    /// worker, so that rings need not wait. A reactor without rings loses by that.
     pub inline_bytes: usize,
-    /// Whether a turn that has submitted requests looks for completions as well. Off, only turns without new requests do;
-    /// that is for measurements.
+    /// Whether a turn that has submitted requests also looks for completions. If false, only turns without new requests
+    /// do; for measurements.
     pub harvest_after_submit: bool,
 }
 
@@ -79,7 +79,7 @@ impl Default for ReactorConfig {
 }
 
 impl ReactorConfig {
-    /// Changes some of them: `ReactorConfig::default().with(|config| config.cpu = Some(2))`.
+    /// Changes some fields: `ReactorConfig::default().with(|config| config.cpu = Some(2))`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
@@ -129,7 +129,7 @@ impl Reactor {
     }
 }
 
-/// Binds the calling thread to one processor; returns where it was allowed to run before.
+/// Binds the calling thread to one processor. Returns where it was allowed to run before.
 fn bind_to(cpu: usize, name: &str) -> Option<CpuSet> {
     let before = rustix::thread::sched_getaffinity(None).ok();
     let mut set = CpuSet::new();
@@ -152,34 +152,34 @@ pub struct ReactorThread {
 }
 
 impl ReactorThread {
-    /// Reaches the reactor from any thread, for as long as anybody likes.
+    /// Returns a handle that reaches the reactor from any thread. It may outlive the reactor.
     #[must_use]
     pub fn handle(&self) -> Arc<dyn ReactorHandle> {
         Arc::clone(&self.shared) as _
     }
 
-    /// What it has done so far.
+    /// Returns what the reactor has done so far.
     #[must_use]
     pub fn stats(&self) -> ReactorStats {
         self.shared.counters.snapshot()
     }
 
-    /// How many harvests gave how many completions: the one at index three tells how many gave three. The last one stands
-    /// for all that gave as many or more.
+    /// Returns the harvests counted by their number of completions: index three has the number of harvests with three.
+    /// The last entry stands for as many completions or more.
     #[must_use]
     pub fn harvest_lengths(&self) -> Vec<u64> {
         self.shared.counters.harvest_lengths.snapshot()
     }
 
-    /// Stops the reactor and waits for its end: jobs given before are run, pollers dropped, tasks at work given a few
-    /// seconds to end (those that only wait for a time or a descriptor are dropped), and every request in an engine's hands is waited for, so that no memory goes that the kernel may still
-    /// write. Must not be called on the reactor's own thread.
+    /// Stops the reactor and waits for its end. Jobs given before are run, and pollers dropped. Tasks at work get a few
+    /// seconds to end; those that only wait for a time or a descriptor are dropped. Every request in flight is waited
+    /// for, so no memory goes that the kernel may still write. Must not be called on the reactor's own thread.
     pub fn stop(mut self) -> Result<()> {
         self.join()
     }
 
-    /// As [`ReactorThread::stop`], for `limit` at most. A thread that has not ended by then is left behind, with the memory
-    /// of the requests that its storage does not end.
+    /// As [`ReactorThread::stop`], but waits for `limit` at most. A thread that has not ended by then is left behind,
+    /// with the memory of the requests that its storage does not end.
     pub fn stop_within(mut self, limit: Duration) -> Result<()> {
         self.shared.stop.store(true, Ordering::Release);
         self.shared.wakeup.wake();
@@ -233,7 +233,7 @@ struct Jobs {
 struct Shared {
     name: String,
     jobs: Mutex<Jobs>,
-    /// Looked at each turn, so that the lock is taken only when there is something.
+    /// Read in each turn, so that the lock is taken only if there are jobs.
     has_jobs: AtomicBool,
     stop: AtomicBool,
     wakeup: Arc<Wakeup>,
@@ -271,7 +271,7 @@ impl ReactorHandle for Shared {
     }
 }
 
-/// However the thread ends: nobody waits for a job that never runs.
+/// Drops the jobs that are left, however the thread ends, so that nobody waits for a job that never runs.
 struct CloseOnExit(Arc<Shared>);
 
 impl Drop for CloseOnExit {
@@ -288,7 +288,7 @@ thread_local! {
     static CURRENT: RefCell<Weak<Local>> = const { RefCell::new(Weak::new()) };
 }
 
-/// A reactor, on its own thread.
+/// The reactor's state on its own thread.
 struct Local {
     shared: Arc<Shared>,
     epoll: OwnedFd,
@@ -389,12 +389,12 @@ impl Local {
         }))
     }
 
-    /// The reactor whose thread this is.
+    /// Returns the reactor of the calling thread.
     fn current() -> Option<Rc<Self>> {
         CURRENT.with_borrow(Weak::upgrade)
     }
 
-    /// Watches for edges, so that nobody needs to read the descriptor.
+    /// Watches a descriptor for edges, so that nobody needs to read it.
     fn watch(&self, fd: RawFd) -> Result<()> {
         // SAFETY: the caller's poller owns the descriptor and is alive.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
@@ -405,7 +405,7 @@ impl Local {
 
     fn run(self: &Rc<Self>, mut paces: Paces) {
         let ctx: Rc<dyn ReactorCtx> = Rc::clone(self) as _;
-        // Also when a poller panics: the engines' requests are waited for while the thread unwinds.
+        // Even if a poller panics, the engines' requests are waited for while the thread unwinds.
         let guard = Teardown(self);
         let mut pool_trim = PoolTrim::default();
         let mut look_again = LOOK_AGAIN;
@@ -417,7 +417,7 @@ impl Local {
                 continue;
             }
             if self.engines.in_flight() > 0 {
-                // A request in flight may need this very processor, for one of our threads or the kernel's.
+                // A request in flight may need this processor, for one of our threads or the kernel's.
                 self.shared.counters.yields.add(1);
                 std::thread::yield_now();
             } else if self.look_for_requests() {
@@ -440,8 +440,8 @@ impl Local {
         drop(guard);
     }
 
-    /// One turn; if anything happened, returns whether an engine was given requests. The pollers may
-    /// have been polled already.
+    /// Runs one turn. If anything happened, returns whether an engine was given requests. `polled` says that the
+    /// pollers have been polled and found work.
     fn turn(&self, ctx: &Rc<dyn ReactorCtx>, polled: bool) -> Option<bool> {
         self.shared.counters.turns.add(1);
         // A poller finds its timer due in the same turn.
@@ -462,7 +462,7 @@ impl Local {
         (woken | jobs | polled | tasks | submitted | harvested).then_some(submitted)
     }
 
-    /// Only guests can bring work soon: looks at their rings a few times in close succession.
+    /// Polls a few times in close succession, because only guests can bring work soon.
     fn look_for_requests(&self) -> bool {
         let spin = || {
             std::hint::spin_loop();
@@ -495,7 +495,7 @@ impl Local {
         let slept = !self.pollers.arm() && {
             self.shared.wakeup.about_to_sleep();
             self.engines.signal(true);
-            // As in `Wakeup`: the kernel posts a completion, then looks whether to signal.
+            // As in `Wakeup`: the kernel posts a completion, then checks whether to signal.
             fence(Ordering::SeqCst);
             let idle = !self.has_work();
             if idle {
@@ -520,7 +520,7 @@ impl Local {
             || self.engines.has_work()
     }
 
-    /// Waits for events and tells those who watch for them. Returns how many came.
+    /// Waits for events and routes them to their watches. Returns how many came.
     fn wait(&self, limit: Option<Duration>) -> usize {
         let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
         let limit =
@@ -531,7 +531,7 @@ impl Local {
         count
     }
 
-    /// Ends everything that was asked for before the stop.
+    /// Ends all that was asked for before the stop.
     fn wind_down(&self, ctx: &Rc<dyn ReactorCtx>) {
         self.run_jobs(ctx);
         self.pollers.clear();
@@ -541,11 +541,11 @@ impl Local {
             self.timers.fire();
             let worked = self.run_tasks() | self.engines.submit() | (self.engines.harvest() > 0);
             self.pollers.clear();
-            // Looks also for what was not signalled yet.
+            // This also looks for results that are not signalled.
             let ready = self.has_pending() || worked;
             let tasks_may_go_on = Instant::now() < deadline;
             if !tasks_may_go_on {
-                // From here on only the engine's own tasks run, and they end with their requests.
+                // From here on only the engines' own tasks run, and they end with their requests.
                 drop(self.tasks.take());
             }
             let at_work =
@@ -559,7 +559,7 @@ impl Local {
         }
     }
 
-    /// Waits for every request in the engines' hands; runs no task and no poller.
+    /// Waits for all requests in flight; runs no task and no poller.
     fn drain(&self) {
         while self.engines.in_flight() > 0 {
             let worked = self.engines.submit() | (self.engines.harvest() > 0);
@@ -581,8 +581,8 @@ struct Teardown<'a>(&'a Local);
 
 impl Drop for Teardown<'_> {
     fn drop(&mut self) {
-        // After a panic requests may be in flight. Queues and tasks keep others away from what these write (ranges, places in
-        // the file), so they go only when the requests have ended: a late write would destroy a later one.
+        // After a panic requests may be in flight. Queues and tasks hold the ranges that these write, so they are
+        // dropped only when the requests have ended. Otherwise a late write would destroy a newer one.
         self.0.drain();
         self.0.pollers.clear();
         drop(self.0.tasks.take());

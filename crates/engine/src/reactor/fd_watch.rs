@@ -1,4 +1,4 @@
-//! Descriptors that tasks and pollers of a reactor wait on: sockets, above all. See [`block::Watch`].
+//! Descriptors, mostly sockets, that tasks and pollers of a reactor wait on. See [`block::Watch`].
 
 use block::{Error, Interest, Readiness, Result, WatchId};
 use rustix::event::epoll;
@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::rc::Rc;
 
-/// The watched descriptors of one reactor, by the number that epoll has of each. Zero is all that is no one's here.
+/// The watched descriptors of one reactor, by the number that epoll has for each. Zero is for all descriptors that are
+/// watched elsewhere.
 #[derive(Debug, Default)]
 pub(crate) struct FdWatches {
     watches: RefCell<BTreeMap<u64, Rc<Readiness>>>,
@@ -41,7 +42,7 @@ impl FdWatches {
         self.count.get() == 0
     }
 
-    /// Tells who waits for the descriptor of an event.
+    /// Raises the readiness of an event's descriptor.
     pub(crate) fn route(&self, event: epoll::Event) {
         use epoll::EventFlags as Flags;
         let (id, flags) = (event.data.u64(), event.flags);

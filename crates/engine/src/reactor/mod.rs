@@ -1,4 +1,4 @@
-//! The reactor: one thread that polls, runs tasks, submits once an engine and turn, and harvests.
+//! The reactor: one thread that in each turn polls, runs tasks, submits once for each engine, and harvests.
 
 mod alarm;
 mod event_loop;

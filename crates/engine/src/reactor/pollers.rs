@@ -13,7 +13,7 @@ struct Entry {
     removed: bool,
 }
 
-/// The pollers, in order of their adding.
+/// The pollers, in the order in which they were added.
 ///
 /// The list is never borrowed while a poller runs, and never gets shorter while it is walked: a poller may add and
 /// remove any, itself included. What was removed is dropped by [`Pollers::sweep`].
@@ -25,7 +25,7 @@ pub(crate) struct Pollers {
 }
 
 impl Pollers {
-    /// Adds one and returns its name; `watch` puts its wake descriptor under watch.
+    /// Adds a poller and returns its name. `watch` is called with its wake descriptor.
     pub(crate) fn add<E>(
         &self,
         poller: Rc<RefCell<dyn Poller>>,
@@ -41,7 +41,7 @@ impl Pollers {
         Ok(id)
     }
 
-    /// Takes one out of the round; returns its wake descriptor, which is still open.
+    /// Removes a poller. Returns its wake descriptor, which is still open.
     pub(crate) fn remove(&self, id: PollerId) -> Option<RawFd> {
         let mut entries = self.entries.borrow_mut();
         let entry = entries.iter_mut().find(|entry| entry.id == id && !entry.removed)?;
@@ -50,7 +50,7 @@ impl Pollers {
         entry.wake_fd.take()
     }
 
-    /// Takes all out.
+    /// Removes and drops all pollers.
     pub(crate) fn clear(&self) {
         for entry in &mut *self.entries.borrow_mut() {
             entry.removed = true;
@@ -59,16 +59,16 @@ impl Pollers {
         self.sweep();
     }
 
-    /// Drops those that were removed.
+    /// Drops the removed pollers.
     pub(crate) fn sweep(&self) {
         while self.has_removed.replace(false) {
             let removed: Vec<_> = self.entries.borrow_mut().extract_if(.., |entry| entry.removed).collect();
-            // Outside the borrow: a poller's drop may remove others.
+            // Dropped outside the borrow: a poller's drop may remove others.
             drop(removed);
         }
     }
 
-    /// Polls each once; returns whether any did something.
+    /// Polls each poller once. Returns whether any did something.
     pub(crate) fn poll(&self) -> bool {
         let mut worked = false;
         self.visit(|poller| {
@@ -78,12 +78,12 @@ impl Pollers {
         worked
     }
 
-    /// Arms each until one has work; returns whether one had.
+    /// Arms the pollers until one has work. Returns whether one had.
     pub(crate) fn arm(&self) -> bool {
         self.visit(|poller| poller.arm())
     }
 
-    /// Disarms each.
+    /// Disarms all pollers.
     pub(crate) fn disarm(&self) {
         self.visit(|poller| {
             poller.disarm();
@@ -91,7 +91,7 @@ impl Pollers {
         });
     }
 
-    /// Calls `visit` for each until it returns true. Those added meanwhile wait for the next round.
+    /// Calls `visit` for each poller until it returns true. Pollers added meanwhile wait for the next round.
     fn visit(&self, mut visit: impl FnMut(&mut dyn Poller) -> bool) -> bool {
         let count = self.entries.borrow().len();
         for index in 0..count {

@@ -1,8 +1,8 @@
-//! Memory that the load of late does not need goes back to the system when a reactor has time: before it sleeps.
+//! Gives memory that the recent load does not need back to the system when a reactor has time: before it sleeps.
 
 use std::time::{Duration, Instant};
 
-/// How often a reactor that works and sleeps in turns looks.
+/// How often a reactor looks that alternates between work and sleep.
 const PERIOD: Duration = Duration::from_millis(100);
 
 /// When to look at the pools.
@@ -10,18 +10,18 @@ const PERIOD: Duration = Duration::from_millis(100);
 pub(crate) struct PoolTrim {
     looked: Option<Instant>,
     worked_since: bool,
-    /// There will be more to give back.
+    /// There will be more memory to give back.
     again: bool,
 }
 
 impl PoolTrim {
-    /// The reactor had work.
+    /// Notes that the reactor had work.
     pub(crate) fn worked(&mut self) {
         self.worked_since = true;
     }
 
-    /// The reactor is about to sleep: gives back what it can. Returns how long it may sleep at most: with nothing to be
-    /// given back later, for ever.
+    /// Gives back what it can, before the reactor sleeps. Returns how long it may sleep at most; `None` if there is
+    /// nothing to give back later.
     pub(crate) fn before_sleep(&mut self, now: Instant) -> Option<Duration> {
         let ago = self.looked.map_or(PERIOD, |looked| now.saturating_duration_since(looked));
         let due = if self.worked_since { PERIOD } else { memory::DECAY_PERIOD };

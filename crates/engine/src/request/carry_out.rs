@@ -1,10 +1,11 @@
-//! Carries a request out on the calling thread: for opening images, for tools, and for a reactor where nothing waits.
+//! Carries a request out on the calling thread: for opening images, for tools, and for a reactor if the request does
+//! not wait.
 
 use super::progress::{Request, Step};
 use super::segments::buffers_of;
 use block::IoError;
 
-/// Carries `request` out and tells its owner. Returns how many calls that took.
+/// Carries `request` out and tells its owner. Returns how many system calls that took.
 pub(crate) fn run(mut request: Request) -> u64 {
     let mut iovecs = Vec::new();
     let mut calls = 0;
@@ -27,7 +28,7 @@ pub(crate) fn run(mut request: Request) -> u64 {
     calls
 }
 
-/// Carries `request` out if that takes no call, and tells its owner; otherwise gives back what is left of it.
+/// Carries `request` out if that takes no system call, and tells its owner. Otherwise gives back what is left of it.
 pub(crate) fn run_without_call(mut request: Request) -> Option<Request> {
     let mut iovecs = Vec::new();
     let call = request.call(buffers_of(&request, &mut iovecs));

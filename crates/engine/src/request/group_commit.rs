@@ -1,10 +1,10 @@
-//! Durable writes through the page cache, several at a time: they share their syncs.
+//! Durable writes through the page cache that share their syncs.
 //!
-//! The kernel would carry out several of them one after the other, each with a sync of its own. So they are written plainly,
-//! all at once. A sync makes durable all that were written before it began; those that are written meanwhile wait for the
-//! next. A single one is one request (`RWF_DSYNC`), but only where all writes of the file are durable. The kernel tells only
-//! one sync that data were lost: where a plain write's data were lost, a durable write could take that news from the flush
-//! that answers for the plain one.
+//! The kernel would carry out durable writes one after the other, each with a sync of its own. So they are written
+//! plainly, all at once. A sync makes all of them durable that were written before it began. Those written meanwhile
+//! wait for the next sync. A durable write that is alone is one request (`RWF_DSYNC`), but only if all writes of the
+//! file are durable. The kernel reports lost data to one sync only. If a plain write's data were lost, a durable write
+//! could take that report from the flush that covers the plain write.
 
 use block::{IoResult, WaitList};
 use std::cell::Cell;
@@ -21,7 +21,7 @@ pub(crate) struct GroupCommit {
     waiting: WaitList,
 }
 
-/// A durable write counts from its push on, so that the first of a batch knows of the others.
+/// A durable write. It is counted from its push on, so that the first of a batch knows of the others.
 pub(crate) struct DurableWrite(Rc<GroupCommit>);
 
 impl DurableWrite {
@@ -47,13 +47,13 @@ enum Turn {
 }
 
 impl GroupCommit {
-    /// Waits for the end of a sync that begins from now on; begins it where nobody else does. A task that has begun one
-    /// must not be dropped before its end (the engine's own never are).
+    /// Waits for the end of a sync that begins after this call, and begins it if no other task does. A task that has
+    /// begun one must not be dropped before its end (the engines' own never are).
     pub(crate) async fn join<F: Future<Output = IoResult>>(&self, sync: impl FnOnce() -> F) {
-        // One that has begun may have missed what is to be durable.
+        // A sync that has begun may have missed this task's data.
         let wanted = self.begun.get() + 1;
         if let Turn::Mine = self.waiting.until(|| self.turn(wanted)).await {
-            // Whether it failed is kept with the file.
+            // The file remembers whether it failed.
             let _ = sync().await;
             self.ended.set(self.begun.get());
             self.waiting.wake_all();

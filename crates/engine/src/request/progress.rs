@@ -1,4 +1,4 @@
-//! One request: what it is, and how a result of the kernel moves it on.
+//! One request: what it is, and what follows from the kernel's result.
 
 use super::queue_file::QueueFile;
 use crate::base::call::{Action, Buffers, Call};
@@ -7,23 +7,23 @@ use memory::Window;
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
 
-/// Whether an action's success says that data are durable.
+/// Whether success of the action means that data are durable.
 fn makes_durable(action: Action) -> bool {
     matches!(action, Action::Sync | Action::Write { durable: true })
 }
 
-/// Whether failing with `error` means that data which the page cache took may be lost.
+/// Whether a failure with `error` means that data in the page cache may be lost.
 fn loses_data(action: Action, error: IoError) -> bool {
     match action {
         Action::Sync => true,
-        // Out of space is the write's own failure: the caller knows what was not stored. So is memory that cannot be
-        // read: a guest's monitor can take it away at any time.
+        // Lack of space is the write's own failure: the caller knows what was not stored. So is unreadable memory,
+        // which a guest's monitor can take away at any time.
         Action::Write { durable } => durable && error.kind() == IoErrorKind::Io && error.errno() != libc::EFAULT,
         _ => false,
     }
 }
 
-/// One action in an engine's hands.
+/// One action that an engine carries out.
 #[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) target: Rc<QueueFile>,
@@ -32,9 +32,9 @@ pub(crate) struct Request {
     pub(crate) window: Window,
     /// Bytes moved so far.
     pub(crate) progress: usize,
-    /// Counted among the file's untracked changes.
+    /// The request is counted among the file's untracked changes.
     pub(crate) counted: bool,
-    /// Of transfers that the kernel carries out; a worker's calls have the priority of its thread.
+    /// The priority of a transfer that the kernel carries out. A worker's calls have the priority of its thread.
     pub(crate) priority: Priority,
     pub(crate) done: Done,
 }
@@ -42,11 +42,11 @@ pub(crate) struct Request {
 /// What a result means for its request.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// It is over.
+    /// The request is over.
     Finished(IoResult),
     /// Submit what is left.
     Again,
-    /// The kernel would have to block: let a worker do the rest.
+    /// The kernel would have to block: a worker does the rest.
     ToWorker,
 }
 
@@ -55,36 +55,38 @@ const EAGAIN: i32 = libc::EAGAIN;
 const PUNCH_HOLE: i32 = libc::FALLOC_FL_PUNCH_HOLE;
 
 impl Request {
-    /// Bytes still to move.
+    /// Returns the bytes that are left to move.
     pub(crate) fn left_bytes(&self) -> usize {
         self.window.length_bytes() - self.progress
     }
 
-    /// Where the rest starts in the file.
+    /// Returns where the rest starts in the file.
     pub(crate) fn file_offset(&self) -> u64 {
         self.offset + self.progress as u64
     }
 
-    /// The call that moves what is left, in memory that `buffers` names.
+    /// Returns the call that moves what is left, with the memory that `buffers` names.
     pub(crate) fn call(&self, buffers: Buffers) -> Call {
         Call { fd: self.target.file.raw_fd(), action: self.action, offset: self.file_offset(), buffers }
     }
 
-    /// Whether a request that must not wait was refused for that reason, by another error than `EAGAIN`: a worker can wait.
+    /// Whether the kernel refused a request because it must not wait, with another error than `EAGAIN`. A worker can
+    /// wait.
     pub(crate) fn needs_to_wait(&self, result: i32) -> bool {
         match result.wrapping_neg() {
-            // A sync may tell of lost data only once: it is not repeated.
+            // A sync may report lost data only once, so it is not repeated.
             _ if !self.action.is_transfer() => return false,
-            // The file takes no `RWF_NOWAIT`: from now on workers carry all out.
+            // The file takes no `RWF_NOWAIT`: from now on workers carry out all requests.
             libc::EOPNOTSUPP => self.target.file.nowait_was_refused(),
-            // There may be memory for a caller that can wait. (Some kernels say this of a page cache and mean `EAGAIN`.)
+            // There may be memory for a caller that can wait. (Some kernels return this for a page cache and mean
+            // `EAGAIN`.)
             libc::ENOMEM => {}
             _ => return false,
         }
         true
     }
 
-    /// Takes the kernel's result: a count of bytes, or a negated error number.
+    /// Takes the kernel's result, a count of bytes or a negated error number. Returns what to do next.
     pub(crate) fn advance(&mut self, result: i32) -> Step {
         match result {
             _ if result == -EINTR => return Step::Again,
@@ -126,8 +128,8 @@ impl Request {
         if moved > 0 && excess == 0 {
             return Step::Again;
         }
-        // Nothing, or not whole units of direct I/O: this is the end of the file, unless the kernel merely gave up
-        // half-way through a unit, which then is read again from its start.
+        // Nothing, or not whole units of direct I/O: this is the end of the file, unless the kernel merely stopped
+        // within a unit. That unit is then read again from its start.
         if moved > 0 && !self.target.file.ends_by(self.file_offset()) {
             self.progress -= excess;
             return if moved > excess { Step::Again } else { Step::ToWorker };
@@ -151,7 +153,7 @@ impl Request {
             return Step::Finished(Ok(()));
         }
         if moved == 0 {
-            // A write that moves nothing and names no error will not get further by repeating it.
+            // Repeating a write that moves nothing and returns no error does not help.
             return Step::Finished(Err(IoError::new(IoErrorKind::NoSpace)));
         }
         let unit = self.target.file.alignment.offset_bytes as usize;
@@ -165,7 +167,7 @@ impl Request {
         let Self { target, window, done, counted, action, .. } = self;
         drop(window);
         let lost = makes_durable(action) && target.file.page_cached && target.file.sync_lost.load(Ordering::Relaxed);
-        // The kernel tells of a page that it could not write once; another sync may have been told.
+        // The kernel reports a page that it could not write only once, perhaps to another sync.
         let result = if lost && result.is_ok() { Err(IoError::EIO) } else { result };
         if let Err(error) = result
             && loses_data(action, error)

@@ -1,4 +1,4 @@
-//! Requests and what results mean for them.
+//! Tests of what results mean for requests.
 
 use super::*;
 use crate::base::call::MAX_SEGMENTS;

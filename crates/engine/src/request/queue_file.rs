@@ -1,4 +1,4 @@
-//! One reactor's part in an open file.
+//! What one reactor keeps for an open file.
 
 use super::group_commit::GroupCommit;
 use crate::file::open_file::{OpenFile, Traits};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 /// A ring's table of registered files.
 pub(crate) trait FileTable {
-    /// A place is not used any more.
+    /// Takes back a place that is not used any more.
     fn give_back(&self, index: u32);
 }
 
@@ -45,25 +45,25 @@ pub(crate) struct QueueFile {
     pub(crate) file: Arc<OpenFile>,
     /// As [`OpenFile::traits`].
     pub(crate) traits: Traits,
-    /// Its place in the ring's table of files, where it has one.
+    /// The file's place in the ring's table of files, if it has one.
     pub(crate) fixed: Option<FixedFile>,
-    /// For requests without data: making a window would allocate.
+    /// An empty window for requests without data: making one would allocate.
     pub(crate) no_data: Window,
     pub(crate) group_commit: Rc<GroupCommit>,
-    /// What changes the file here without holding its range.
+    /// Counts the changes on this thread that hold no range.
     pub(crate) untracked: Rc<Untracked>,
-    /// As far as this thread knows.
+    /// The last answer of [`QueueFile::are_extents_ready`].
     extents_ready: Cell<bool>,
 }
 
 impl QueueFile {
-    /// For all queues of the file on this thread's reactor.
+    /// Makes the part that all queues of the file on this thread's reactor share.
     pub(crate) fn on_reactor(file: Arc<OpenFile>, fixed: Option<FixedFile>) -> Self {
         let untracked = Untracked::here(file.id);
         Self { fixed, untracked, ..Self::blocking(file) }
     }
 
-    /// For a queue that carries its requests out in the push itself.
+    /// Makes the part of a queue that carries its requests out in the push itself.
     pub(crate) fn blocking(file: Arc<OpenFile>) -> Self {
         Self {
             traits: file.traits,

@@ -1,13 +1,13 @@
-//! The memory of a request, in the form that one call of the kernel takes.
+//! The memory of a request, in the form that one system call takes.
 
 use super::progress::Request;
 use crate::base::call::{Buffers, MAX_CALL_BYTES, MAX_SEGMENTS};
 use memory::{PoolBox, PoolContext, pooled};
 
-/// Room for the lists of segments of one call, short ones and such as few requests need.
+/// A list of the segments of one call, with a fixed room. There are short lists, and long ones that few requests need.
 pub(super) struct Segments<const ROOM: usize>(Vec<libc::iovec>);
 
-// SAFETY: between requests the list is empty, and a list of pointers is as good on any thread.
+// SAFETY: between requests the list is empty, and its pointers are only passed to the kernel.
 unsafe impl<const ROOM: usize> Send for Segments<ROOM> {}
 
 impl<const ROOM: usize> PoolContext for Segments<ROOM> {
@@ -27,7 +27,7 @@ const FEW_SEGMENTS: usize = 64;
 pooled!(Segments<FEW_SEGMENTS>, "list of up to 64 segments");
 pooled!(Segments<MAX_SEGMENTS>, "list of up to 1024 segments");
 
-/// Scratch for a request whose segments must be cut.
+/// The list of a request whose segments must be cut.
 pub(super) enum Scratch {
     None,
     Few(PoolBox<Segments<FEW_SEGMENTS>>),
@@ -35,7 +35,8 @@ pub(super) enum Scratch {
 }
 
 impl Scratch {
-    /// A list with room for `count` segments (what is left of a request has no more than it had before).
+    /// Returns a list with room for `count` segments. It is taken once: what is left of a request never has more
+    /// segments than before.
     pub(super) fn list(&mut self, count: usize) -> &mut Vec<libc::iovec> {
         if matches!(self, Self::None) {
             *self = if count <= FEW_SEGMENTS { Self::Few(PoolBox::take()) } else { Self::Many(PoolBox::take()) };
@@ -48,12 +49,12 @@ impl Scratch {
     }
 }
 
-/// The memory that is left to move. Its list, where one is needed, is put into `iovecs`.
+/// Returns the memory that is left to move. Puts its list into `iovecs`, if one is needed.
 pub(crate) fn buffers_of(request: &Request, iovecs: &mut Vec<libc::iovec>) -> Buffers {
     listed(request).unwrap_or_else(|| cut(request, iovecs))
 }
 
-/// The memory as the buffer itself lists it, where that is all of it.
+/// Returns the memory as the buffer itself lists it, if all of it is left to move.
 pub(super) fn listed(request: &Request) -> Option<Buffers> {
     if request.progress > 0 {
         return None;
@@ -67,7 +68,7 @@ pub(super) fn listed(request: &Request) -> Option<Buffers> {
     Some(Buffers::Vector { ptr: segments.as_ptr().cast(), count: segments.len() })
 }
 
-/// A list of what is left of the memory, as far as one call takes it.
+/// Lists what is left of the memory, as far as one call takes it.
 pub(super) fn cut(request: &Request, iovecs: &mut Vec<libc::iovec>) -> Buffers {
     iovecs.clear();
     request.window.slice(request.progress, request.left_bytes()).for_each_segment(|segment| {

@@ -1,5 +1,5 @@
-//! The slab that owns the requests in an engine's hands, and with them their memory, until the kernel is done. Their
-//! contexts come from the pool.
+//! The slab owns the requests in an engine, and with them their memory, until the kernel is done. Their contexts come
+//! from the pool.
 
 use super::progress::Request;
 use super::segments::{Scratch, cut, listed};
@@ -7,7 +7,7 @@ use crate::base::call::Buffers;
 use memory::{Placed, room_for};
 use std::rc::Rc;
 
-/// What a request in an engine's hands needs: its context, from the pool.
+/// The context of a request in an engine, from the pool.
 struct InFlight {
     request: Request,
     scratch: Scratch,
@@ -15,8 +15,8 @@ struct InFlight {
 
 room_for!(InFlight, "request in an engine");
 
-/// Owns the requests in flight, by index: a table that grows to the peak. The indices are the kernel's names for
-/// requests.
+/// Owns the requests in flight, by index, in a table that grows to the peak. The kernel names requests by these
+/// indices.
 #[derive(Default)]
 pub(crate) struct Slab {
     slots: Vec<Option<Placed<InFlight>>>,
@@ -28,13 +28,13 @@ impl Slab {
         Self { slots: Vec::with_capacity(count), free: Vec::with_capacity(count) }
     }
 
-    /// Requests owned now.
+    /// Returns how many requests it owns.
     pub(crate) fn live(&self) -> usize {
         self.slots.len() - self.free.len()
     }
 
-    /// The most requests owned at once so far. Lists of requests have room for as many: they grow when the load does, not
-    /// when the machine happens to end many at once.
+    /// Returns the most requests that it has owned at once. Lists of requests have room for as many, so they grow when
+    /// the load does, not when many requests happen to end at once.
     pub(crate) fn peak(&self) -> usize {
         self.slots.len()
     }
@@ -68,8 +68,8 @@ impl Slab {
         Some(context.into_inner().request)
     }
 
-    /// Takes all requests out of the hands of an engine that can tell no more about them. The kernel may still write to
-    /// their memory, so that stays as it is for ever, and with it the lists that the kernel was given.
+    /// Takes all requests from an engine that can report no more ends. The kernel may still write to their memory, so
+    /// that is leaked, and with it the lists that the kernel was given.
     pub(crate) fn abandon(&mut self) -> Vec<Request> {
         self.free.clear();
         let contexts = std::mem::take(&mut self.slots).into_iter().flatten();
@@ -81,9 +81,9 @@ impl Slab {
         contexts.map(leak).collect()
     }
 
-    /// The memory that is left to move, for one call. The pointers stay valid until the slot is prepared again or its
-    /// request removed: they point into the buffer's own list, which is not refilled while the request holds a handle,
-    /// or into the context's scratch.
+    /// Returns the memory that is left to move, for one call. The pointers stay valid until the next call for this
+    /// slot, or until its request is removed. They point into the buffer's own list, which is not refilled while the
+    /// request holds a handle, or into the context's scratch.
     pub(crate) fn buffers(&mut self, index: u32) -> Buffers {
         let Some(Some(context)) = self.slots.get_mut(index as usize) else {
             return Buffers::Vector { ptr: std::ptr::null(), count: 0 };

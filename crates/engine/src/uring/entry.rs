@@ -6,11 +6,11 @@ use crate::request::queue_file::QueueFile;
 use crate::route::ring_flags;
 use io_uring::{opcode, squeue, types};
 
-/// The entry of what is left of `request`; `slot` names the registered memory that `buffers` lie in, if they do.
+/// Makes the entry for what is left of `request`. `slot` names the registered memory that `buffers` lie in, if any.
 pub(crate) fn entry_of(request: &Request, buffers: Buffers, slot: Option<u16>) -> squeue::Entry {
     let QueueFile { file, traits, fixed, .. } = &*request.target;
     let (fd, flags) = match fixed {
-        // The flag makes it an index into the table.
+        // The flag makes the number an index into the table.
         Some(fixed) => (types::Fd(fixed.index as i32), squeue::Flags::FIXED_FILE),
         None => (types::Fd(file.raw_fd()), squeue::Flags::empty()),
     };
@@ -29,7 +29,7 @@ pub(crate) fn entry_of(request: &Request, buffers: Buffers, slot: Option<u16>) -
     entry.flags(flags)
 }
 
-/// What the kernel is told of a transfer besides where it goes.
+/// Further arguments of a transfer.
 #[derive(Clone, Copy)]
 struct Extras {
     rw_flags: i32,

@@ -1,4 +1,4 @@
-//! Memory that is registered with a ring, by address: the kernel keeps its pages at hand, so that a request need not look
+//! The memory that is registered with a ring, by address. The kernel holds its pages, so that a request need not look
 //! them up.
 
 use crate::base::call::Buffers;
@@ -8,7 +8,7 @@ use std::io;
 /// Places in a ring's table: the kernel's own limit.
 pub(crate) const SLOTS: u16 = 1 << 14;
 
-/// One registered piece.
+/// One registered piece of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Piece {
     start: usize,
@@ -16,20 +16,20 @@ struct Piece {
     slot: u16,
 }
 
-/// What is registered with one ring, by address.
+/// The pieces that are registered with one ring.
 #[derive(Debug, Default)]
 pub(crate) struct FixedBuffers {
-    /// In order of their addresses.
+    /// Sorted by address.
     pieces: Vec<Piece>,
     /// Whether the ring has its (empty) table.
     has_table: bool,
     free: Vec<u16>,
-    /// Where the last one was found.
+    /// Where the last piece was found.
     hint: Cell<usize>,
 }
 
 impl FixedBuffers {
-    /// The piece that all of `buffers` lie in; vectors where the kernel takes them.
+    /// Returns the slot of the piece that all of `buffers` lie in. `vectors` says whether the kernel takes vectors.
     #[inline]
     pub(crate) fn slot_of(&self, buffers: Buffers, vectors: bool) -> Option<u16> {
         if self.pieces.is_empty() {
@@ -61,7 +61,7 @@ impl FixedBuffers {
         piece.holds(address, length_bytes).then_some(*piece)
     }
 
-    /// A place for one more; the first time, `make_table` gives the ring its table.
+    /// Takes a slot for one more piece. The first time, `make_table` gives the ring its table.
     pub(crate) fn take_slot(&mut self, make_table: impl FnOnce() -> io::Result<()>) -> io::Result<u16> {
         if !self.has_table {
             make_table()?;
@@ -71,18 +71,18 @@ impl FixedBuffers {
         self.free.pop().ok_or_else(|| io::Error::other("the ring's table of buffers is full"))
     }
 
-    /// The place was not used after all, or is free again.
+    /// Gives back a slot that was not used after all, or is free again.
     pub(crate) fn free_slot(&mut self, slot: u16) {
         self.free.push(slot);
     }
 
-    /// The piece is registered.
+    /// Adds a piece that was registered.
     pub(crate) fn add(&mut self, address: usize, length_bytes: usize, slot: u16) {
         let index = self.pieces.partition_point(|piece| piece.start < address);
         self.pieces.insert(index, Piece { start: address, end: address + length_bytes, slot });
     }
 
-    /// The piece is not used any more; returns whether it was.
+    /// Removes a piece, so that no request uses it any more. Returns whether it was there.
     pub(crate) fn forget(&mut self, slot: u16) -> bool {
         let before = self.pieces.len();
         self.pieces.retain(|piece| piece.slot != slot);

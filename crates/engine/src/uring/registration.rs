@@ -1,9 +1,9 @@
 //! Registers a guest's memory with a reactor's rings.
 //!
-//! A guest's memory is registered piece by piece, one a turn, so that nobody waits long for it; until a piece is
-//! registered, or where that fails, requests name their memory the plain way. Registered pages stay in memory, and stay
-//! the same pages, until they are given back: a guest that returns memory to its host and takes it back (a balloon) would
-//! find other pages there than the kernel writes to. That is why somebody has to ask for it.
+//! A guest's memory is registered piece by piece, one in each turn, so that nobody waits long for it. Until a piece is
+//! registered, or if that fails, requests name their memory by address. Registered pages stay in memory, and stay the
+//! same pages, until they are unregistered. A guest that returns memory to its host and takes it back (a balloon) would
+//! find other pages than those that the kernel writes to. So this happens only if the user asks for it.
 
 use super::ring::Uring;
 use block::{LogLimit, Poller, PollerId};
@@ -15,11 +15,11 @@ use std::sync::Arc;
 /// The most bytes registered at a time.
 const PIECE_BYTES: usize = 64 << 20;
 
-/// A guest's memory on one reactor: registered with its rings for as long as somebody holds this.
+/// A guest's memory on one reactor. It is registered with the reactor's rings as long as this lives.
 pub(crate) struct Registered {
     memory: Arc<GuestMemory>,
     rings: Vec<Rc<Uring>>,
-    /// By index into `rings`.
+    /// The ring, as an index into `rings`, and the slot of each piece.
     slots: RefCell<Vec<(usize, u16)>>,
 }
 
@@ -32,7 +32,7 @@ impl Registered {
         Arc::ptr_eq(&self.memory, memory)
     }
 
-    /// All pieces in order, as the rings are to have them.
+    /// Returns the pieces to register, in order: the ring, the address and the length.
     fn pieces(&self) -> Vec<(usize, *mut u8, usize)> {
         let mut pieces = Vec::new();
         for region in self.memory.regions() {
@@ -55,12 +55,12 @@ impl Drop for Registered {
     }
 }
 
-/// Registers one piece a turn, then goes.
+/// Registers one piece in each turn, then removes itself.
 pub(crate) struct Registrar {
     registered: Weak<Registered>,
     pieces: std::vec::IntoIter<(usize, *mut u8, usize)>,
     done_bytes: usize,
-    /// How it leaves its reactor's round.
+    /// Removes this poller from its reactor.
     remove: Box<dyn Fn(PollerId)>,
     id: Option<PollerId>,
 }
@@ -75,7 +75,7 @@ impl Registrar {
         self.id = Some(id);
     }
 
-    /// Registers the next piece; returns false when there is no more to do.
+    /// Registers the next piece. Returns false if there is no more to do.
     fn step(&mut self) -> bool {
         let Some(registered) = self.registered.upgrade() else { return false };
         let Some((ring, ptr, length_bytes)) = self.pieces.next() else {

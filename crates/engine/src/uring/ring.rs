@@ -1,15 +1,14 @@
-//! The io_uring engine: one ring a reactor, submitted once a turn.
+//! The io_uring engine: one ring for each reactor, submitted once a turn.
 //!
-//! When a disk has less to do than waits in the queue, the ring asks for the end of the batch ([`BatchEnd`]): the disk works
-//! while the next is prepared. A busy disk gets long batches. Either way a turn takes one system call at most, which submits
-//! and fetches.
+//! When fewer requests are in the kernel than wait in the queue, the ring asks for the end of the batch ([`BatchEnd`]).
+//! So the disk works while the next batch is prepared, and a busy disk gets long batches. Either way a turn takes one
+//! system call at most, which submits and fetches.
 //!
-//! The ring belongs to one thread and runs its completions only when that thread enters the kernel to fetch them
-//! (deferred task work): nothing interrupts the reactor. The kernel raises a flag in the shared ring when there is
-//! something to fetch, so a turn without work costs two loads.
+//! The ring belongs to one thread. Its completions run only when that thread enters the kernel to fetch them (deferred
+//! task work), so nothing interrupts the reactor. The kernel raises a flag in the shared ring when there is something
+//! to fetch, so a turn without work costs two loads.
 //!
-//! With a submission thread (`sqpoll=on`) the kernel looks into the ring by itself, and is called only to wake that
-//! thread.
+//! With a submission thread (`sqpoll=on`) the kernel looks into the ring by itself, and calls only wake that thread.
 
 use super::entry::entry_of;
 use super::fixed_buffers::{FixedBuffers, SLOTS};
@@ -40,17 +39,17 @@ const SUBMISSION_ENTRIES: u32 = 256;
 const COMPLETION_ENTRIES: u32 = 4096;
 const FIXED_FILES: u32 = 1024;
 
-/// A ring that failed is asked again for so long. Then its requests fail: the kernel tells no more about them.
+/// How long a failed ring is tried again. Then its requests fail, because the kernel reports no more ends.
 const PATIENCE: Duration = Duration::from_secs(10);
 const TRY_AGAIN: Duration = Duration::from_millis(100);
-/// A reactor that ends looks so often whether a ring that failed works again.
+/// How often an ending reactor looks whether a failed ring works again.
 const NAP: Duration = Duration::from_millis(10);
 
 const ENTER_GETEVENTS: u32 = 1;
 const ENTER_SQ_WAKEUP: u32 = 2;
 
-/// Beside the index in the name that the kernel gives back: the slot of registered memory that the request names, and
-/// that it names one.
+/// Beside the index, the name that the kernel gives back holds two more things: whether the request uses registered
+/// memory, and the slot of that.
 const FIXED: u64 = 1 << 63;
 const SLOT_SHIFT: u32 = 32;
 
@@ -58,11 +57,11 @@ struct State {
     ring: IoUring,
     setup: Setup,
     slab: Slab,
-    /// Taken, but not yet in the submission queue because that or the kernel is full.
+    /// Requests taken, but not yet in the submission queue because that or the kernel is full.
     waiting: VecDeque<u32>,
-    /// In the submission queue or in the kernel.
+    /// Requests in the submission queue or in the kernel.
     entered: usize,
-    /// Something was put into the submission queue since it was last looked whether the kernel sees it.
+    /// Something was put into the submission queue since the last check whether the submission thread must be woken.
     pushed: bool,
     fixed_buffers: FixedBuffers,
     /// Places in the table of registered files that are free.
@@ -73,7 +72,7 @@ struct State {
 
 /// One reactor's ring.
 pub(crate) struct Uring {
-    /// `None` once it was shut down.
+    /// `None` after shutdown.
     state: RefCell<Option<State>>,
     harvested: RefCell<Harvest<(u64, i32)>>,
     workers: Rc<Workers>,
@@ -101,7 +100,7 @@ impl FileTable for Uring {
 }
 
 impl Uring {
-    /// A ring for the calling thread, with a submission thread of the kernel's where that is wanted and to be had.
+    /// Makes a ring for the calling thread, with a kernel submission thread if that is wanted and available.
     pub(crate) fn new(
         submission_thread: bool,
         workers: Rc<Workers>,
@@ -120,7 +119,7 @@ impl Uring {
         counters: Arc<Counters>,
         batch_end: BatchEnd,
     ) -> io::Result<Self> {
-        // Not the ring's own descriptor: with deferred task work its poll does not tell of work to be run.
+        // Not the ring's own descriptor: with deferred task work, polling it does not show that task work is to be run.
         ring.submitter().register_eventfd(wakeup.fd().as_raw_fd())?;
         ring.completion().disable_eventfd();
         let mut probe = io_uring::Probe::new();
@@ -152,7 +151,8 @@ impl Uring {
         })
     }
 
-    /// Registers a file, so that the kernel need not look it up for each request. `None` where there is no place.
+    /// Registers a file, so that the kernel need not look it up for each request. `None` if there is no free place, or
+    /// the kernel refuses.
     pub(crate) fn register_file(self: &Rc<Self>, fd: RawFd) -> Option<FixedFile> {
         let mut state = self.state.borrow_mut();
         let state = state.as_mut()?;
@@ -166,8 +166,8 @@ impl Uring {
         }
     }
 
-    /// Registers memory, so that requests in it need not look its pages up. It has to stay mapped until it is
-    /// unregistered; its pages stay in memory.
+    /// Registers memory, so that the kernel need not look its pages up for each request. The memory must stay mapped
+    /// until it is unregistered. Its pages stay in memory.
     pub(crate) fn register_buffer(&self, ptr: *mut u8, length_bytes: usize) -> io::Result<u16> {
         let mut state = self.state.borrow_mut();
         let State { ring, fixed_buffers, .. } =
@@ -188,8 +188,8 @@ impl Uring {
         }
     }
 
-    /// Gives memory back. Requests in the kernel keep what they use; those that it has not seen yet go the plain way
-    /// (see [`Uring::complete`]).
+    /// Unregisters memory. Requests in the kernel keep the pages that they use. Requests that it has not seen yet are
+    /// repeated with plain addresses (see [`Uring::complete`]).
     pub(crate) fn unregister_buffer(&self, slot: u16) {
         let mut state = self.state.borrow_mut();
         let Some(State { ring, fixed_buffers, .. }) = state.as_mut() else { return };
@@ -198,12 +198,12 @@ impl Uring {
         // SAFETY: an empty buffer names no memory.
         match unsafe { ring.submitter().register_buffers_update(u32::from(slot), &[none], None) } {
             Ok(()) => fixed_buffers.free_slot(slot),
-            // The place is lost, and with it the pages until the ring goes.
+            // The slot is lost, and its pages stay pinned until the ring is closed.
             Err(error) => tracing::warn!(%error, "cannot unregister memory from io_uring"),
         }
     }
 
-    /// Where it sends what it cannot do without waiting.
+    /// Returns the workers, who carry out what the ring cannot do without waiting.
     pub(crate) fn workers(&self) -> &Workers {
         &self.workers
     }
@@ -222,7 +222,7 @@ impl Uring {
                 let waits_for_storage = is_direct && state.setup != Setup::SubmissionThread;
                 let index = state.slab.insert(request);
                 if state.slab.peak() > state.waiting.capacity() {
-                    // All of them may have to wait at once.
+                    // All requests may have to wait at once.
                     state.waiting.reserve(state.slab.peak());
                 }
                 state.enqueue(index);
@@ -237,8 +237,8 @@ impl Uring {
         }
     }
 
-    /// Gives the kernel all that was queued and fits, and lets it post completions: one system call, none without work.
-    /// Returns whether anything was given or fetched.
+    /// Submits all that is queued and fits, and lets the kernel post completions, in one system call; none without
+    /// work. Returns whether anything was submitted or fetched.
     pub(crate) fn submit(&self) -> bool {
         if let Some(failure) = self.failure.get() {
             return self.try_again(failure);
@@ -250,13 +250,13 @@ impl Uring {
         }
     }
 
-    /// With a submission thread: sees that it is awake if it has something to do. Waits for `want` completions.
+    /// Wakes the submission thread if it sleeps and has something to do. Waits for `want` completions.
     fn look_after_thread(&self, state: &mut State, want: u32) -> bool {
         state.refill();
         let pushed = std::mem::take(&mut state.pushed);
         let queue = state.ring.submission();
-        // Who puts something in looks at the flag after, the thread raises the flag first and looks into the queue after:
-        // one of the two sees the other (the crate has the fence). So looking once after each push is enough.
+        // The pusher fills the queue, then looks at the flag. The thread raises the flag, then looks into the queue.
+        // One of the two sees the other (the crate has the fence), so looking once after each push is enough.
         let wake = if pushed && queue.need_wakeup() { ENTER_SQ_WAKEUP } else { 0 };
         let fetch = if queue.cq_overflow() || want > 0 { ENTER_GETEVENTS } else { 0 };
         drop(queue);
@@ -266,7 +266,7 @@ impl Uring {
             let entered = unsafe { state.ring.submitter().enter::<libc::sigset_t>(0, want, wake | fetch, None) };
             match entered.map_err(|error| error.raw_os_error()) {
                 Ok(_) => {}
-                // To be tried again: the flag is looked at again.
+                // Try again: look at the flag once more.
                 Err(Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => state.pushed = true,
                 Err(error) => self.fail(error),
             }
@@ -304,12 +304,12 @@ impl Uring {
         self.failure.set(Some(Failure { since: now, tried: now }));
     }
 
-    /// Whether the kernel refuses its calls, so that its requests do not end by themselves.
+    /// Whether the kernel refuses the ring's calls, so that its requests do not end by themselves.
     pub(crate) fn has_failed(&self) -> bool {
         self.failure.get().is_some()
     }
 
-    /// Asks a ring that failed once more; after a while without success, gives its requests up.
+    /// Tries a failed ring once more. After some time without success, gives up its requests.
     #[cold]
     fn try_again(&self, failure: Failure) -> bool {
         if failure.tried.elapsed() < TRY_AGAIN.min(self.patience) {
@@ -338,8 +338,8 @@ impl Uring {
         true
     }
 
-    /// Fails every request and closes the ring. What was being written may land later. So no flush of these files succeeds
-    /// any more, and nobody is told that they hold what was written.
+    /// Fails all requests and closes the ring. Their writes may still land later. So no flush of these files succeeds
+    /// any more, and nobody is told that the data are durable.
     fn give_up(&self) {
         let Some(mut state) = self.state.borrow_mut().take() else { return };
         let requests = state.slab.abandon();
@@ -358,7 +358,7 @@ impl Uring {
         }
     }
 
-    /// Takes completions from the shared ring, without a system call. Returns how many requests moved.
+    /// Takes completions from the shared ring, without a system call. Returns how many.
     pub(crate) fn harvest(&self) -> usize {
         let Ok(mut harvested) = self.harvested.try_borrow_mut() else {
             return 0;
@@ -381,14 +381,15 @@ impl Uring {
         count
     }
 
-    /// One completion. The state is not borrowed while the request ends: dropping it may drop a file or a queue.
+    /// Handles one completion. The state is not borrowed while the request ends: dropping the request may drop a file
+    /// or a queue.
     fn complete(&self, name: u64, result: i32) {
         let index = name as u32;
         let mut borrowed = self.state.borrow_mut();
         let Some(state) = borrowed.as_mut() else { return };
         if name & FIXED != 0 && result == -libc::EFAULT {
-            // The registered memory was given back between the push and the kernel's look. Without the piece the
-            // request names its memory the plain way.
+            // The memory was unregistered between the push and the submission. Without the piece, the request names its
+            // memory by address.
             state.fixed_buffers.forget((name >> SLOT_SHIFT) as u16 & (SLOTS - 1));
             return state.enqueue(index);
         }
@@ -416,7 +417,7 @@ impl Uring {
         let has_room = !state.waiting.is_empty() && !state.is_full();
         let queue = state.ring.submission();
         let queued = match state.setup {
-            // What is in the queue is the thread's business.
+            // The submission thread takes care of what is in the queue.
             Setup::SubmissionThread => state.pushed,
             _ => !queue.is_empty() || queue.taskrun(),
         };
@@ -425,13 +426,13 @@ impl Uring {
         waiting || !state.ring.completion().is_empty()
     }
 
-    /// Requests taken and not ended.
+    /// Returns how many requests were taken and have not ended.
     pub(crate) fn in_flight(&self) -> usize {
         self.state.borrow().as_ref().map_or(0, |state| state.slab.live())
     }
 
-    /// Whether the kernel shall signal the reactor's event descriptor when there is something to fetch. Only while the
-    /// reactor is about to sleep; it looks for work after switching this on.
+    /// Sets whether the kernel signals the reactor's event descriptor when there is something to fetch. It is on only
+    /// for a sleep; the reactor looks for work after switching it on.
     pub(crate) fn signal(&self, on: bool) {
         if let Some(state) = self.state.borrow_mut().as_mut() {
             let entries = state.ring.completion();
@@ -439,7 +440,7 @@ impl Uring {
         }
     }
 
-    /// Waits for everything in the kernel, then closes the ring. Later pushes fail.
+    /// Waits for all requests in flight, then closes the ring. Later pushes fail.
     pub(crate) fn shut_down(&self) {
         while self.in_flight() > 0 {
             if self.has_failed() {
@@ -458,7 +459,7 @@ impl Uring {
         let Some(state) = self.state.borrow_mut().take() else {
             return;
         };
-        // The files are closed (and unlocked) now, not when the kernel gets round to the ring.
+        // This closes (and unlocks) the files at once. The kernel frees the ring some time later.
         let _ = state.ring.submitter().unregister_files();
     }
 }
@@ -474,13 +475,14 @@ impl State {
         self.entered >= COMPLETION_ENTRIES as usize
     }
 
-    /// Batches that an idle disk is given double this way.
+    /// Whether at least as many requests are queued as the kernel has. With this rule, the batches for an idle disk
+    /// double in length.
     fn kernel_has_less_than_queue(&mut self) -> bool {
         let queued = self.ring.submission().len();
         queued >= self.entered.saturating_sub(queued).max(1)
     }
 
-    /// Into the submission queue if there is room and nobody waits before it.
+    /// Puts a request into the submission queue if there is room and none waits before it; else it waits.
     fn enqueue(&mut self, index: u32) {
         if !self.waiting.is_empty() || self.is_full() || !self.put(index) {
             self.waiting.push_back(index);

@@ -1,4 +1,4 @@
-//! A ring by itself, without a reactor.
+//! Tests of a ring by itself, without a reactor.
 
 use super::*;
 use crate::base::call::Action;
@@ -62,11 +62,11 @@ impl Bench {
         });
     }
 
-    /// Until `count` requests have ended well; the caller sleeps on the wake-up alone.
+    /// Waits until `count` requests have succeeded. The caller sleeps on the wake-up alone.
     fn sleep_until_ended(&self, count: usize) {
         let mut ended = Vec::new();
         while ended.len() < count {
-            // What a busy device refuses is a worker's.
+            // A worker carries out what a busy device refuses.
             let _ = (self.uring.submit(), self.workers.submit());
             let _ = (self.uring.harvest(), self.workers.harvest());
             self.wakeup.about_to_sleep();

@@ -1,19 +1,19 @@
-//! How a ring is set up: the best way that this kernel knows, and the words for it.
+//! Sets up a ring in the best way that this kernel offers, and describes that way.
 
 use io_uring::{IoUring, opcode};
 use std::io;
 
-/// How long a submission thread of the kernel goes on looking before it sleeps, in milliseconds.
+/// How long a kernel submission thread looks for work before it sleeps, in milliseconds.
 const SUBMISSION_THREAD_IDLE_MS: u32 = 20;
 
 /// Who submits, and how completions reach the ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Setup {
-    /// A thread of the kernel submits what it finds in the ring.
+    /// A kernel thread submits what it finds in the ring.
     SubmissionThread,
     /// The reactor submits, and completions come when it fetches them (Linux 6.1).
     Deferred,
-    /// The reactor submits, and completions come when it enters the kernel for whatever reason (Linux 5.19).
+    /// The reactor submits, and completions come whenever it enters the kernel (Linux 5.19).
     Cooperative,
     /// The reactor submits, and completions come at any time: the kernel interrupts the reactor.
     Plain,
@@ -38,7 +38,7 @@ impl Setup {
         builder.build(submission_entries)
     }
 
-    /// For logs and `info`.
+    /// Describes the setup, for logs and `info`.
     pub(crate) fn words(self) -> &'static str {
         match self {
             Self::SubmissionThread => "single issuer, submission thread of the kernel",
@@ -49,7 +49,7 @@ impl Setup {
     }
 }
 
-/// Sets a ring up in the best way that the kernel knows, with a submission thread where one is wanted and to be had.
+/// Sets a ring up in the best way that the kernel offers, with a submission thread if that is wanted and available.
 pub(crate) fn build(
     submission_thread: bool,
     submission_entries: u32,
@@ -77,7 +77,7 @@ pub(crate) fn build(
     Ok((Setup::Plain.build(submission_entries, completion_entries)?, Setup::Plain))
 }
 
-/// Whether this process may use io_uring here at all, and how.
+/// Finds out whether this process may use io_uring here, and with which setup.
 pub(crate) fn probe() -> io::Result<Setup> {
     let (ring, setup) = build(false, 2, 4)?;
     let mut probe = io_uring::Probe::new();
@@ -90,10 +90,10 @@ pub(crate) fn probe() -> io::Result<Setup> {
     }
 }
 
-/// Whether a kernel with these operations will do.
+/// Whether a kernel with these operations is new enough.
 fn has_what_is_needed(is_supported: impl Fn(u8) -> bool) -> bool {
-    // The last is not used. It is as old as the completion ring's flags (5.8), without which to switch the event
-    // descriptor's signals off would write to the submission ring's head.
+    // `Tee` is not used, but it is as old as the completion ring's flags (5.8). Without these flags, switching off the
+    // event descriptor's signals would write to the submission ring's head.
     [opcode::Read::CODE, opcode::Write::CODE, opcode::Tee::CODE].into_iter().all(is_supported)
 }
 

@@ -1,4 +1,4 @@
-//! The jobs that a worker takes at a time.
+//! The jobs that a worker takes at one time.
 
 use super::job::Job;
 use crate::base::call::Call;
@@ -7,15 +7,15 @@ use crate::route::How;
 use block::Work;
 use std::collections::VecDeque;
 
-/// No job is added to a batch that moves this much: as with a ring's batch.
+/// A batch that moves this many bytes gets no further job, as with a ring's batch.
 const MOST_BYTES: usize = 128 << 10;
 
-/// A job, or several of one kind that one call gives to the kernel. It lies on its worker's stack: workers start at any
+/// A job, or several of one kind that one system call submits. It lies on its worker's stack: workers may start at any
 /// time, and allocate nothing.
 pub(crate) struct Batch {
     jobs: [Option<Job>; MOST],
     count: usize,
-    /// A computation instead.
+    /// A computation, in place of jobs.
     work: Option<Work>,
 }
 
@@ -30,17 +30,17 @@ impl Batch {
         self.jobs.iter().take(self.count).flatten()
     }
 
-    /// The first, which is like all the others but for its place.
+    /// Returns the first job, whose kind all others share.
     pub(crate) fn first(&self) -> Option<&Job> {
         self.jobs().next()
     }
 
-    /// For one call: which request each is, and what it does.
+    /// Returns the calls for one `io_submit`: the index of each request, and what it does.
     pub(crate) fn calls(&self) -> impl Iterator<Item = (u32, Call)> {
         self.jobs().map(|job| (job.index, job.call))
     }
 
-    /// Adds a job. Returns whether no other has room.
+    /// Adds a job. Returns whether the batch is full.
     pub(crate) fn add(&mut self, job: Job) -> bool {
         self.jobs[self.count] = Some(job);
         self.count += 1;
@@ -51,14 +51,14 @@ impl Batch {
         self.count
     }
 
-    /// Becomes one job, or none. Returns whether there is any.
+    /// Makes this a batch of one job, or empty. Returns whether there is a job.
     pub(crate) fn become_one(&mut self, job: Option<Job>) -> bool {
         self.count = usize::from(job.is_some());
         self.jobs[0] = job;
         self.count > 0
     }
 
-    /// Becomes a computation, or nothing. Returns whether there is any.
+    /// Makes this a computation, or empty. Returns whether there is one.
     pub(crate) fn become_work(&mut self, work: Option<Work>) -> bool {
         self.become_one(None);
         self.work = work;
@@ -70,8 +70,8 @@ impl Batch {
         self.work.take()
     }
 
-    /// Becomes the first of those that wait, with those behind it that are carried out in the same way, as far as there is
-    /// room. Returns whether there is any.
+    /// Takes the first waiting job, and those behind it that are carried out in the same way, as far as there is room.
+    /// Returns whether there is any.
     pub(crate) fn become_next(&mut self, waiting: &mut VecDeque<Job>) -> bool {
         self.become_one(waiting.pop_front());
         let Some(&Job { how, length_bytes, .. }) = self.first() else { return false };

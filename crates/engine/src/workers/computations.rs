@@ -1,12 +1,12 @@
-//! Work that needs a processor for long, not storage: as many at once as there are processors, files in turn.
+//! Long computations. As many run at once as there are processors, and files take turns.
 
 use block::Work;
 use std::collections::VecDeque;
 use std::os::fd::RawFd;
 
-/// What waits to be computed. A file that has much of it waits behind one that has little.
+/// The computations that wait. A file with many does not keep a file with few waiting.
 pub(crate) struct Computations {
-    /// One each file that has any, the next to be served first.
+    /// A list for each file that has any; the next file to be served is first.
     files: VecDeque<(RawFd, VecDeque<Work>)>,
     waiting: usize,
     at_work: usize,
@@ -29,7 +29,7 @@ impl Computations {
         }
     }
 
-    /// How many can be begun now.
+    /// Returns how many computations can begin.
     pub(crate) fn ready(&self) -> usize {
         self.waiting.min(self.most.saturating_sub(self.at_work))
     }
@@ -48,12 +48,12 @@ impl Computations {
         Some(work)
     }
 
-    /// One has ended.
+    /// Notes that a computation has ended.
     pub(crate) fn ended(&mut self) {
         self.at_work -= 1;
     }
 
-    /// Those that wait or are at work.
+    /// Returns how many computations wait or are at work.
     pub(crate) fn live(&self) -> usize {
         self.waiting + self.at_work
     }

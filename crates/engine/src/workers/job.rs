@@ -6,9 +6,9 @@ use crate::route::How;
 /// See the module.
 #[derive(Clone, Copy)]
 pub(crate) struct Job {
-    /// Names the request in the reactor's slab.
+    /// The request's index in the reactor's slab.
     pub(crate) index: u32,
-    /// Not while another such job on the file is carried out.
+    /// It must not run while another serialized job on the file does.
     pub(crate) serialized: bool,
     pub(crate) how: How,
     pub(crate) length_bytes: usize,

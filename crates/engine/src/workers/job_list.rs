@@ -1,11 +1,11 @@
-//! Lists of jobs that share one store, so that room for all is made once, however the jobs are spread over the lists.
+//! Lists of jobs that share one store. Room for all is made once, however the jobs are spread over the lists.
 
 use super::job::Job;
 
 /// No job.
 const NONE: u32 = u32::MAX;
 
-/// A list: jobs come in at its end and leave at its beginning.
+/// A list: jobs are added at its end and taken from its beginning.
 pub(crate) struct JobList {
     first: u32,
     last: u32,
@@ -18,9 +18,9 @@ impl Default for JobList {
     }
 }
 
-/// Where the jobs of all lists lie.
+/// The store of the jobs of all lists.
 pub(crate) struct JobStore {
-    /// A job, and the one that follows it in its list or among the free places.
+    /// A job, and the place that follows in its list or among the free places.
     places: Vec<(Option<Job>, u32)>,
     free: u32,
 }
@@ -32,12 +32,12 @@ impl Default for JobStore {
 }
 
 impl JobStore {
-    /// Room for `count` jobs.
+    /// Makes room for `count` jobs.
     pub(crate) fn make_room(&mut self, count: usize) {
         self.places.reserve(count.saturating_sub(self.places.len()));
     }
 
-    /// For how many jobs there is room.
+    /// Returns how many jobs there is room for.
     pub(crate) fn room(&self) -> usize {
         self.places.capacity()
     }

@@ -1,4 +1,4 @@
-//! What waits for a worker.
+//! The jobs that wait for a worker.
 
 use super::batch::Batch;
 use super::computations::Computations;
@@ -12,7 +12,7 @@ use std::os::fd::RawFd;
 struct Lane {
     fd: RawFd,
     jobs: VecDeque<Job>,
-    /// A worker carries one of them out.
+    /// A worker is carrying one of them out.
     busy: bool,
 }
 
@@ -27,35 +27,35 @@ impl Lane {
 pub(crate) enum Spinner {
     #[default]
     None,
-    /// It takes any job that comes.
+    /// It takes the next job that comes.
     Looks,
-    /// A job has come, which it is about to take: the next needs another worker.
+    /// It is about to take a job that has come: the next needs another worker.
     HasWork,
 }
 
-/// Who is needed for a batch.
+/// The workers that are needed for a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Wanted {
-    /// The one that spins.
+    /// The worker that spins.
     pub(crate) spinner: bool,
-    /// Idle ones.
+    /// How many idle workers to wake.
     pub(crate) to_wake: usize,
-    /// New ones.
+    /// How many new workers to start.
     pub(crate) to_start: usize,
 }
 
-/// Jobs of a kind (reads and writes, or syncs and the like) that may always be at work on each file. What a worker is
-/// needed for is started then, however many workers wait for the storage of others.
+/// Jobs of a kind (reads and writes, or syncs and the like) that may always be at work on each file. A worker is
+/// started for them, however many workers wait for the storage of other files.
 const LEAST_OF_A_FILE: usize = 8;
-/// The most jobs beyond those, over all files: a file alone gets 48 workers for its reads, say. The next goes to the file
-/// that has the fewest.
+/// The most jobs beyond those, over all files. So a file that is alone gets 48 workers for its reads, for example. A
+/// free worker goes to the file that has the fewest.
 const MOST_BEYOND: usize = 40;
 
 /// The jobs of a kind on one file.
 #[derive(Default)]
 struct Flow {
     fd: RawFd,
-    /// Reads and writes. Where two have as many at work, the others go first.
+    /// The jobs are reads and writes. If two flows have equally many at work, the other kind goes first.
     is_transfer: bool,
     waiting: JobList,
     at_work: usize,
@@ -66,20 +66,20 @@ impl Flow {
         self.at_work == 0 && self.waiting.length == 0
     }
 
-    /// Jobs that may begin whatever other files do, and jobs that may where there is room beyond.
+    /// Returns how many jobs may begin whatever other files do, and how many more may if there is room beyond.
     fn ready(&self) -> (usize, usize) {
         let own = self.waiting.length.min(LEAST_OF_A_FILE.saturating_sub(self.at_work));
         (own, self.waiting.length - own)
     }
 }
 
-/// The jobs, and the workers there are.
+/// The jobs, and figures of the workers.
 #[derive(Default)]
 pub(crate) struct Queue {
     flows: Vec<Flow>,
     /// All jobs that wait in flows.
     store: JobStore,
-    /// Jobs at work beyond what their files may always have.
+    /// Jobs at work beyond those that their files may always have.
     beyond: usize,
     /// The flow at which the search for the next job begins.
     next_flow: usize,
@@ -92,7 +92,7 @@ pub(crate) struct Queue {
 }
 
 impl Queue {
-    /// Room for `count` jobs of any kind, so that adding them does not allocate.
+    /// Makes room for `count` jobs of any kind, so that adding them does not allocate.
     pub(crate) fn make_room(&mut self, count: usize) {
         self.store.make_room(count);
         for lane in &mut self.lanes {
@@ -100,7 +100,7 @@ impl Queue {
         }
     }
 
-    /// Adds a job. A file's first makes a list with as much room as the others have.
+    /// Adds a job. The first serialized job of a file makes a list with as much room as the others have.
     pub(crate) fn add(&mut self, job: Job) {
         if !job.serialized {
             let flow = self.flow_for(&job);
@@ -119,7 +119,7 @@ impl Queue {
         lane.jobs.push_back(job);
     }
 
-    /// The place of the job's flow, which may be new or have been another file's.
+    /// Returns the place of the job's flow, which may be new or have been another file's.
     fn flow_for(&mut self, job: &Job) -> usize {
         let place = self.flow_of(job).or_else(|| self.flows.iter().position(Flow::is_idle));
         let place = place.unwrap_or_else(|| {
@@ -136,14 +136,14 @@ impl Queue {
         self.flows.iter().position(|flow| flow.fd == fd && flow.is_transfer == is_transfer)
     }
 
-    /// Adds jobs, and says who is needed for them. New workers are counted already.
+    /// Adds jobs, and returns the workers needed for them. New workers are counted already.
     pub(crate) fn add_batch(&mut self, batch: impl Iterator<Item = Job>, most_threads: usize) -> Wanted {
         let ready_before = self.ready();
         batch.for_each(|job| self.add(job));
         self.wanted(ready_before, most_threads)
     }
 
-    /// As [`Queue::add_batch`], of one computation for a file.
+    /// As [`Queue::add_batch`], for one computation for a file.
     pub(crate) fn add_work(&mut self, fd: RawFd, work: Work, most_threads: usize) -> Wanted {
         let ready_before = self.ready();
         self.computations.add(fd, work);
@@ -164,7 +164,7 @@ impl Queue {
         Wanted { spinner, to_wake: to_wake.min(self.idle), to_start }
     }
 
-    /// Takes what can be begun now. Returns whether there was anything.
+    /// Takes the next jobs or computation that can begin. Returns whether there was anything.
     pub(crate) fn take(&mut self, batch: &mut Batch) -> bool {
         if let Some(lane) = self.lanes.iter_mut().find(|lane| lane.is_ready()) {
             lane.busy = true;
@@ -173,7 +173,7 @@ impl Queue {
         batch.become_one(self.take_from_flow()) || batch.become_work(self.computations.take())
     }
 
-    /// Of the files that may begin one, the job of that which has the fewest at work.
+    /// Takes a job of the file that has the fewest at work, among those that may begin one.
     fn take_from_flow(&mut self) -> Option<Job> {
         let (has_room, count) = (self.beyond < MOST_BEYOND, self.flows.len());
         let in_turn = (0..count).map(|step| (self.next_flow + step) % count);
@@ -191,7 +191,8 @@ impl Queue {
         self.store.pop(&mut flow.waiting)
     }
 
-    /// A job that was not serialized has ended. Its worker looks for the next one itself; there is one more at most.
+    /// Notes that a job that is not serialized has ended. At most one more can begin then, and the worker itself looks
+    /// for it.
     pub(crate) fn ended(&mut self, job: &Job) {
         if let Some(place) = self.flow_of(job) {
             let flow = &mut self.flows[place];
@@ -200,14 +201,14 @@ impl Queue {
         }
     }
 
-    /// Takes what follows serialized jobs on this file: nobody else is woken for it. Returns whether there was any.
+    /// Takes the next serialized jobs of this file: no other worker is woken for them. Returns whether there was any.
     pub(crate) fn take_next_serialized(&mut self, job: &Job, batch: &mut Batch) -> bool {
         let Some(lane) = self.lanes.iter_mut().find(|lane| lane.fd == job.call.fd && lane.busy) else { return false };
         lane.busy = batch.become_next(&mut lane.jobs);
         lane.busy
     }
 
-    /// Jobs that can be begun now.
+    /// Returns how many jobs can begin.
     pub(crate) fn ready(&self) -> usize {
         let ready = self.flows.iter().map(Flow::ready);
         let (own, others) = ready.fold((0, 0), |sum, flow| (sum.0 + flow.0, sum.1 + flow.1));
@@ -241,7 +242,7 @@ pub(crate) mod tests {
             (wanted.spinner, wanted.to_wake, wanted.to_start)
         };
         assert_eq!(give(&mut queue, 1), (true, 0, 0));
-        // It may be long at that one: others are woken for the next, then started, up to the limit.
+        // Its job may take long: others are woken for the next jobs, then started, up to the limit.
         assert_eq!(give(&mut queue, 1), (false, 1, 0));
         assert_eq!(give(&mut queue, 2), (false, 2, 1));
         assert_eq!((give(&mut queue, 5), queue.threads), ((false, 2, 1), 5));
@@ -279,7 +280,7 @@ pub(crate) mod tests {
             let wanted = queue.add_batch((101..120).map(|index| other(index, 2)), 512);
             assert_eq!(wanted.to_start, LEAST_OF_A_FILE - 1, "though as many as may be of the other are at work");
             assert_eq!(all(&mut queue), Vec::from_iter(101..108));
-            // Room beyond what is everybody's goes to the file that has less.
+            // Room beyond the files' own goes to the file that has fewer.
             queue.ended(&many(0, 1));
             assert_eq!((queue.ready(), all(&mut queue)), (1, vec![108]));
             // Below that a file's own jobs follow each other.
@@ -356,7 +357,7 @@ pub(crate) mod tests {
         assert_eq!(queue.ready(), 3);
         let all: Vec<u32> = std::iter::from_fn(|| taken(&mut queue)).collect();
         assert_eq!((all, queue.ready()), (vec![0, 2, 3], 0));
-        // What comes while one is carried out wakes nobody: the worker itself goes on with it.
+        // A job that comes while one is carried out wakes no worker: the same one goes on with it.
         queue.add(job(5, 2, true));
         assert_eq!(queue.ready(), 0);
         let following = |queue: &mut Queue, fd| {
@@ -368,7 +369,8 @@ pub(crate) mod tests {
         assert_eq!(following(&mut queue, 1), Some(4));
         assert_eq!(following(&mut queue, 2), Some(5));
         assert_eq!((following(&mut queue, 1), following(&mut queue, 2)), (None, None));
-        // Nobody is at it any more: the next is anybody's, also of a file that has taken the place of another.
+        // No worker is at these files any more, so any worker may take the next job, even of a file that has taken
+        // another's place.
         queue.add(job(6, 7, true));
         assert_eq!((queue.ready(), queue.lanes.len()), (1, 2));
         assert_eq!(taken(&mut queue), Some(6));

@@ -1,4 +1,4 @@
-//! A reactor's worker threads: an engine of their own, and where the other engines send what they cannot do without
+//! A reactor's worker threads: an engine of their own, which also carries out what the other engines cannot do without
 //! waiting.
 
 pub(crate) mod batch;
@@ -10,7 +10,7 @@ mod mailbox;
 pub(crate) mod pool;
 pub(crate) mod thread_pool;
 
-/// The lock and the flag of the mailbox, which loom's take the place of when it is explored.
+/// The types of the mailbox's lock and flag. In the model test, loom's types replace them.
 mod parts {
     pub(super) use std::sync::atomic::{AtomicBool, Ordering};
     pub(super) use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -17,22 +17,22 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The most workers of one reactor: what a few files take (see `job_queue`) is far below. Who comes later than that waits
-/// for a worker to be free.
+/// The most workers of one reactor, far more than a few files take (see `job_queue`). Beyond that, jobs wait until a
+/// worker is free.
 const MAX_WORKERS: usize = 512;
 /// How long a worker without work stays.
 const IDLE_LIMIT: Duration = Duration::from_secs(10);
 /// How long a worker spins at most. A job that comes later is worth a wake-up.
 const SPIN_MAX: Duration = Duration::from_micros(100);
-/// A worker calls the kernel, and computes what needs little stack.
+/// Enough for system calls, and for computations that need little stack.
 const STACK_BYTES: usize = 256 << 10;
-/// Room for what workers have begun, and for what they have given to the kernel in batches.
+/// Room in the two contexts of Linux AIO: for what workers only begin, and for what they carry out in batches.
 const BEGUN: u32 = 1024;
 const BATCHED: u32 = 256;
-/// The result of a job that the kernel did not carry out in a batch: it is to be tried by a call of its own.
+/// Stands for the result of a job that the kernel did not carry out in a batch: try it by a call of its own.
 pub(crate) const ALONE: i32 = i32::MIN;
 
-/// Looked at again and again: on a cache line of its own, as the mailbox's flag.
+/// A number that is read again and again. It has a cache line of its own, as the mailbox's flag has.
 #[derive(Default)]
 #[repr(align(64))]
 struct Polled(AtomicU64);
@@ -42,24 +42,24 @@ pub(crate) struct Pool {
     queue: Mutex<Queue>,
     /// Signalled when there are jobs or the pool stops.
     more: Condvar,
-    /// Grows when a spinning worker has something to look for. Written after the queue, with release: who sees the new
-    /// number finds the jobs.
+    /// Grows when there is a job for a spinning worker. Written after the queue, with release: a worker that sees the
+    /// new number finds the jobs.
     batches: Polled,
     done: Mailbox,
     /// With `done`: a result came in. The reactor waits on it only while it shuts down.
     progress: Condvar,
     /// With `queue`: a worker ended because the pool stops.
     stopped: Condvar,
-    /// What workers only begin, and what one call carries out of the page cache's. Made when they are first needed;
-    /// `None` where they cannot be had.
+    /// Contexts for requests that workers only begin, and for batches on the page cache. Made when first needed; `None`
+    /// if Linux AIO is not available.
     begun: OnceLock<Option<IoSubmit>>,
     batched: OnceLock<Option<IoSubmit>>,
     /// Calls that workers have made.
     calls: AtomicU64,
     wakeup: Arc<Wakeup>,
-    /// How long a worker without work spins at most; as the reactor, it adapts below this.
+    /// How long a worker without work spins at most. It adapts below this, as the reactor does.
     spin_limit: Duration,
-    /// Where workers may run: a reactor that is bound to one processor does not bind them.
+    /// Where workers may run. A reactor that is bound to one processor does not bind its workers.
     processors: Option<CpuSet>,
 }
 
@@ -88,7 +88,7 @@ impl Pool {
 
 /// The reactor's side.
 impl Pool {
-    /// All lists are to hold `count` requests.
+    /// Makes room for `count` requests in all lists.
     pub(crate) fn make_room(&self, count: usize) {
         let all = &mut self.done.results().all;
         all.reserve(count.saturating_sub(all.len()));
@@ -101,20 +101,20 @@ impl Pool {
         Self::see_to_workers(this, wanted);
     }
 
-    /// Hands a computation for a file to a worker, at once.
+    /// Hands a computation for a file to a worker at once, without waiting for the next submit.
     pub(crate) fn give_work(this: &Arc<Self>, fd: RawFd, work: Work) {
         let wanted = locked(&this.queue).add_work(fd, work, MAX_WORKERS);
         Self::see_to_workers(this, wanted);
     }
 
-    /// Computations that have not ended.
+    /// Returns how many computations have not ended.
     pub(crate) fn computations(&self) -> usize {
         locked(&self.queue).computations.live()
     }
 
     fn see_to_workers(this: &Arc<Self>, wanted: Wanted) {
         if wanted.spinner {
-            // It had seen no batch of this number under the lock.
+            // The spinning worker read the old number under the lock.
             this.batches.0.fetch_add(1, Ordering::Release);
         }
         for _ in 0..wanted.to_wake {
@@ -133,7 +133,7 @@ impl Pool {
                 return;
             }
             drop(queue);
-            // There is no worker at all: slow is better than never.
+            // There is no worker at all, so the reactor does the work: slow is better than never.
             tracing::warn!(%error, "cannot start an I/O worker; the reactor does the work itself");
             this.drain_queue();
         }
@@ -146,12 +146,12 @@ impl Pool {
         }
     }
 
-    /// Calls that workers have made so far.
+    /// Returns how many calls workers have made so far.
     pub(crate) fn calls(&self) -> u64 {
         self.calls.load(Ordering::Relaxed)
     }
 
-    /// Whether there are results, of those that are signalled.
+    /// Whether there are signalled results.
     pub(crate) fn has_signalled(&self) -> bool {
         self.done.has_signal() || self.io_submit(How::Begin).is_some_and(IoSubmit::has_events)
     }
@@ -161,25 +161,25 @@ impl Pool {
         self.done.has_signal()
     }
 
-    /// Takes what was signalled, and whatever else has ended then. `results` has room.
+    /// Takes the signalled results, and others that have ended. `results` has room.
     pub(crate) fn take_results(&self, results: &mut Vec<(u32, i32)>) {
         let mut batched = None;
         if self.done.take_signal() {
             let all = &mut self.done.results().all;
             match results.is_empty() {
-                // Both lists keep their room.
+                // A swap, so that both lists keep their room.
                 true => std::mem::swap(results, all),
                 false => results.append(all),
             }
             batched = self.io_submit(How::Batch);
         }
         for ended in self.io_submit(How::Begin).into_iter().chain(batched) {
-            // A call of its own is repeated.
+            // The request is repeated by a call of its own.
             ended.take(|index, result| results.push((index, if result == -libc::EAGAIN { ALONE } else { result })));
         }
     }
 
-    /// Whether there are results, signalled or not; then they count as signalled.
+    /// Whether there are results, signalled or not. If so, they count as signalled from then on.
     pub(crate) fn look_for_results(&self) -> bool {
         let some = self.has_signalled() || self.has_unsignalled(&self.done.results());
         if some {
@@ -192,18 +192,18 @@ impl Pool {
         !done.all.is_empty() || self.io_submit(How::Batch).is_some_and(IoSubmit::has_events)
     }
 
-    /// Until there are results, or for a while.
+    /// Waits until there are results, for a limited time.
     pub(crate) fn wait_for_results(&self) {
         let mut done = self.done.results();
         done.awaited = true;
-        // What the kernel was given ends without telling this condition.
+        // The end of what was submitted to the kernel does not notify this condition variable.
         let is_given = self.io_submit(How::Begin).or(self.io_submit(How::Batch)).is_some();
         let limit = if is_given { Duration::from_millis(1) } else { IDLE_LIMIT };
         drop(self.progress.wait_timeout_while(done, limit, |done| !self.has_unsignalled(done)));
         self.look_for_results();
     }
 
-    /// Waits for every worker.
+    /// Stops the workers and waits for all of them.
     pub(crate) fn stop(&self) {
         let mut queue = locked(&self.queue);
         queue.stop = true;
@@ -213,7 +213,7 @@ impl Pool {
         }
     }
 
-    /// The context of what workers carry out so, if there is one. Its ends are only for the reactor.
+    /// Returns the context for this way of carrying jobs out, if there is one. Only the reactor takes from its ring.
     fn io_submit(&self, how: How) -> Option<&IoSubmit> {
         match how {
             How::Call => None,
@@ -222,7 +222,7 @@ impl Pool {
         }
     }
 
-    /// Sees to it that workers can carry jobs out so. Returns whether they can.
+    /// Prepares workers for this way of carrying jobs out. Returns whether they can.
     pub(crate) fn prepare(&self, how: How) -> bool {
         match how {
             How::Call => true,
@@ -236,7 +236,7 @@ impl Pool {
 impl Pool {
     fn work(&self) {
         if let Some(processors) = &self.processors {
-            // Fails where fewer are allowed by now; then the worker runs where the reactor does.
+            // Fails if fewer processors are allowed by now. Then the worker runs where the reactor does.
             let _ = rustix::thread::sched_setaffinity(None, processors);
         }
         let mut pace = Pace::new(self.spin_limit);
@@ -247,7 +247,7 @@ impl Pool {
         }
     }
 
-    /// Takes the next jobs; false when this worker shall end, and then it no longer counts.
+    /// Takes the next jobs. Returns false if this worker must end; it is no longer counted then.
     fn next(&self, pace: &mut Pace, batch: &mut Batch) -> bool {
         let mut queue = locked(&self.queue);
         loop {
@@ -286,18 +286,18 @@ impl Pool {
         false
     }
 
-    /// Until another batch was given or spinning does not pay.
+    /// Spins until another batch comes or spinning does not pay.
     fn spin(&self, batches: u64, pace: &mut Pace) {
         while self.batches.0.load(Ordering::Acquire) == batches && !pace.is_time_to_sleep(Instant::now()) {
-            // The reactor may need this very processor.
+            // The reactor may need this processor.
             std::thread::yield_now();
         }
     }
 
-    /// Carries out what was taken, and what follows it on the same file.
+    /// Carries out a batch, and what follows it on the same file.
     fn carry_out(&self, batch: &mut Batch) {
         if let Some(work) = batch.take_work() {
-            // Who waits for a computation that panicked hears of it: what it was to send is dropped.
+            // A task that waits for a computation that panicked gets an error, because the closure is dropped.
             if catch_unwind(AssertUnwindSafe(work)).is_err() {
                 tracing::error!("a computation on an I/O worker panicked");
             }
@@ -307,7 +307,8 @@ impl Pool {
             let before_call = || _ = self.calls.fetch_add(1, Ordering::Relaxed);
             let awaited = match (first.how, self.io_submit(first.how)) {
                 (How::Begin, Some(begun)) => {
-                    // An end that comes signals by itself; what was refused does not wait for what is begun after it.
+                    // The kernel signals each end. A refused request is signalled at once, and does not wait for those
+                    // begun after it.
                     let alone = |at| batch.jobs().nth(at).into_iter().for_each(|job| self.signal(self.call_for(job)));
                     // SAFETY: the slab's requests keep memory and files until their results have come.
                     unsafe { begun.submit(batch.calls(), Some(&self.wakeup), before_call, alone) };
@@ -327,7 +328,7 @@ impl Pool {
         }
     }
 
-    /// Returns whether the reactor waits for results.
+    /// Carries a job out by a call of its own. Returns whether the reactor waits for results.
     fn call_for(&self, job: &Job) -> bool {
         self.calls.fetch_add(1, Ordering::Relaxed);
         let result = job.run();
@@ -336,7 +337,7 @@ impl Pool {
         done.awaited
     }
 
-    /// Takes what the same worker goes on with, if anything.
+    /// Takes what the same worker goes on with, if anything, after `job` has ended.
     fn take_after(&self, job: &Job, batch: &mut Batch) {
         let mut queue = locked(&self.queue);
         if !job.serialized {
@@ -356,8 +357,8 @@ impl Pool {
     }
 }
 
-/// Starts a worker. Not by `std::thread`: a busy machine may need more workers at any time, and handles, names and
-/// results that nobody asks for would be allocated each time. The C library maps a stack, or takes one that it has kept.
+/// Starts a worker. Not by `std::thread`: workers may start at any time, and it would allocate handles, names and
+/// results each time. The C library maps a stack, or uses a kept one.
 fn spawn(pool: Arc<Pool>) -> io::Result<()> {
     extern "C" fn enter(pool: *mut libc::c_void) -> *mut libc::c_void {
         // SAFETY: `spawn` gave this thread a reference of its own.
@@ -386,7 +387,7 @@ fn spawn(pool: Arc<Pool>) -> io::Result<()> {
     if error == 0 {
         return Ok(());
     }
-    // SAFETY: there is no thread that would have taken it over.
+    // SAFETY: no thread was started that would own the reference.
     drop(unsafe { Arc::from_raw(pool) });
     Err(io::Error::from_raw_os_error(error))
 }

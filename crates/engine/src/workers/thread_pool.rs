@@ -1,13 +1,13 @@
-//! The thread pool: an engine of its own, and where the other engines send what they cannot do without waiting.
+//! The thread pool: an engine of its own, which also carries out what the other engines cannot do without waiting.
 //!
-//! Only numbers and raw pointers travel to a worker. The request, with the file and the memory it names, stays in the
-//! reactor's slab until the worker's result has come back, and the pool is shut down before the slab goes.
+//! A worker gets only numbers and raw pointers. The request, with its file and memory, stays in the reactor's slab
+//! until the worker's result has come back. The pool is shut down before the slab is dropped.
 //!
-//! Files that lie in memory are an exception: their bytes are only copied, which takes less time than to wake a worker.
-//! The reactor does their short requests itself, without a call where it can (see `file::mapped`): when it submits, or, where
-//! a task awaits the end, at once. Then the task goes on without being woken, and finds what it has just read in the
-//! processor's cache. What tasks may copy in a turn is limited, so that rings and other tasks come round. Transfers that take
-//! a call wait for the end of the turn, where one call carries them all out.
+//! Files in memory are an exception: copying their bytes takes less time than waking a worker. The reactor carries out
+//! their short requests itself, without a system call if possible (see `file::mapped`). It does so when it submits or,
+//! if a task awaits the end, at once. Then the task goes on without being woken, and finds what it read in the
+//! processor's cache. What tasks may copy in a turn is limited, so that rings and other tasks get their turn. Transfers
+//! that take a call wait for the end of the turn, where one call carries them all out.
 
 use super::batch::Batch;
 use super::job::Job;
@@ -29,36 +29,36 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Requests for which lists have room at least.
+/// The least room of the lists, in requests.
 const LEAST_ROOM: usize = 256;
-/// What tasks may copy at once between two submits, and what each call counts for at least.
+/// Bytes that tasks may copy at once between two submits, and what each request adds to its length in that count.
 const AT_ONCE_BYTES: usize = 4 << 20;
 const CALL_BYTES: usize = 4 << 10;
 
-/// What the reactor carries out itself when it submits.
+/// The jobs that the reactor carries out itself when it submits.
 struct Inline {
     jobs: Vec<Job>,
     done: Vec<(u32, i32)>,
-    /// Transfers that need a call: one carries them all out.
+    /// Transfers that need a call: one call carries them all out.
     batch: Batch,
-    /// `None` in it where Linux AIO cannot be had.
+    /// Holds `None` if Linux AIO is not available.
     io_submit: OnceCell<Option<IoSubmit>>,
 }
 
 /// One reactor's workers.
 pub(crate) struct Workers {
     slab: RefCell<Slab>,
-    /// Taken since the last submit.
+    /// Jobs for workers since the last submit.
     taken: RefCell<Vec<Job>>,
     inline: RefCell<Inline>,
     harvested: RefCell<Harvest<(u32, i32)>>,
     /// The longest copy that the reactor makes itself.
     inline_bytes: usize,
-    /// What tasks may still copy before the next submit.
+    /// Bytes that tasks may still copy before the next submit.
     at_once_bytes: Cell<usize>,
-    /// What workers carry out one after the other, and do not signal at once.
+    /// Jobs that workers carry out one after the other, and may not signal at once.
     in_turn: Cell<usize>,
-    /// Requests for which all lists have room.
+    /// How many requests all lists have room for.
     room: Cell<usize>,
     pool: Arc<Pool>,
     counters: Arc<Counters>,
@@ -89,7 +89,8 @@ impl Workers {
         }
     }
 
-    /// Takes a request; workers see it with the next [`Workers::submit`]. What a task awaits may have ended on return.
+    /// Takes a request; workers see it with the next [`Workers::submit`]. A request that a task awaits may have ended
+    /// on return.
     pub(crate) fn push(&self, request: Request) {
         self.counters.requests.add(1);
         let in_memory = request.target.traits.storage == Storage::Memory;
@@ -102,8 +103,8 @@ impl Workers {
         }
     }
 
-    /// Carries out what a task awaits of a file in memory, if that is short enough and need not wait for others; gives it
-    /// back otherwise.
+    /// Carries out a request on a file in memory that a task awaits, if it is short and need not wait for others. Gives
+    /// it back otherwise.
     fn carry_out_at_once(&self, request: Request) -> Option<Request> {
         let length_bytes = self.length_of(&request);
         let cost_bytes = length_bytes.saturating_add(CALL_BYTES);
@@ -127,7 +128,7 @@ impl Workers {
         None
     }
 
-    /// How much of a file in memory is moved, zeroed or freed.
+    /// Returns how many bytes of a file in memory are moved, zeroed or freed.
     fn length_of(&self, request: &Request) -> usize {
         let Action::Fallocate { mode, length } = request.action else { return request.left_bytes() };
         let frees = mode & libc::FALLOC_FL_PUNCH_HOLE != 0;
@@ -143,7 +144,7 @@ impl Workers {
         Now { declined: true, inline_bytes: self.inline_bytes, waits_for_workers, ..Now::of(&request.target) }
     }
 
-    /// Takes over a request that the kernel of another engine gave back, or ends it.
+    /// Takes over a request that another engine could not finish, or ends it.
     #[inline]
     pub(crate) fn take_back(&self, request: Request, step: Step, counters: &Counters) {
         match step {
@@ -169,7 +170,7 @@ impl Workers {
         self.queue(&mut slab, index, true);
     }
 
-    /// All lists are to hold `count` requests: all may wait, or end, at once.
+    /// Makes room in all lists for `count` requests: all may wait, or end, at once.
     #[cold]
     fn make_room(&self, count: usize) {
         fn grow<T>(list: &mut Vec<T>, count: usize) {
@@ -187,14 +188,14 @@ impl Workers {
         self.pool.make_room(count);
     }
 
-    /// `may_batch`: unless it shall be carried out by a call of its own.
+    /// Queues a request for the reactor or for workers. If not `may_batch`, it is carried out by a call of its own.
     fn queue(&self, slab: &mut Slab, index: u32, may_batch: bool) {
         let buffers = slab.buffers(index);
         let Some(request) = slab.get(index) else { return };
         let (call, length_bytes) = (request.call(buffers), request.left_bytes());
         let job = Job { index, serialized: false, how: How::Call, length_bytes, call };
         let now = Now { io_submit: may_batch, ..self.now(request, false) };
-        // Only what a file in memory is asked for has a length that takes a call to learn.
+        // Only for files in memory does the length take a system call to learn.
         let in_memory = request.target.traits.storage == Storage::Memory;
         let length_bytes = if in_memory { self.length_of(request) } else { length_bytes };
         match route(request.target.traits, request.action, length_bytes, now) {
@@ -207,7 +208,7 @@ impl Workers {
         let (traits, action) = (request.target.traits, request.action);
         let job = match self.pool.prepare(job.how) {
             true => job,
-            // Without Linux AIO each takes a call.
+            // Without Linux AIO each job takes a call.
             false => {
                 let now = Now { io_submit: false, ..self.now(request, true) };
                 match route(traits, action, job.length_bytes, now) {
@@ -272,7 +273,7 @@ impl Workers {
         true
     }
 
-    /// Takes results. Returns how many requests moved.
+    /// Takes results. Returns how many.
     pub(crate) fn harvest(&self) -> usize {
         let Ok(mut harvested) = self.harvested.try_borrow_mut() else {
             return 0;
@@ -332,7 +333,8 @@ impl Workers {
         }
     }
 
-    /// Whether there is something to submit or to take; what was not signalled is found too, and taken with the next harvest.
+    /// Whether there is something to submit or to take. This also finds results that are not signalled; the next
+    /// harvest takes them.
     pub(crate) fn has_work(&self) -> bool {
         let inline = self.inline.borrow();
         !self.taken.borrow().is_empty()
@@ -346,29 +348,29 @@ impl Workers {
         self.in_turn.get() > 0
     }
 
-    /// Looks for them; they are taken with the next harvest.
+    /// Looks for results that are not signalled. The next harvest takes them.
     pub(crate) fn look_for_unsignalled(&self) {
         self.pool.look_for_results();
     }
 
-    /// Requests taken and not ended.
+    /// Returns how many requests were taken and have not ended.
     pub(crate) fn in_flight(&self) -> usize {
         self.slab.borrow().live()
     }
 
-    /// Has a worker compute something for a file. When the workers have ended, nobody does.
+    /// Has a worker compute something for a file. After shutdown the work is dropped.
     pub(crate) fn run_aside(&self, file: &OpenFile, work: Work) {
         if !self.closed.get() {
             Pool::give_work(&self.pool, file.raw_fd(), work);
         }
     }
 
-    /// Whether workers compute something.
+    /// Whether workers have computations that have not ended.
     pub(crate) fn is_computing(&self) -> bool {
         self.pool.computations() > 0
     }
 
-    /// Waits for every job, then for every worker. Later pushes fail.
+    /// Waits for all jobs, then for all workers. Later pushes fail.
     pub(crate) fn shut_down(&self) {
         while self.in_flight() > 0 {
             self.submit();
@@ -387,7 +389,7 @@ impl Drop for Workers {
     }
 }
 
-/// Carries a batch out, and adds the results to `done`. Returns how many calls that took.
+/// Carries a batch out, and adds the results to `done`. Returns how many system calls that took.
 fn carry_out_batch(batch: &mut Batch, io_submit: &OnceCell<Option<IoSubmit>>, done: &mut Vec<(u32, i32)>) -> u64 {
     let mut calls = 0;
     let many = batch.len() > 1;
@@ -406,11 +408,11 @@ fn carry_out_batch(batch: &mut Batch, io_submit: &OnceCell<Option<IoSubmit>>, do
             // SAFETY: the slab's requests keep memory and files until their results have come.
             let mut left = unsafe { context.submit(batch.calls(), None, || calls += 1, alone) };
             calls += refused;
-            // Files in memory have ended all of them when that returns.
+            // For files in memory, all have ended when that returns.
             while left > 0 {
                 context.take(|index, result| {
                     left -= 1;
-                    // A call of its own is repeated.
+                    // The request is repeated by a call of its own.
                     done.push((index, if result == -libc::EAGAIN { ALONE } else { result }));
                 });
             }

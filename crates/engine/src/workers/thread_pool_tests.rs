@@ -1,4 +1,4 @@
-//! Workers by themselves, without a reactor.
+//! Tests of workers by themselves, without a reactor.
 
 use super::*;
 use crate::base::call::{Buffers, Call};
@@ -183,7 +183,7 @@ struct InMemory {
 }
 
 impl InMemory {
-    /// `None` where there is no tmpfs, or calls would be counted that ask for what is swapped out.
+    /// `None` if there is no tmpfs, or the host has swap, which adds calls to the count.
     fn new() -> Option<Self> {
         if host_has_swap() {
             return None;
@@ -207,7 +207,7 @@ impl InMemory {
         &self.reactors[0].1.file
     }
 
-    /// Gives a reactor a request; its worker has it on return, if it is one's.
+    /// Gives a reactor a request. On return its worker has it, if it is for one.
     fn give(&self, reactor: usize, action: Action, offset: u64, length_bytes: usize) {
         let (workers, target) = &self.reactors[reactor];
         let window = if length_bytes > 0 { IoBuf::zeroed(length_bytes).whole() } else { Window::empty() };
@@ -225,7 +225,7 @@ impl InMemory {
         workers.submit();
     }
 
-    /// Waits for all of a reactor's requests; calls that workers have made so far.
+    /// Waits for all of a reactor's requests. Returns the calls that workers have made so far.
     fn finish(&self, reactor: usize) -> u64 {
         let (workers, _) = &self.reactors[reactor];
         while workers.in_flight() > 0 {
@@ -291,7 +291,7 @@ fn beside_a_workers_change_of_a_file_in_memory_other_reactors_leave_theirs_to_wo
         assert!(!memory.file().is_changed_by_workers(), "{change:?}");
         memory.give(1, SMALL_WRITE, 768 << 10, 4096);
         assert_eq!(memory.finish(1), 1, "{change:?}: then it copies again");
-        // One that its reactor waits for while it ends.
+        // A request that its reactor waits for while it ends.
         memory.give(0, change, offset, length_bytes);
         memory.reactors[0].0.shut_down();
         assert!(!memory.file().is_changed_by_workers(), "{change:?}");

@@ -1,10 +1,10 @@
-//! The second half of a check: the refcounts on disk beside the numbers of references.
+//! The second half of a check: compares the refcounts on disk with the numbers of references.
 
 use crate::check::walk::{MISMATCHES_MAX, Mismatch, REFCOUNT_TABLE_RESERVED, Walk};
 use std::ops::Range;
 
 impl Walk<'_, '_> {
-    /// The refcount on disk; `None` where it cannot be had.
+    /// Returns the refcount on disk; `None` if its block is damaged or cannot be read.
     pub(crate) async fn refcount(&mut self, cluster: u64) -> Option<u64> {
         let number = self.geometry.block_of(cluster);
         let entry = usize::try_from(number).ok().and_then(|index| self.table.get(index)).copied().unwrap_or(0);
@@ -22,7 +22,7 @@ impl Walk<'_, '_> {
         self.refcount_in_memory(cluster)
     }
 
-    /// The refcount on disk, if it is in the block that was read last.
+    /// Returns the refcount on disk if it is in the block that was read last.
     pub(crate) fn refcount_in_memory(&self, cluster: u64) -> Option<u64> {
         let (loaded, bytes) = self.block.as_ref()?;
         if *loaded != self.geometry.block_of(cluster) {
@@ -60,7 +60,7 @@ impl Walk<'_, '_> {
         }
     }
 
-    /// Where the next cluster may be that is counted or referred to: most of a sparse file is neither.
+    /// Returns the next cluster that may be counted or referred to. Most of a sparse file is neither.
     fn next_piece(&self, cluster: u64) -> u64 {
         let referred = self.references.next_piece(cluster);
         let block = usize::try_from(self.geometry.block_of(cluster)).unwrap_or(usize::MAX);
@@ -70,8 +70,8 @@ impl Walk<'_, '_> {
         referred.into_iter().chain(counted).min().unwrap_or(u64::MAX)
     }
 
-    /// The first cluster of a range whose refcount is not in memory or not the number of references: nearly all are
-    /// right, and a check takes as long as it takes to see that.
+    /// Returns the first cluster of a range whose refcount is not in memory, or differs from the number of references.
+    /// Nearly all are right, so this loop decides how long a check takes.
     fn pass_what_is_right(&mut self, range: Range<u64>) -> u64 {
         let mut used = None;
         let differs = range.clone().find(|cluster| {
@@ -104,7 +104,7 @@ impl Walk<'_, '_> {
         }
         self.needs_rebuild |= refcount == 0 || (self.repairs && self.mismatches.len() >= MISMATCHES_MAX);
         match self.repairs && self.needs_rebuild {
-            // All refcounts are written anew.
+            // All refcounts will be written anew.
             true => self.mismatches = Vec::new(),
             false if !self.keeps_mismatches => {}
             false => self.mismatches.push(Mismatch { cluster, refcount, references }),

@@ -1,4 +1,4 @@
-//! The flag "refcount is exactly one" of L1 and L2 entries, held against the refcounts.
+//! Compares the flag "refcount is exactly one" of L1 and L2 entries with the refcounts.
 
 use crate::check::walk::{COMPRESSED, OFFSET_MASK, Walk};
 use crate::layout::entry::{COPIED, ZERO, entries};
@@ -7,15 +7,15 @@ use block::IoResult;
 /// An entry whose flag "refcount is exactly one" is wrong.
 #[derive(Debug)]
 pub(crate) struct WrongFlag {
-    /// Where the entry is in the file.
+    /// Where the entry lies in the file.
     pub(crate) at: u64,
     pub(crate) entry: u64,
     pub(crate) what: String,
 }
 
 impl Walk<'_, '_> {
-    /// Entries of the active tables whose flag "refcount is exactly one" is wrong; or will be once all refcounts are what
-    /// the references say (`predict`). Not many more than `most`: an L2 table's at most.
+    /// Returns entries of the active tables whose flag "refcount is exactly one" is wrong. With `predict`, compares
+    /// with the refcounts as they will be after the repair. Stops near `most`: it may exceed that by one L2 table.
     pub(crate) async fn wrong_flags(&mut self, predict: bool, most: usize) -> IoResult<Vec<WrongFlag>> {
         let header = self.header;
         let mut wrong = Vec::new();
@@ -43,7 +43,7 @@ impl Walk<'_, '_> {
                     continue;
                 }
                 let refcount = match self.geometry.data_file {
-                    // Clusters of an external data file are not counted: each has one owner.
+                    // Clusters of an external data file have no refcounts; each has one owner.
                     true => Some(1),
                     false => self.refcount_for_flag(offset, predict).await,
                 };
@@ -60,7 +60,7 @@ impl Walk<'_, '_> {
 
     async fn refcount_for_flag(&mut self, offset: u64, predict: bool) -> Option<u64> {
         let cluster = self.geometry.cluster_of(offset);
-        // Its refcount tells less than there is, and the flag would let guests write over what else lies there.
+        // Its refcount is lower than its references. With the flag, guests would overwrite what else lies there.
         if self.repairs && self.overcounted.contains(&cluster) {
             return None;
         }
@@ -70,7 +70,7 @@ impl Walk<'_, '_> {
                 known => known,
             };
         }
-        // New refcounts leave the place of the old ones.
+        // A rebuild frees the clusters of the old refcounts.
         let leaving = if self.needs_rebuild { self.own_references.get(cluster) } else { 0 };
         Some(self.references.get(cluster).saturating_sub(leaving))
     }

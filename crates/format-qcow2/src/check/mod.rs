@@ -1,7 +1,7 @@
-//! Checking an image, and repairing it: by `check -r`, and before an image that was left dirty is written to.
+//! Checks and repairs images: for `check -r`, and before a dirty image is written to.
 //!
-//! All references are counted anew from the tables and compared with the refcounts. Needs only `layout`: nothing here
-//! trusts what an open image keeps in memory.
+//! All references are counted anew from the tables and compared with the refcounts. This needs only `layout`: nothing
+//! here uses what an open image keeps in memory.
 
 mod compare;
 mod flags;

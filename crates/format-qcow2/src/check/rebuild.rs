@@ -1,7 +1,7 @@
-//! New refcounts for a whole image, from the references alone, in space that nothing leads to.
+//! Rebuilds all refcounts of an image from its references, in space that nothing refers to.
 //!
-//! What the old refcounts lie in counts as used, so that the header can change over at any moment; it is leaked then.
-//! Where things go is what `qemu-img check` does (first fit, a block not before the clusters that it counts), so that both
+//! The space of the old refcounts counts as used, so that the header can switch at any moment; afterwards it is leaked.
+//! Places are chosen as in `qemu-img check`: first fit, and a block never before the clusters that it counts. So both
 //! leave files of one size.
 
 use crate::check::references::References;
@@ -14,19 +14,19 @@ use memory::AlignedBuf;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// The plan, and what is written by it.
+/// The plan of a rebuild, and the refcounts that it writes.
 #[derive(Debug)]
 pub(crate) struct Rebuilt {
     geometry: Geometry,
-    /// References that were counted.
+    /// The counted references.
     references: References,
-    /// Space that this plan uses.
+    /// Clusters that the plan uses.
     own: BTreeSet<u64>,
-    /// Damaged tables lead there: not referred to, and not to be overwritten.
+    /// Clusters that damaged tables name: not referred to, but not to be overwritten.
     claimed: BTreeSet<u64>,
-    /// Clusters of the file, as far as they matter; grows by what is put behind it.
+    /// Clusters of the file that matter. Grows by what the plan puts behind its end.
     clusters: u64,
-    /// Where each block is.
+    /// Where each block lies.
     blocks: BTreeMap<u64, u64>,
     table_entries: u64,
     table_first: u64,
@@ -61,7 +61,7 @@ impl Rebuilt {
         self.references.get(cluster) > 0 || self.own.contains(&cluster)
     }
 
-    /// The first cluster of `count` free ones, from `from` on; behind the end of the file if need be.
+    /// Takes `count` contiguous free clusters from `from` on, behind the end of the file if need be. Returns the first.
     fn take(&mut self, count: u64, from: u64) -> IoResult<u64> {
         let (mut first, mut found) = (from, 0u64);
         while found < count {
@@ -81,7 +81,7 @@ impl Rebuilt {
         Ok(first)
     }
 
-    /// The first used cluster of a range.
+    /// Returns the first used cluster of a range.
     fn next_used(&self, range: Range<u64>) -> Option<u64> {
         if range.is_empty() {
             return None;
@@ -91,7 +91,7 @@ impl Rebuilt {
         counted.into_iter().chain(own).min()
     }
 
-    /// Finds space for the blocks that count the used clusters of a range, and for those that count these.
+    /// Finds space for the blocks that count the used clusters of a range, and for the blocks that count those blocks.
     fn place_blocks(&mut self, mut range: Range<u64>) -> IoResult<()> {
         let mut free_from = 0u64;
         while let Some(cluster) = self.next_used(range.clone()) {
@@ -115,29 +115,29 @@ impl Rebuilt {
         Ok(())
     }
 
-    /// Where the table is, and its length in clusters.
+    /// Returns where the table lies, and its length in clusters.
     pub(crate) fn table(&self) -> (u64, u32) {
         let clusters = self.geometry.clusters_for(self.table_entries.saturating_mul(8));
         (self.geometry.start_of(self.table_first), clusters as u32)
     }
 
-    /// The table.
+    /// Returns the entries of the table.
     pub(crate) fn entries(&self) -> Vec<u64> {
         let entry = |block| self.blocks.get(&block).map_or(0, |place| self.geometry.start_of(*place));
         (0..self.table_entries).map(entry).collect()
     }
 
-    /// The file is at least so long afterwards.
+    /// Returns the least length of the file after the rebuild.
     pub(crate) fn end_bytes(&self) -> u64 {
         self.own.last().map_or(0, |last| self.geometry.start_of(last.saturating_add(1)))
     }
 
-    /// Once they are written, the counts are only memory.
+    /// Frees the memory of the counts, once they are written.
     pub(crate) fn forget_references(&mut self) {
         self.references = References::default();
     }
 
-    /// Writes blocks and table. Nothing leads there yet.
+    /// Writes the blocks and the table. Nothing refers to them yet.
     pub(crate) async fn write(&self, io: &MetaIo) -> IoResult {
         let length = usize::try_from(self.geometry.cluster_bytes()).map_err(|_| IoError::EIO)?;
         for (block, place) in &self.blocks {

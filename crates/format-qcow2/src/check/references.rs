@@ -1,25 +1,25 @@
-//! How often each host cluster is referred to, and which clusters hold tables: what a check counts.
+//! Counts how often each host cluster is referred to, and notes which clusters hold tables.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 
-/// References are counted in pieces of this many clusters.
+/// Bits of a cluster's number within a piece: references are counted in pieces of 4096 clusters.
 const CHUNK_BITS: u32 = 12;
 
-/// A piece counts each of its clusters once it has so many in use; before that, it lists them.
+/// A piece lists its clusters in use up to so many; with more, it has a count for each cluster.
 const LISTED_MAX: usize = 512;
-/// What a piece takes beside its counts, about.
+/// Roughly the bytes of a piece beside its counts.
 const CHUNK_BYTES: usize = 96;
 const ENTRY_BYTES: usize = size_of::<(u16, u32)>();
 const COUNTED_BYTES: usize = size_of::<u32>() << CHUNK_BITS;
 
-/// The counts of one piece. Tables may lead far apart: then most pieces have few clusters in use.
+/// The counts of one piece. Tables may refer to places far apart: then most pieces have few clusters in use.
 #[derive(Debug)]
 enum Chunk {
     /// Clusters in use, in order, and their counts.
     Listed(Vec<(u16, u32)>),
-    /// A count for each.
+    /// A count for each cluster.
     Counted(Vec<u32>),
 }
 
@@ -34,7 +34,7 @@ impl Chunk {
         }
     }
 
-    /// The count of a cluster, and how many bytes more the piece takes.
+    /// Returns the count of a cluster, and how many more bytes the piece takes now.
     fn count_mut(&mut self, index: usize) -> (Option<&mut u32>, usize) {
         let mut more_bytes = 0usize;
         if let Self::Listed(list) = self
@@ -69,12 +69,12 @@ impl Chunk {
 /// Counts of references, by host cluster.
 #[derive(Debug)]
 pub(crate) struct References {
-    /// Places in `counts`.
+    /// Maps a piece's number to its index in `counts`.
     chunks: BTreeMap<u64, usize>,
     counts: Vec<Chunk>,
     used_bytes: usize,
     bytes_max: usize,
-    /// The chunk looked at last, and its place: neighbours follow each other.
+    /// The piece that was used last, and its index: neighbours mostly follow each other.
     last: Cell<Option<(u64, usize)>>,
 }
 
@@ -106,22 +106,22 @@ impl References {
         Some(place)
     }
 
-    /// At most so much memory from now on: what does not fit is not counted.
+    /// Limits the memory of the counts. What does not fit is not counted.
     pub(crate) fn set_memory_bytes(&mut self, bytes: usize) {
         self.bytes_max = bytes.max(1);
     }
 
-    /// Whether something may not have been counted.
+    /// Whether something may be missing from the counts.
     pub(crate) fn is_full(&self) -> bool {
         self.used_bytes >= self.bytes_max
     }
 
-    /// How much memory it takes, about.
+    /// Returns about how many bytes the counts take.
     pub(crate) fn used_bytes(&self) -> usize {
         self.used_bytes
     }
 
-    /// So many more, but not more than `max` in all. Returns how many did not fit.
+    /// Counts `times` more references to a cluster, up to `max` in all. Returns how many were too many.
     pub(crate) fn count(&mut self, cluster: u64, times: u32, max: u32) -> u32 {
         let chunk = cluster >> CHUNK_BITS;
         if self.is_full() {
@@ -151,19 +151,19 @@ impl References {
         counts.map_or(0, |counts| u64::from(counts.get(Self::index(cluster))))
     }
 
-    /// The first cluster of the first piece behind that of `cluster` in which anything is counted.
+    /// Returns the first cluster of the next piece with references, behind the piece of `cluster`.
     pub(crate) fn next_piece(&self, cluster: u64) -> Option<u64> {
         let next = self.chunks.range((cluster >> CHUNK_BITS).saturating_add(1)..).next();
         next.map(|(chunk, _)| chunk.wrapping_shl(CHUNK_BITS))
     }
 
-    /// The end of the piece that `cluster` is counted in, and whether anything in it is.
+    /// Returns the end of the piece of `cluster`, and whether it has any references.
     pub(crate) fn piece(&self, cluster: u64) -> (u64, bool) {
         let chunk = cluster >> CHUNK_BITS;
         (chunk.saturating_add(1).wrapping_shl(CHUNK_BITS), self.chunks.contains_key(&chunk))
     }
 
-    /// The clusters of a range that are referred to, in order, with their counts.
+    /// Returns the clusters of a range with references, in order, with their counts.
     pub(crate) fn used(&self, range: Range<u64>) -> impl Iterator<Item = (u64, u64)> {
         let last = range.end.saturating_sub(1).max(range.start) >> CHUNK_BITS;
         let chunks = self.chunks.range(range.start >> CHUNK_BITS..=last);
@@ -182,7 +182,7 @@ impl References {
         all.filter(move |(cluster, count)| *count > 0 && range.contains(cluster))
     }
 
-    /// Behind the last piece in which anything is counted.
+    /// Returns the end of the last piece with references.
     pub(crate) fn end(&self) -> u64 {
         self.chunks.last_key_value().map_or(0, |(chunk, _)| chunk.saturating_add(1).wrapping_shl(CHUNK_BITS))
     }
@@ -194,23 +194,23 @@ impl References {
 pub(crate) enum Kind {
     L1 = 1,
     L2 = 2,
-    /// Any other: the header, refcounts, snapshots.
+    /// Any other table: the header, refcounts, snapshots.
     Other = 4,
 }
 
-/// Something else than a table lies there, too.
+/// Something other than a table also lies there.
 const SHARED: u8 = 8;
 
-/// What one host cluster holds, going by what leads there.
+/// The contents of a host cluster, according to what refers to it.
 #[derive(Debug, Clone, Copy, Default)]
 struct Held {
     /// The kinds of tables, as bits.
     kinds: u8,
-    /// References that mean a table.
+    /// References that name a table.
     tables: u32,
 }
 
-/// Which clusters hold tables, and of which kinds.
+/// The clusters that hold tables, and the tables' kinds.
 #[derive(Debug, Default)]
 pub(crate) struct Kinds(HashMap<u64, Held>);
 
@@ -228,13 +228,13 @@ impl Kinds {
         self.0.len()
     }
 
-    /// How much memory they take, about.
+    /// Returns about how many bytes they take.
     pub(crate) fn used_bytes(&self) -> usize {
         self.0.len().saturating_mul(32)
     }
 
-    /// Once all references are counted: finds the clusters that something else than tables leads to as well. A reference
-    /// that could not be counted may have been to data.
+    /// Finds the clusters of tables that something else also refers to. Call it when all references are counted. A
+    /// reference that could not be counted may have been to data.
     pub(crate) fn find_shared(&mut self, references: &References, uncounted: &BTreeSet<u64>) {
         for (cluster, held) in &mut self.0 {
             if references.get(*cluster) != u64::from(held.tables) || uncounted.contains(cluster) {
@@ -243,8 +243,8 @@ impl Kinds {
         }
     }
 
-    /// Whether an entry in this cluster may be changed: everything that leads there takes it for an L1 table, or
-    /// everything takes it for an L2 table. A cluster that is data for somebody is never rewritten.
+    /// Whether an entry in this cluster may be changed. All that refers to the cluster must take it for an L1 table, or
+    /// all for an L2 table. A cluster that is data for somebody is never rewritten.
     pub(crate) fn may_change(&self, cluster: u64) -> bool {
         self.0.get(&cluster).is_some_and(|held| held.kinds == Kind::L1 as u8 || held.kinds == Kind::L2 as u8)
     }

@@ -1,15 +1,15 @@
-//! Repairing an image, with the counts that `qemu-img check -r` has.
+//! Repairs an image and counts as `qemu-img check -r` does.
 //!
-//! The order keeps an image from ever being worse than before, whenever the power fails; each step is durable before the
-//! next begins:
+//! The order never makes an image worse, whenever the power fails. Each step is durable before the next begins:
 //!
-//! 1. Entries lose a flag "refcount is exactly one" that is, or will be, wrong: without it a write only asks once more.
-//! 2. Refcounts become what the references say, each on its own. Where that cannot be done in place (a block is damaged,
-//!    or something in use has the refcount zero), all of them are written anew in space that nothing leads to, and one
-//!    sector of the header changes over; then what was left of the old ones is freed. They are written before step 1: if
-//!    there is no room for them, nothing has changed.
+//! 1. Entries lose a flag "refcount is exactly one" that is wrong or will be. Without it, a write only looks up the
+//!    refcount.
+//! 2. Refcounts are set to the numbers of references, one by one. This is impossible if a block is damaged or something
+//!    in use has the refcount zero. Then all refcounts are written anew in space that nothing refers to, one sector of
+//!    the header switches to them, and the old ones are freed. The new ones are written before step 1: if there is no
+//!    room for them, nothing has changed.
 //! 3. Entries get the flag where it is missing.
-//! 4. The header is said to be clean.
+//! 4. The header loses its marks "dirty" and "corrupt".
 
 use crate::check::flags::WrongFlag;
 use crate::check::rebuild::Rebuilt;
@@ -29,16 +29,16 @@ use std::collections::{BTreeMap, BTreeSet};
 /// What to repair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Repair {
-    /// Only free what is counted and not used.
+    /// Only free clusters that are counted but not referred to.
     Leaks,
-    /// Everything that can be.
+    /// Everything that can be repaired.
     All,
 }
 
-/// The autoclear features whose structures we keep: bitmaps, and raw external data.
+/// The autoclear features whose structures we keep valid: bitmaps, and raw external data.
 const AUTOCLEAR_KNOWN: u64 = 3;
 
-/// Repairs the image in a file of `file_bytes`; the report tells what was found, what of it is repaired, and what is left.
+/// Repairs the image in a file of `file_bytes`. The report counts what was found, what was repaired, and what is left.
 /// After an error the image is no worse than before.
 pub async fn repair(
     io: &MetaIo,
@@ -58,7 +58,7 @@ pub async fn repair(
         walk.report.corruptions_fixed = walk.report.corruptions_fixed.saturating_add(1);
     }
     walk.count_all().await.map_err(failed)?;
-    // What could not be read may lead anywhere: nothing that seems free is sure to be.
+    // A table that cannot be read may refer to anything: no cluster is surely free.
     if walk.report.check_errors > 0 {
         return Err(Error::new(
             ErrorKind::BadImage,
@@ -90,9 +90,9 @@ pub(crate) struct Job<'a, 'w> {
     pub(crate) walk: Walk<'a, 'w>,
     io: &'a MetaIo,
     header: &'a Header,
-    /// Something has been written.
+    /// Whether something has been written.
     started: bool,
-    /// The header on disk claims snapshots that cannot be.
+    /// Whether the header on disk claims impossible snapshots.
     discards_snapshots: bool,
 }
 
@@ -121,20 +121,20 @@ impl<'a, 'w> Job<'a, 'w> {
         self.say_clean().await
     }
 
-    /// An entry that is to be changed and must not be.
+    /// Returns an entry that needs a change and must not be changed, if there is one.
     pub(crate) fn untouchable(&self, wrong: &[WrongFlag]) -> Option<u64> {
         let mut entries = wrong.iter().map(|wrong| wrong.at).chain(self.walk.new_entries.keys().copied());
         entries.find(|at| !self.may_change(*at))
     }
 
-    /// `wrong`: the flags that are wrong, or will be.
+    /// Repairs everything. `wrong` are the flags that are wrong, or will be.
     pub(crate) async fn repair_all(&mut self, counted: CheckReport, wrong: Vec<WrongFlag>) -> IoResult {
         if self.discards_snapshots {
             self.begin_writing().await?;
             let left = self.header.snapshots.to_be_bytes();
             self.change_header(|sector| put(sector, OFFSET_SNAPSHOTS, &left)).await?;
         }
-        // What may not fit comes first: until something leads to it, nothing has changed.
+        // The new refcounts may not fit, so they come first: until something refers to them, nothing has changed.
         let rebuilt = if self.walk.needs_rebuild { Some(self.write_rebuilt().await?) } else { None };
         if rebuilt.is_none() && self.walk.outside_bytes > self.walk.file_bytes {
             self.begin_writing().await?;
@@ -168,7 +168,8 @@ impl<'a, 'w> Job<'a, 'w> {
         self.say_clean().await
     }
 
-    /// Takes back what was counted as repaired and was left alone: entries in a cluster that holds something else, too.
+    /// Corrects the report: entries in a cluster that also holds something else were counted as repaired, but left
+    /// alone.
     fn own_up(&mut self, counted_again: bool) {
         let words = self.walk.geometry.entry_words();
         let left = self.walk.new_entries.keys().filter(|at| !self.may_change(**at)).step_by(words).count() as u64;
@@ -179,13 +180,13 @@ impl<'a, 'w> Job<'a, 'w> {
         }
     }
 
-    /// Writes new refcounts to new space, durably; nothing leads there yet.
+    /// Writes new refcounts to new space, durably. Nothing refers to them yet.
     async fn write_rebuilt(&mut self) -> IoResult<Rebuilt> {
         let mut rebuilt = Rebuilt::plan(&mut self.walk)?;
         self.begin_writing().await?;
         if let Err(error) = rebuilt.write(self.io).await {
             if rebuilt.end_bytes() > self.walk.file_bytes {
-                // It is only space.
+                // Best effort: only space would be lost.
                 let _ = self.io.set_length(self.walk.file_bytes).await;
             }
             return Err(error);
@@ -195,7 +196,7 @@ impl<'a, 'w> Job<'a, 'w> {
         Ok(rebuilt)
     }
 
-    /// Changes over to new refcounts. What was found before and is not found again counts as repaired.
+    /// Switches the header to new refcounts. Errors that are not found again count as repaired.
     async fn rebuild(&mut self, rebuilt: Rebuilt) -> IoResult {
         self.walk.find("Rebuilding refcount structure".to_owned());
         let before = self.walk.report;
@@ -207,12 +208,12 @@ impl<'a, 'w> Job<'a, 'w> {
         .await?;
         let header = Header { refcount_table_offset: offset, refcount_table_clusters: clusters, ..self.header.clone() };
         let file_bytes = self.walk.file_bytes.max(rebuilt.end_bytes());
-        // What was freed, and what led behind the end of the file, which has moved.
+        // Finds the space that the switch has freed, and references behind the former end of the file.
         let Recount { mismatches, report: after, kinds, overcounted } =
             recount(self.io, &header, file_bytes, &self.walk).await?;
         let table = rebuilt.entries();
         self.set_refcounts_in(&table, &mismatches).await?;
-        // Behind what is counted: to be repaired in a second run, as by qemu-img.
+        // Clusters that no block counts are repaired in a second run, as by qemu-img.
         let is_counted = |cluster| {
             let block = usize::try_from(header.geometry().block_of(cluster)).unwrap_or(usize::MAX);
             table.get(block).is_some_and(|offset| *offset != 0)
@@ -249,9 +250,9 @@ impl<'a, 'w> Job<'a, 'w> {
         self.walk.kinds.may_change(self.walk.geometry.cluster_of(at))
     }
 
-    /// Sets or clears the flag where it is wrong.
+    /// Sets or clears the wrong flags.
     async fn set_flags(&mut self, wrong: Vec<WrongFlag>) -> IoResult {
-        // A table that shares its cluster, with data or with another kind of table, is left alone.
+        // A table whose cluster also holds data or another kind of table is left alone.
         let (wrong, others): (Vec<_>, Vec<_>) = wrong.into_iter().partition(|wrong| self.may_change(wrong.at));
         others.into_iter().for_each(|other| self.walk.corrupt(other.what));
         if wrong.is_empty() {
@@ -267,7 +268,7 @@ impl<'a, 'w> Job<'a, 'w> {
         self.write_entries(entries).await
     }
 
-    /// Writes entries of tables, those of one sector together, durably.
+    /// Writes table entries durably; the entries of a sector go together.
     async fn write_entries(&mut self, entries: Vec<(u64, u64)>) -> IoResult {
         let mut sectors: BTreeMap<u64, Vec<(usize, u64)>> = BTreeMap::new();
         for (at, entry) in entries {
@@ -291,7 +292,8 @@ impl<'a, 'w> Job<'a, 'w> {
         Ok(())
     }
 
-    /// Makes refcounts what the references say, block by block, durably. Any part of them that reaches the disk is good.
+    /// Sets refcounts to the numbers of references, block by block, durably. After a power cut, any part of the writes
+    /// is an improvement.
     async fn set_refcounts_in(&mut self, table: &[u64], mismatches: &[Mismatch]) -> IoResult {
         if mismatches.is_empty() {
             return Ok(());
@@ -316,8 +318,8 @@ impl<'a, 'w> Job<'a, 'w> {
         self.io.flush().await
     }
 
-    /// Before the first write. What was read is made durable: a program that died may have left tables that are not, and
-    /// what is written now relies on them. What we know nothing about is not kept up to date by us.
+    /// Prepares the first write. Makes durable what was read: a program that died may have left tables that are not
+    /// durable, and the writes rely on them. Clears the autoclear bits of structures that we do not keep valid.
     async fn begin_writing(&mut self) -> IoResult {
         if self.started {
             return Ok(());
@@ -334,7 +336,7 @@ impl<'a, 'w> Job<'a, 'w> {
         self.change_header(|sector| put(sector, OFFSET_AUTOCLEAR, &known.to_be_bytes())).await
     }
 
-    /// Takes the marks "dirty" and "corrupt" away from an image that has nothing wrong left but leaks.
+    /// Clears the marks "dirty" and "corrupt" of an image that has no errors left but leaks.
     async fn say_clean(&mut self) -> IoResult {
         let report = self.walk.report;
         if self.header.version < 3 || report.check_errors > 0 || report.corruptions > 0 {
@@ -355,7 +357,7 @@ impl<'a, 'w> Job<'a, 'w> {
         .await
     }
 
-    /// Changes the header's first sector, durably; writes nothing where nothing changes.
+    /// Changes the header's first sector, durably. Writes nothing if nothing changes.
     async fn change_header(&mut self, change: impl FnOnce(&mut AlignedBuf)) -> IoResult {
         let old = self.io.read(0, HEADER_SECTOR_BYTES, PastEnd::Fails).await?;
         let mut sector = AlignedBuf::copy_of(&old);
@@ -368,7 +370,7 @@ impl<'a, 'w> Job<'a, 'w> {
     }
 }
 
-/// What [`recount`] has found.
+/// The result of [`recount`].
 struct Recount {
     mismatches: Vec<Mismatch>,
     report: CheckReport,
@@ -376,7 +378,7 @@ struct Recount {
     overcounted: BTreeSet<u64>,
 }
 
-/// Counts all references again: what is too high now is what was left of the old refcounts.
+/// Counts all references again: refcounts that are too high now belong to the old refcounts' space.
 async fn recount(io: &MetaIo, header: &Header, file_bytes: u64, before: &Walk<'_, '_>) -> IoResult<Recount> {
     let mut silent = |_| true;
     let mut walk = Walk::begin(io, header, file_bytes, &mut silent).await?;

@@ -1,8 +1,8 @@
 //! Repairing an image that was left dirty, before it is written to.
 //!
-//! The repair is `check -r all`'s, so a power cut at any moment leaves an image that is not worse, and still dirty. What is
-//! different: nobody asked for it, so it takes a bounded amount of memory, and it does not begin unless refcounts explain
-//! all that is wrong.
+//! This is the repair of `check -r all`, so a power cut at any moment leaves an image that is no worse, and still
+//! dirty. But nobody asked for it: so it takes a bounded amount of memory, and begins only if wrong refcounts explain
+//! all errors.
 
 use crate::check::repair::Job;
 use crate::check::report::{CheckEvent, CheckReport, CheckWatch};
@@ -12,17 +12,17 @@ use crate::layout::header::read_first_cluster;
 use block::{Error, ErrorKind, File, Locks, MetaIo, Result};
 use std::time::{Duration, Instant};
 
-/// How often a repair says how far it is.
+/// How often a repair logs its progress.
 const PROGRESS_EVERY: Duration = Duration::from_secs(5);
 
-/// What the counts of an image may take that is repaired while it is opened: enough for 16 TiB in clusters of 64 KiB.
+/// The most bytes of counts for a repair at open: enough for 16 TiB in clusters of 64 KiB.
 const COUNTS_BYTES_MAX: usize = 1 << 30;
-/// And how many clusters may hold its tables then.
+/// The most clusters with tables for a repair at open.
 const TABLES_MAX: usize = 4 << 20;
-/// So many entries with a wrong flag are repaired while an image is opened; each takes some 150 bytes.
+/// The most entries with a wrong flag that a repair at open corrects. Each takes some 150 bytes.
 const WRONG_FLAGS_MAX: usize = 1 << 20;
 
-/// Before an image that is not open is written to: repairs it if it was left dirty.
+/// Repairs an image that is not open, if it was left dirty, before it is written to.
 pub(crate) async fn repair_if_dirty(io: &MetaIo, file: &dyn File, name: &str) -> Result<()> {
     let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the header"), error);
     let cluster = read_first_cluster(io).await.map_err(failed)?;
@@ -32,8 +32,8 @@ pub(crate) async fn repair_if_dirty(io: &MetaIo, file: &dyn File, name: &str) ->
     Ok(())
 }
 
-/// Repairs an image that was left dirty; returns how long the file is now. Without locks it may be dirty because somebody
-/// is using it.
+/// Repairs an image that was left dirty, and returns the new length of the file. Without locks it may be dirty because
+/// somebody is using it, so it is refused.
 pub(crate) async fn repair_at_open(io: &MetaIo, locks: Locks, file_bytes: u64, name: &str) -> Result<u64> {
     if locks == Locks::Lacking {
         let what = format!(
@@ -62,9 +62,9 @@ pub(crate) async fn repair_at_open(io: &MetaIo, locks: Locks, file_bytes: u64, n
     Ok(file_bytes.max(report.image_end_offset))
 }
 
-/// Repairs an image whose refcounts are stale (dirty bit), so that it can be written to. Before the first write it is sure
-/// that nothing will be wrong afterwards: otherwise, or if counting took too much memory, the error says why, and the file
-/// is as it was.
+/// Repairs an image whose refcounts are stale (dirty bit), so that it can be written to. Before the first write, it
+/// makes sure that nothing will be wrong afterwards. If it cannot, or if counting takes too much memory, the error says
+/// why, and the file is unchanged.
 async fn repair_dirty(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut CheckWatch<'_>) -> Result<CheckReport> {
     let failed =
         |error| Error::with_source(ErrorKind::Io, format!("'{name}': the repair did not get to its end"), error);
@@ -119,14 +119,14 @@ async fn repair_dirty(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut Chec
 }
 
 impl Walk<'_, '_> {
-    /// Finds only what refcounts can be repaired with, in bounded memory.
+    /// Stops at errors that refcounts do not explain, and bounds the memory of the counts.
     pub(crate) fn be_strict(&mut self) {
         self.strict = true;
         self.references.set_memory_bytes(COUNTS_BYTES_MAX);
         self.own_references.set_memory_bytes(COUNTS_BYTES_MAX / 4);
     }
 
-    /// Gives up where what is counted does not fit any more.
+    /// Gives up if the counts exceed their memory.
     pub(crate) fn limit_memory(&mut self) {
         let is_full = self.references.is_full() || self.own_references.is_full();
         if is_full || self.kinds.len() > TABLES_MAX {

@@ -1,36 +1,36 @@
-//! What a check tells: findings and progress on the way, counts at the end.
+//! The output of a check: findings and progress during the check, counts at its end.
 
-/// What a check found.
+/// The counts of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CheckReport {
-    /// What may cost data.
+    /// Errors that may cost data.
     pub corruptions: u64,
-    /// Clusters that are counted more often than they are referred to.
+    /// Clusters whose refcount is higher than their references.
     pub leaks: u64,
-    /// What could not be checked.
+    /// Errors that kept parts from being checked.
     pub check_errors: u64,
     /// Guest clusters of the disk.
     pub total_clusters: u64,
     /// Guest clusters that have host clusters.
     pub allocated_clusters: u64,
-    /// Those that do not follow the one before.
+    /// Allocated clusters that do not follow the one before.
     pub fragmented_clusters: u64,
-    /// Those that are compressed.
+    /// Compressed clusters.
     pub compressed_clusters: u64,
     /// The end of the last host cluster in use.
     pub image_end_offset: u64,
-    /// What a repair has set right of what may cost data.
+    /// Errors that may cost data and that a repair has corrected.
     pub corruptions_fixed: u64,
     /// Leaked clusters that a repair has freed.
     pub leaks_fixed: u64,
 }
 
-/// Told while a check goes on.
+/// An event of a running check.
 #[derive(Debug)]
 pub enum CheckEvent {
-    /// Something is wrong.
+    /// An error, described.
     Finding(String),
-    /// Steps done, and in all.
+    /// Steps done, and all steps.
     Progress(u64, u64),
 }
 

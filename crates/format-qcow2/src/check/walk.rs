@@ -1,8 +1,8 @@
-//! Checking an image: every reference is counted again from header, L1, L2 and snapshots, and compared with the
-//! refcounts on disk (qcow2 specification, "Host cluster management").
+//! Checks an image (qcow2 specification, "Host cluster management"). Counts every reference again from the header, L1,
+//! L2 and snapshots, and compares the counts with the refcounts on disk.
 //!
-//! Reads only, and believes nothing: what it keeps in memory grows with the clusters that are referred to. What to do
-//! about what it finds is `repair`'s.
+//! Only reads, and trusts nothing. Its memory grows with the clusters that are referred to. `repair` decides what to do
+//! about the findings.
 
 use crate::check::references::{Kind, Kinds, References};
 use crate::check::report::{CheckEvent, CheckReport, CheckWatch};
@@ -25,26 +25,27 @@ const L2_RESERVED: u64 = 0x3f00_0000_0000_01fe;
 pub(crate) const REFCOUNT_TABLE_RESERVED: u64 = 0x1ff;
 pub(super) const COMPRESSED: u64 = 1 << 62;
 const MAX_L1_BYTES: u64 = 32 << 20;
-/// The feature bits 0 to 7 of a version 3 header.
+/// The offset of the feature bits 0 to 7 in a version 3 header.
 const LAST_BYTE_OF_INCOMPATIBLE: usize = 79;
-/// A repair makes a file longer by this much at most, for the sake of a refcount block behind its end. What lies farther
-/// away is damage: the block is dropped, and the refcounts are rebuilt.
+/// The most bytes by which a repair extends a file for the sake of a refcount block behind its end. A block farther
+/// away is damage: it is dropped, and the refcounts are rebuilt.
 const GROWTH_BYTES_MAX: u64 = 1 << 30;
-/// Of one reference that leads behind the file, so many clusters are remembered.
+/// The most clusters that are remembered of one reference behind the end of the file.
 const CLAIMED_MAX: usize = 16;
-/// So many wrong refcounts are set right one by one (24 MiB of them); more are written anew, all of them.
+/// The most wrong refcounts that are corrected one by one (24 MiB of memory). With more, all refcounts are rebuilt.
 pub(crate) const MISMATCHES_MAX: usize = 1 << 20;
-/// A check reads and counts so many bytes of tables, and so many times what the file holds, and then gives up. Tables that
-/// a program wrote are read once or twice. Hostile ones lead to the same place as often as they like.
+/// A check gives up after it has read and counted so many bytes of tables, plus [`WORK_TIMES`] as many as the file
+/// holds. Tables that a program wrote are read once or twice. Hostile ones refer to one place as often as they like.
 const WORK_BYTES_MIN: u64 = 16 << 30;
 const WORK_TIMES: u64 = 64;
-/// To tell of a finding takes as long as reading so much, about.
+/// Reporting a finding takes about as long as reading so many bytes.
 const FINDING_BYTES: u64 = 1 << 10;
-/// The same for the memory that counts take. Clusters in use lie together, or hold something.
+/// The same limits for the memory of counts. Clusters in use lie together, or hold something.
 const COUNTS_BYTES_MIN: u64 = 512 << 20;
 const COUNTS_TIMES: u64 = 4;
 
-/// Checks the image in a file of `file_bytes`. Fails if it is none, or cannot be read, or if `watch` stopped it.
+/// Checks the image in a file of `file_bytes`. Fails if it is no image, cannot be read, or if `watch` stopped the
+/// check.
 pub async fn check(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut CheckWatch<'_>) -> Result<CheckReport> {
     let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the tables"), error);
     let (header, bitmaps) = header_to_check(io, name).await?;
@@ -59,14 +60,14 @@ pub async fn check(io: &MetaIo, file_bytes: u64, name: &str, watch: &mut CheckWa
     walk.end().map_err(|error| error.in_context(format!("'{name}'")))
 }
 
-/// The header of an image that may be damaged (that is what checks are for), and the space of its bitmaps.
+/// Reads the header of an image that may be damaged, and the space of its bitmaps.
 pub(crate) async fn header_to_check(io: &MetaIo, name: &str) -> Result<(Header, Vec<(u64, u64)>)> {
     let (header, bitmaps, _) = header_to_repair(io, name, false).await?;
     Ok((header, bitmaps))
 }
 
-/// As [`header_to_check`]. An absurd number of snapshots can be cut down to those that may be some (`may_discard`); then also
-/// how many are left out.
+/// As [`header_to_check`]. With `may_discard`, cuts an impossible number of snapshots down to those that may be real.
+/// Also returns how many are left out.
 pub(crate) async fn header_to_repair(
     io: &MetaIo,
     name: &str,
@@ -77,7 +78,7 @@ pub(crate) async fn header_to_repair(
     let claimed = field_u32(&cluster, OFFSET_SNAPSHOTS);
     let mut discarded = 0;
     let at = field_u64(&cluster, OFFSET_SNAPSHOTS.saturating_add(4));
-    // The header itself is no table of theirs.
+    // At offset 0 lies the header, not the snapshot table.
     let is_absurd = claimed > MAX_SNAPSHOTS || (claimed > 0 && at == 0);
     if may_discard && is_absurd && cluster.starts_with(b"QFI\xfb") {
         let sane = if at == 0 { 0 } else { count_sane_rows(io, at, cluster.len() as u64).await.map_err(failed)? };
@@ -96,7 +97,7 @@ pub(crate) async fn header_to_repair(
     Ok((header, bitmaps, discarded))
 }
 
-/// A refcount that is not the number of references.
+/// A cluster whose refcount differs from its number of references.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Mismatch {
     pub(crate) cluster: u64,
@@ -109,46 +110,46 @@ pub(crate) struct Walk<'a, 'w> {
     pub(crate) geometry: Geometry,
     pub(crate) header: &'a Header,
     pub(crate) file_bytes: u64,
-    /// The end of the refcount blocks that lie outside the file.
+    /// The end of the last refcount block outside the file.
     pub(crate) outside_bytes: u64,
-    /// Clusters of the file, with a last one that is referred to and that the file ends before.
+    /// Clusters of the file, and the one behind it if something refers to that.
     pub(crate) clusters: u64,
     /// The refcount table.
     pub(crate) table: Vec<u64>,
-    /// The refcount block looked at last, by number.
+    /// The refcount block that was used last, with its number.
     pub(crate) block: Option<(u64, AlignedBuf)>,
     pub(crate) references: References,
-    /// Those of them that are the refcounts' own.
+    /// References to the refcounts' own clusters.
     pub(crate) own_references: References,
-    /// Where the tables lie.
+    /// Which clusters hold tables.
     pub(crate) kinds: Kinds,
-    /// Host clusters that something leads to without a reference being counted, because it is damaged.
+    /// Host clusters that a damaged entry names. The references are not counted.
     pub(crate) claimed: BTreeSet<u64>,
     pub(crate) report: CheckReport,
     pub(crate) mismatches: Vec<Mismatch>,
-    /// The refcounts cannot be set right where they are.
+    /// Whether the refcounts cannot be corrected in place.
     pub(crate) needs_rebuild: bool,
-    /// Entries that a repair gives another value: where, and which.
+    /// Entries that a repair changes: offset and new value.
     pub(crate) new_entries: BTreeMap<u64, u64>,
-    /// Where bitmaps lie, and their directory.
+    /// The space of the bitmaps and of their directory.
     pub(crate) bitmaps: Vec<(u64, u64)>,
     /// Whether errors are to be repaired.
     pub(crate) repairs: bool,
-    /// Whether to give up as soon as something is found that is no matter of refcounts.
+    /// Whether to give up at the first error that refcounts do not explain.
     pub(crate) strict: bool,
     /// Clusters with more references than a refcount can count.
     pub(crate) overcounted: BTreeSet<u64>,
-    /// Why it was given up.
+    /// Why the check was given up.
     pub(crate) hopeless: Option<String>,
-    /// L2 tables of snapshots that have nothing wrong: how often they are to be counted once more.
+    /// L2 tables of snapshots without errors, and how often they have to be counted once more.
     again: BTreeMap<u64, u32>,
-    /// What was found so far.
+    /// The number of findings so far.
     findings: u64,
-    /// Something is compressed, in the disk or in a snapshot.
+    /// Whether anything is compressed, in the disk or in a snapshot.
     pub(crate) has_compressed: bool,
-    /// Of a check that only tells them, mismatches are not kept.
+    /// Whether mismatches are kept. A check that only reports does not keep them.
     pub(crate) keeps_mismatches: bool,
-    /// How much may still be read and counted.
+    /// How many more bytes may be read and counted.
     pub(crate) work_bytes: u64,
     counts_bytes_max: u64,
     exhausted: bool,
@@ -231,13 +232,13 @@ impl<'a, 'w> Walk<'a, 'w> {
         }
     }
 
-    /// As much as is wanted, for what is known to come to its end.
+    /// Lifts the limits, for work that is known to end.
     pub(crate) fn lift_limits(&mut self) {
         (self.work_bytes, self.counts_bytes_max) = (u64::MAX, u64::MAX);
         self.references.set_memory_bytes(usize::MAX);
     }
 
-    /// So much of the tables is read, or counted. Gives up where it becomes too much.
+    /// Notes that so many bytes of tables are read or counted. Gives up if it becomes too much.
     pub(crate) fn charge(&mut self, bytes: u64) {
         let counts = self.references.used_bytes().saturating_add(self.kinds.used_bytes()) as u64;
         match self.work_bytes.checked_sub(bytes) {
@@ -249,7 +250,7 @@ impl<'a, 'w> Walk<'a, 'w> {
 
     pub(crate) async fn read(&self, offset: u64, length: u64) -> IoResult<AlignedBuf> {
         let length = usize::try_from(length).map_err(|_| block::IoError::EIO)?;
-        // A table that the file does not hold is not what its owner wrote, and whoever opens the image cannot read it.
+        // A table that ends behind the file's end is not what its writer wrote, and opening the image would fail on it.
         let past_end = if self.strict { PastEnd::Fails } else { PastEnd::Zeros };
         match length {
             0 => Ok(AlignedBuf::zeroed(0)),
@@ -281,20 +282,20 @@ impl<'a, 'w> Walk<'a, 'w> {
         self.stopped |= !(self.watch)(CheckEvent::Progress(done, total));
     }
 
-    /// Asks whether to go on, without being farther.
+    /// Asks whether to go on, without new progress.
     fn ask(&mut self) {
         let (done, total) = self.progress;
         self.tell(done, total);
     }
 
-    /// Counts so many references to every cluster that the range touches.
+    /// Counts `times` references to every cluster that the range touches.
     fn refer(&mut self, offset: u64, length: u64, times: u32) {
         let Some(last) = length.checked_sub(1) else { return };
         let end = offset.saturating_add(length);
         let last_cluster = self.geometry.cluster_of(offset.saturating_add(last));
         let touched = self.geometry.cluster_of(offset)..=last_cluster;
         if end.saturating_sub(self.file_bytes) >= self.geometry.cluster_bytes() {
-            // The file may grow up to there.
+            // The file may grow up to these clusters.
             self.claimed.extend(touched.take(CLAIMED_MAX));
             return self.corrupt(format!(
                 "a reference exceeds the end of the file by one cluster or more: offset \
@@ -311,7 +312,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         }
     }
 
-    /// Counts so many references to a cluster, as far as the width of refcounts goes.
+    /// Counts `times` references to a cluster, up to the highest refcount.
     pub(crate) fn count(&mut self, cluster: u64, times: u32) {
         let bits = 1u32.wrapping_shl(self.geometry.refcount_order);
         let max = u32::try_from(u64::MAX.wrapping_shr(64u32.saturating_sub(bits))).unwrap_or(u32::MAX);
@@ -327,7 +328,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         }
     }
 
-    /// Counts references to what holds refcounts.
+    /// Counts references to the space of refcounts.
     fn refer_to_refcounts(&mut self, offset: u64, length: u64) {
         for cluster in clusters_of(&self.geometry, offset, length.min(MAX_REFCOUNT_TABLE_BYTES)) {
             self.own_references.count(cluster, 1, u32::MAX);
@@ -335,7 +336,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         self.refer_to_table(Kind::Other, offset, length);
     }
 
-    /// Counts references to what holds a table.
+    /// Counts references to the space of a table.
     fn refer_to_table(&mut self, kind: Kind, offset: u64, length: u64) {
         self.kinds.add(kind, clusters_of(&self.geometry, offset, length.min(MAX_L1_BYTES)));
         self.refer(offset, length, 1);
@@ -347,7 +348,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         self.count_l1(header.l1_offset, u64::from(header.l1_entries), true).await?;
         self.count_snapshots().await?;
         self.count_again().await?;
-        // Whatever is wrong with the refcounts' own places can be repaired.
+        // All errors of the refcounts' own places can be repaired.
         let strict = std::mem::take(&mut self.strict);
         self.refer_to_refcounts(header.refcount_table_offset, self.table_bytes());
         self.strict = strict;
@@ -358,7 +359,7 @@ impl<'a, 'w> Walk<'a, 'w> {
             self.refer_to_table(Kind::Other, offset, length);
         }
         self.strict = false;
-        // Nobody asked for a longer file where an image is repaired because it is opened.
+        // A repair at open does not extend the file: nobody asked for that.
         self.count_blocks(!strict);
         if strict {
             self.limit_memory();
@@ -391,7 +392,7 @@ impl<'a, 'w> Walk<'a, 'w> {
             if self.geometry.offset_in_cluster(l2_offset) != 0 {
                 self.corrupt(format!("l2_offset={l2_offset:x}: Table is not cluster aligned; L1 entry corrupted"));
             }
-            // Snapshots share tables. One that has nothing wrong is read again once, for all of them.
+            // Snapshots share tables. A table without errors is read once more, for all snapshots together.
             if !active && let Some(times) = self.again.get_mut(&l2_offset) {
                 *times = times.saturating_add(1);
                 continue;
@@ -405,7 +406,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         Ok(())
     }
 
-    /// What the tables lead to that snapshots share with the disk, or with each other.
+    /// Counts the references of tables that snapshots share with the disk or with each other.
     async fn count_again(&mut self) -> IoResult {
         for (l2_offset, times) in std::mem::take(&mut self.again) {
             if times > 0 && !self.stopped {
@@ -415,7 +416,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         Ok(())
     }
 
-    /// Counts so many references to everything that an L2 table leads to.
+    /// Counts `times` references to everything that an L2 table refers to.
     async fn count_l2(&mut self, l2_offset: u64, active: bool, times: u32) -> IoResult {
         self.charge(self.geometry.cluster_bytes());
         self.ask();
@@ -437,7 +438,7 @@ impl<'a, 'w> Walk<'a, 'w> {
             if entry & L2_RESERVED != 0 {
                 self.corrupt(format!("found l2 entry with reserved bits set: {entry:x}"));
             }
-            // In an external data file, offset 0 is where the first cluster lies.
+            // In an external data file, offset 0 belongs to the first cluster.
             let is_zero = entry & ZERO != 0 && !self.geometry.extended_l2;
             if offset == 0 && (is_zero || !self.geometry.data_file || entry & COPIED == 0) {
                 if bitmap & ALL_DATA != 0 {
@@ -454,7 +455,7 @@ impl<'a, 'w> Walk<'a, 'w> {
                     false => entry & ZERO == 0,
                 };
                 if !holds_data && self.repairs && !self.strict {
-                    // It reads as zeros, whatever it leads to.
+                    // The cluster reads as zeros, whatever its offset.
                     self.find(format!("Repairing offset={offset:x}: Preallocated cluster is not properly aligned"));
                     self.zero_entry(at);
                     continue;
@@ -475,7 +476,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         Ok(())
     }
 
-    /// The entry at `at` will read as zeros and lead nowhere.
+    /// Makes the entry at `at` read as zeros and refer to nothing.
     fn zero_entry(&mut self, at: u64) {
         if self.geometry.extended_l2 {
             self.new_entries.extend([(at, 0), (at.saturating_add(8), ALL_ZERO)]);
@@ -485,7 +486,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         self.report.corruptions_fixed = self.report.corruptions_fixed.saturating_add(1);
     }
 
-    /// A compressed cluster: its sectors are known only roughly, all that it may touch is counted.
+    /// Counts a compressed cluster. The entry gives its sectors only roughly, so all that it may touch is counted.
     fn count_compressed(&mut self, entry: u64, bitmap: u64, active: bool, times: u32) {
         self.has_compressed = true;
         let offset_bits = 62u32.saturating_sub(self.geometry.cluster_bits.saturating_sub(8));
@@ -497,7 +498,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         let length = sectors.saturating_mul(512).saturating_sub(offset & 511);
         if self.geometry.data_file || bitmap != 0 {
             let why = if bitmap == 0 { "in an external data file" } else { "in parts" };
-            // Not counted, and read all the same: it is not to be overwritten.
+            // Not counted, but readers still read it: it must not be overwritten.
             self.claimed.extend(clusters_of(&self.geometry, offset, length).take(CLAIMED_MAX));
             return self.corrupt(format!("compressed cluster {why}, entry={entry:#x}"));
         }
@@ -506,7 +507,7 @@ impl<'a, 'w> Walk<'a, 'w> {
             let report = &mut self.report;
             report.allocated_clusters = report.allocated_clusters.saturating_add(1);
             report.compressed_clusters = report.compressed_clusters.saturating_add(1);
-            // They lie inside clusters, so never one behind the other.
+            // Compressed clusters lie inside host clusters, so they never follow the one before.
             report.fragmented_clusters = report.fragmented_clusters.saturating_add(1);
         }
     }
@@ -545,7 +546,7 @@ impl<'a, 'w> Walk<'a, 'w> {
             let entry = self.table.get(index).copied().unwrap_or(0);
             let offset = entry & !REFCOUNT_TABLE_RESERVED;
             let cluster = self.geometry.cluster_of(offset);
-            // A block outside the file is one of zeros, until the file gets longer.
+            // A block outside the file is one of zeros until the file grows.
             let mut damaged = true;
             if entry & REFCOUNT_TABLE_RESERVED != 0 {
                 self.corrupt(format!("refcount table entry {index} has reserved bits set"));
@@ -557,7 +558,7 @@ impl<'a, 'w> Walk<'a, 'w> {
             } else if offset != 0 {
                 self.refer_to_refcounts(offset, self.geometry.cluster_bytes());
                 let references = self.references.get(cluster);
-                // The narrowest refcounts cannot say "two".
+                // A refcount of one bit cannot count to two.
                 damaged = references != 1 || self.overcounted.contains(&cluster);
                 if references != 1 {
                     self.corrupt(format!("refcount block {index} refcount={references}"));
@@ -572,8 +573,9 @@ impl<'a, 'w> Walk<'a, 'w> {
         }
     }
 
-    /// qemu-img makes the file longer to repair this, and counts that, and what is wrong afterwards. Until the repair does
-    /// so too, reading zeros there comes to the same. Returns whether that does not do.
+    /// Counts a refcount block behind the end of the file. Like qemu-img, a repair extends the file, and counts that as
+    /// a correction, and what is wrong afterwards. Until then, reading zeros there has the same result. Returns whether
+    /// the block is damaged.
     fn count_block_outside(&mut self, index: usize, offset: u64, may_grow: bool) -> bool {
         let cluster = self.geometry.cluster_of(offset);
         if !self.repairs || !may_grow {
@@ -585,7 +587,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         self.clusters = self.clusters.max(cluster.saturating_add(1));
         self.outside_bytes = self.outside_bytes.max(offset.saturating_add(self.geometry.cluster_bytes()));
         self.count(cluster, 1);
-        // Something else may lead just behind the end, too.
+        // Something else may also refer to the place behind the end.
         let references = self.references.get(cluster);
         if references != 1 {
             self.corrupt(format!("refcount block {index} refcount={references}"));

@@ -1,7 +1,7 @@
-//! Persistent dirty bitmaps: what the image says about them, and their bits (specification, "Bitmaps").
+//! Persistent dirty bitmaps: their directory, tables and bits (specification, "Bitmaps").
 //!
-//! A bitmap of an image tells which parts of the disk were written since some moment, one bit a granule. It is believed
-//! only while the autoclear bit says that whoever wrote the image last kept it up to date.
+//! A bitmap records which parts of the disk were written since some moment, one bit a granule. It is valid only while
+//! the autoclear bit says that the image's last writer kept it up to date.
 
 use crate::layout::entry::entries;
 use crate::layout::extensions::header_extensions;
@@ -25,21 +25,21 @@ pub(crate) const TABLE_ALL_ONES: u64 = 1;
 pub(crate) const MAX_BITMAPS: u32 = 65535;
 const MAX_DIRECTORY_BYTES: u64 = 64 << 20;
 pub(crate) const MAX_NAME_BYTES: usize = 1023;
-/// The most bits, in bytes, that a bitmap may have.
+/// The most bytes of a bitmap's bits.
 pub(crate) const MAX_BITS_BYTES: u64 = 512 << 20;
-/// All tables of an image together: rows may name one table again and again, and each would be read.
+/// The most bytes of all tables of an image. Rows may name one table again and again, and each time it would be read.
 const MAX_TABLES_BYTES: u64 = 64 << 20;
 
-/// A bitmap as the directory describes it.
+/// A bitmap, as the directory describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bitmap {
-    /// Its name, unique in the image.
+    /// Name, unique in the image.
     pub name: String,
     /// Bytes of the disk that one bit stands for, as a power of two: 9 to 31.
     pub granularity_bits: u8,
-    /// It was not brought to its end: its bits mean nothing, it can only be removed.
+    /// Whether its writer did not complete it: its bits mean nothing, and it can only be removed.
     pub in_use: bool,
-    /// Writes are noted in it.
+    /// Whether writes are noted in it.
     pub enabled: bool,
     pub(crate) extra: Vec<u8>,
     pub(crate) table_offset: u64,
@@ -47,23 +47,23 @@ pub struct Bitmap {
 }
 
 impl Bitmap {
-    /// Bytes of the disk that one bit stands for.
+    /// Returns how many bytes of the disk one bit stands for.
     #[must_use]
     pub fn granularity_bytes(&self) -> u64 {
         1u64.wrapping_shl(u32::from(self.granularity_bits))
     }
 
-    /// Bytes of its table.
+    /// Returns the size of the bitmap's table.
     pub(crate) fn table_bytes(&self) -> u64 {
         u64::from(self.table_entries).saturating_mul(8)
     }
 
-    /// Bytes of bits that it has for a disk.
+    /// Returns the bytes of bits for a disk of this size.
     pub(crate) fn bits_bytes(&self, size_bytes: u64) -> u64 {
         size_bytes.div_ceil(self.granularity_bytes()).div_ceil(8)
     }
 
-    /// The row as the directory has it.
+    /// Encodes the bitmap's row of the directory.
     pub(crate) fn row(&self) -> Vec<u8> {
         let flag = |is: bool, bit: u32| if is { bit } else { 0 };
         let flags =
@@ -81,18 +81,18 @@ impl Bitmap {
     }
 }
 
-/// The bits of a bitmap, the first in the lowest bit of the first byte.
+/// The bits of a bitmap. The first is the lowest bit of the first byte.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BitmapBits {
     /// Bytes of the disk that one bit stands for, as a power of two.
     pub granularity_bits: u8,
-    /// Bytes of the disk.
+    /// Size of the disk.
     pub size_bytes: u64,
     pub(crate) bytes: Vec<u8>,
 }
 
 impl BitmapBits {
-    /// Bits for a disk, set where it was written.
+    /// Makes bits for a disk; those of written ranges are set.
     #[must_use]
     pub fn of_ranges(granularity_bits: u8, size_bytes: u64, written: &[Range<u64>]) -> Self {
         let bytes = size_bytes.div_ceil(1u64.wrapping_shl(u32::from(granularity_bits))).div_ceil(8).min(MAX_BITS_BYTES);
@@ -101,7 +101,7 @@ impl BitmapBits {
         bits
     }
 
-    /// The bits, the first in the lowest bit of the first byte.
+    /// Returns the bits. The first is the lowest bit of the first byte.
     #[must_use]
     pub fn into_bytes(self) -> Vec<u8> {
         self.bytes
@@ -115,7 +115,8 @@ impl BitmapBits {
         u32::from(byte).wrapping_shr((granule % 8) as u32) & 1 != 0
     }
 
-    /// The same bits for a disk of another size: those behind its end go, what is added is not written.
+    /// Returns the same bits for a disk of another size. Bits behind the new end are dropped; added space is not
+    /// written.
     pub(crate) fn of_size(mut self, size_bytes: u64) -> Self {
         self.size_bytes = size_bytes;
         let granules = size_bytes.div_ceil(1u64.wrapping_shl(u32::from(self.granularity_bits)));
@@ -124,8 +125,8 @@ impl BitmapBits {
         self
     }
 
-    /// The ranges of the disk whose bits are set, in order, neighbours joined, in whole granules: the last may reach behind
-    /// the disk's end.
+    /// Returns the ranges of the disk whose bits are set, in order, with neighbours joined. Ranges are whole granules,
+    /// so the last may reach behind the disk's end.
     #[must_use]
     pub fn ranges(&self) -> Vec<Range<u64>> {
         let mut found: Vec<Range<u64>> = Vec::new();
@@ -159,25 +160,25 @@ impl BitmapBits {
     }
 }
 
-/// Where the bitmaps of an image are.
+/// The bitmap directory of an image.
 pub(crate) struct Directory {
     pub(crate) bitmaps: Vec<Bitmap>,
-    /// Where the directory has the row of each.
+    /// Where each bitmap's row begins in the directory.
     pub(crate) rows: Vec<usize>,
-    /// The directory as it lies in the file.
+    /// The directory's bytes in the file.
     pub(crate) raw: Vec<u8>,
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
 }
 
-/// The bitmaps of an image, consistent ones and ones in use; none where the image's last writer did not keep them.
+/// Reads the bitmaps of an image, whether consistent or in use; none if the image's last writer did not keep them.
 pub async fn bitmaps(io: &MetaIo, name: &str) -> Result<Vec<Bitmap>> {
     let cluster = read_first_cluster(io).await.map_err(|error| cannot_read(name, error))?;
     let header = Header::parse(&cluster, name, false)?;
     Ok(directory(io, &header, &cluster, name).await?.bitmaps)
 }
 
-/// The bits of the bitmap of this name.
+/// Reads the bits of the bitmap with this name.
 pub async fn read_bitmap(io: &MetaIo, name: &str, bitmap: &str) -> Result<BitmapBits> {
     let cluster = read_first_cluster(io).await.map_err(|error| cannot_read(name, error))?;
     let header = Header::parse(&cluster, name, false)?;
@@ -272,7 +273,7 @@ fn check_place(geometry: &Geometry, offset: u64, length: u64) -> Option<()> {
     (is_right || length == 0).then_some(())
 }
 
-/// The entries of a bitmap's table.
+/// Reads the table of a bitmap.
 pub(crate) async fn table(io: &MetaIo, geometry: &Geometry, bitmap: &Bitmap, name: &str) -> Result<Vec<u64>> {
     let length = usize::try_from(bitmap.table_bytes()).unwrap_or(0);
     if length == 0 {
@@ -297,12 +298,12 @@ pub(crate) fn is_damaged_table(table: &[u64], geometry: &Geometry) -> bool {
     })
 }
 
-/// Where in the directory the lowest flags of the bitmap with this row are; [`IN_USE`] is one of them.
+/// Returns where the low byte of a row's flags lies in the directory; [`IN_USE`] is one of these flags.
 pub(crate) fn flags_byte(row: usize) -> usize {
     row.saturating_add(15)
 }
 
-/// The place of a table entry's bits.
+/// Returns the file offset that a table entry gives for its bits.
 pub(crate) fn data_offset(entry: u64) -> Option<u64> {
     let offset = entry & TABLE_OFFSET_MASK;
     (offset != 0).then_some(offset)
@@ -334,14 +335,14 @@ pub(crate) async fn bits(io: &MetaIo, geometry: &Geometry, bitmap: &Bitmap, name
     Ok(BitmapBits { granularity_bits: bitmap.granularity_bits, size_bytes: geometry.size_bytes, bytes: found })
 }
 
-/// Bits behind the disk's end mean nothing: those of the last byte go.
+/// Clears the bits of the last byte behind the disk's end: they mean nothing.
 fn clear_behind(bytes: &mut [u8], granules: u64) {
     if let (Some(last), false) = (bytes.last_mut(), granules.is_multiple_of(8)) {
         *last &= 1u8.wrapping_shl((granules % 8) as u32).wrapping_sub(1);
     }
 }
 
-/// Everything in the file that the bitmaps use: offset and bytes of each piece.
+/// Lists everything in the file that the bitmaps use: offset and length of each piece.
 pub(crate) async fn space(io: &MetaIo, header: &Header, cluster: &[u8], name: &str) -> Result<Vec<(u64, u64)>> {
     let directory = directory(io, header, cluster, name).await?;
     let geometry = header.geometry();
@@ -349,7 +350,7 @@ pub(crate) async fn space(io: &MetaIo, header: &Header, cluster: &[u8], name: &s
     for bitmap in &directory.bitmaps {
         pieces.push((bitmap.table_offset, bitmap.table_bytes()));
         let table = match table(io, &geometry, bitmap, name).await {
-            // Where it leads nobody knows; the bitmap can still be removed, and the image repaired.
+            // The damaged table's space is not known. The bitmap can still be removed, and the image repaired.
             Err(error) if error.kind() == ErrorKind::BadImage => continue,
             read => read?,
         };

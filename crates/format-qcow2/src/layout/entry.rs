@@ -4,7 +4,7 @@
 use crate::layout::geometry::{Geometry, MAX_FILE_BYTES};
 use std::ops::Range;
 
-/// The refcount is exactly one: may be overwritten in place.
+/// The refcount is exactly one: the cluster may be overwritten in place.
 pub(crate) const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
 /// Reads as zeros (version 3).
@@ -16,7 +16,7 @@ const REFCOUNT_TABLE_RESERVED: u64 = 0x1ff;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BadEntry;
 
-/// What an L2 entry says.
+/// A decoded L2 entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cluster {
     Unallocated,
@@ -40,19 +40,19 @@ impl Cluster {
     #[inline]
     pub(crate) fn decode(raw: u64, geometry: &Geometry) -> Result<Self, BadEntry> {
         if raw & COMPRESSED != 0 {
-            // An external data file holds clusters as they are.
+            // An external data file has no compressed clusters.
             return if geometry.data_file { Err(BadEntry) } else { Self::decode_compressed(raw, geometry) };
         }
         let zero = raw & ZERO != 0;
         let host = raw & OFFSET_MASK;
         let copied = raw & COPIED != 0;
         let reserved = raw & !(COPIED | OFFSET_MASK | ZERO);
-        // Extended entries say so in their bitmap.
+        // Extended entries mark zeros in their bitmap.
         let has_zero_flag = geometry.version >= 3 && !geometry.extended_l2;
         if reserved != 0 || geometry.offset_in_cluster(host) != 0 || (zero && !has_zero_flag) {
             return Err(BadEntry);
         }
-        // In an external data file, offset 0 is where the first cluster lies.
+        // In an external data file, offset 0 belongs to the first cluster.
         let is_first = host == 0 && copied && geometry.data_file;
         Ok(match (host, zero) {
             (0, false) if is_first => Self::Data { host, copied },
@@ -63,7 +63,8 @@ impl Cluster {
         })
     }
 
-    /// Compressed cluster descriptor: `62 - (cluster_bits - 8)` bits of offset, then the number of additional sectors.
+    /// Decodes a compressed cluster descriptor: `62 - (cluster_bits - 8)` bits of offset, then the number of additional
+    /// sectors.
     fn decode_compressed(raw: u64, geometry: &Geometry) -> Result<Self, BadEntry> {
         let offset_bits = 62u32.saturating_sub(geometry.cluster_bits.saturating_sub(8));
         let offset = raw & 1u64.wrapping_shl(offset_bits).saturating_sub(1);
@@ -77,7 +78,7 @@ impl Cluster {
         Ok(Self::Compressed { offset, length_bytes })
     }
 
-    /// The host clusters that it holds a reference to. Those of an external data file are not counted.
+    /// Returns the host clusters that the entry refers to. Those of an external data file are not counted.
     pub(crate) fn host_clusters(&self, geometry: &Geometry) -> Range<u64> {
         match *self {
             _ if geometry.data_file => 0..0,
@@ -94,7 +95,7 @@ impl Cluster {
     }
 }
 
-/// The entry of a compressed cluster of `length_bytes` at `offset`; `None` where the offset is too large to be named.
+/// Encodes the entry of a compressed cluster of `length_bytes` at `offset`; `None` if the offset does not fit.
 pub(crate) fn encode_compressed(offset: u64, length_bytes: u64, geometry: &Geometry) -> Option<u64> {
     let offset_bits = 62u32.saturating_sub(geometry.cluster_bits.saturating_sub(8));
     let last = offset.checked_add(length_bytes)?.checked_sub(1)?;
@@ -103,8 +104,8 @@ pub(crate) fn encode_compressed(offset: u64, length_bytes: u64, geometry: &Geome
     named.then(|| COMPRESSED | more_sectors.wrapping_shl(offset_bits) | offset)
 }
 
-/// The bits that are clear in every entry of a plain data cluster. All of them, so that no entry passes, in images whose
-/// entries take a second look: extended ones, and those of an external data file, where each cluster has one place.
+/// Returns the bits that are clear in every entry of a plain data cluster. In images with extended entries or an
+/// external data file, entries need a full decoding. There, all bits are returned, so that no entry passes.
 pub(crate) fn more_than_data(geometry: &Geometry) -> u64 {
     match geometry.extended_l2 || geometry.data_file {
         true => u64::MAX,
@@ -112,21 +113,21 @@ pub(crate) fn more_than_data(geometry: &Geometry) -> u64 {
     }
 }
 
-/// Where a plain data cluster lies; `None`: the entry is something else, or takes [`Cluster::decode`].
+/// Returns where a plain data cluster lies; `None` if the entry is something else, or needs [`Cluster::decode`].
 #[inline]
 pub(crate) fn data_only(raw: u64, more_than_data: u64) -> Option<u64> {
     let host = raw & !COPIED;
     (host != 0 && raw & more_than_data == 0).then_some(host)
 }
 
-/// What an L1 entry says: no table, or where it is.
+/// A decoded L1 entry that names a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Table {
     pub(crate) offset: u64,
     pub(crate) copied: bool,
 }
 
-/// Decodes an L1 entry.
+/// Decodes an L1 entry; `None` if there is no table.
 pub(crate) fn decode_l1(raw: u64, geometry: &Geometry) -> Result<Option<Table>, BadEntry> {
     let offset = raw & OFFSET_MASK;
     if raw & !(COPIED | OFFSET_MASK) != 0 || geometry.offset_in_cluster(offset) != 0 {
@@ -135,13 +136,13 @@ pub(crate) fn decode_l1(raw: u64, geometry: &Geometry) -> Result<Option<Table>, 
     Ok((offset != 0).then_some(Table { offset, copied: raw & COPIED != 0 }))
 }
 
-/// Decodes a refcount table entry: no block, or where it is.
+/// Decodes a refcount table entry: the block's offset; `None` if there is no block.
 pub(crate) fn decode_refcount_table(raw: u64, geometry: &Geometry) -> Result<Option<u64>, BadEntry> {
     let bad = raw & REFCOUNT_TABLE_RESERVED != 0 || geometry.offset_in_cluster(raw) != 0 || raw >= MAX_FILE_BYTES;
     if bad { Err(BadEntry) } else { Ok((raw != 0).then_some(raw)) }
 }
 
-/// The entries of a table: big-endian 64-bit words.
+/// Returns the entries of a table: big-endian 64-bit words.
 pub(crate) fn entries(bytes: &[u8]) -> impl Iterator<Item = u64> {
     bytes.chunks_exact(8).map(|chunk| chunk.iter().fold(0u64, |value, byte| value.wrapping_shl(8) | u64::from(*byte)))
 }

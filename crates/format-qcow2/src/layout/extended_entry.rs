@@ -1,8 +1,8 @@
-//! Extended L2 entries: each cluster in 32 parts that are allocated, zero or left to the layer below on their own
+//! Extended L2 entries: each of a cluster's 32 parts (subclusters) is allocated, zero, or left to the layer below
 //! (qcow2 specification, "Extended L2 Entries").
 //!
-//! An entry is two words: a standard cluster descriptor without the zero flag, then a bitmap, whose low half says which
-//! parts are in the host cluster and whose high half says which read as zeros.
+//! An entry is two words. The first is a standard cluster descriptor without the zero flag. The second is a bitmap: its
+//! low half marks the parts in the host cluster, its high half those that read as zeros.
 
 use crate::layout::entry::{BadEntry, Cluster};
 use crate::layout::geometry::Geometry;
@@ -13,15 +13,16 @@ pub(crate) const PARTS: u32 = 32;
 pub(crate) const ALL_ZERO: u64 = 0xffff_ffff_0000_0000;
 /// All parts lie in the host cluster.
 pub(crate) const ALL_DATA: u64 = 0x0000_0000_ffff_ffff;
-/// Descriptor of an entry whose two words are being replaced: no reader may believe it. A reserved bit.
+/// Descriptor of an entry whose two words are being replaced: readers must not use it. Sets a reserved bit.
 pub(crate) const CHANGING: u64 = 1 << 1;
 
-/// A descriptor as it is kept in memory: what an image has where only we may is as invalid, and not waited for.
+/// Returns a descriptor from a file as it is kept in memory. [`CHANGING`] in a file becomes another invalid value, so
+/// that no reader waits for it.
 pub(crate) fn never_changing(raw: u64) -> u64 {
     if raw == CHANGING { CHANGING << 1 } else { raw }
 }
 
-/// What a part is.
+/// The state of a part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Part {
     Unallocated,
@@ -30,10 +31,10 @@ pub(crate) enum Part {
     Compressed,
 }
 
-/// What an extended entry says.
+/// A decoded extended entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Extended {
-    /// `Unallocated` (no host cluster), `Data` (there is one) or `Compressed`.
+    /// `Unallocated` (no host cluster), `Data` (with a host cluster) or `Compressed`.
     pub(crate) cluster: Cluster,
     pub(crate) alloc: u32,
     pub(crate) zero: u32,
@@ -57,7 +58,7 @@ impl Extended {
         u64::from(self.zero).wrapping_shl(32) | u64::from(self.alloc)
     }
 
-    /// Where its host cluster starts.
+    /// Returns where its host cluster starts.
     pub(crate) fn host(&self) -> Option<u64> {
         match self.cluster {
             Cluster::Data { host, .. } => Some(host),
@@ -75,21 +76,21 @@ impl Extended {
         }
     }
 
-    /// How many parts from `index` on are what that one is.
+    /// Returns how many parts from `index` on have the state of that one.
     pub(crate) fn run(&self, index: u32) -> u32 {
         let kind = self.part(index);
         let end = (index..PARTS).find(|other| self.part(*other) != kind).unwrap_or(PARTS);
         end.saturating_sub(index)
     }
 
-    /// How many parts from `index` on are not in the host cluster.
+    /// Returns how many parts from `index` on are not in the host cluster.
     pub(crate) fn missing_run(&self, index: u32) -> u32 {
         let end = (index..PARTS).find(|other| self.part(*other) == Part::Data).unwrap_or(PARTS);
         end.saturating_sub(index)
     }
 }
 
-/// The parts of one cluster from `first` to `end`, as a mask.
+/// Returns a mask of a cluster's parts from `first` to `end`.
 pub(crate) fn mask(first: u32, end: u32) -> u32 {
     let below = |index: u32| u64::MAX.wrapping_shl(index.min(PARTS)) as u32;
     let from_end = if end >= PARTS { 0 } else { below(end) };

@@ -1,4 +1,4 @@
-//! Header extensions: what lies between the header's fields and the backing file's name.
+//! Header extensions, between the header's fields and the backing file's name.
 
 use crate::layout::header::EXTENSION_END;
 
@@ -7,12 +7,12 @@ pub(crate) const OFFSET_BACKING: usize = 8;
 const OFFSET_HEADER_LENGTH: usize = 100;
 const V2_HEADER_BYTES: usize = 72;
 
-/// Bytes of the fields in front of the extensions.
+/// Returns the length of the fields in front of the extensions.
 pub(crate) fn header_bytes(cluster: &[u8], version: u32) -> usize {
     if version == 2 { V2_HEADER_BYTES } else { field_u32(cluster, OFFSET_HEADER_LENGTH) as usize }
 }
 
-/// The extensions of the header in a first cluster that was parsed.
+/// Reads the extensions of a header that was parsed, from its first cluster.
 pub(crate) fn header_extensions(cluster: &[u8], version: u32) -> Vec<(u32, Vec<u8>)> {
     let end = match field_u64(cluster, OFFSET_BACKING) as usize {
         0 => cluster.len(),
@@ -21,7 +21,7 @@ pub(crate) fn header_extensions(cluster: &[u8], version: u32) -> Vec<(u32, Vec<u
     extensions(cluster.get(..end).unwrap_or(cluster), header_bytes(cluster, version)).0
 }
 
-/// The extensions in `area`, which starts with the header's fields, and where they end.
+/// Returns the extensions in `area`, which starts with the header's fields, and where they end.
 pub(crate) fn extensions(area: &[u8], header_bytes: usize) -> (Vec<(u32, Vec<u8>)>, usize) {
     let (mut found, mut at) = (Vec::new(), header_bytes);
     while let Some(head) = area.get(at..at.saturating_add(EXTENSION_HEAD_BYTES)) {
@@ -30,7 +30,7 @@ pub(crate) fn extensions(area: &[u8], header_bytes: usize) -> (Vec<(u32, Vec<u8>
         if kind == EXTENSION_END {
             return (found, start);
         }
-        // The header was parsed: what does not fit is no extension.
+        // The header was parsed already: what does not fit is no extension.
         let Some(data) = area.get(start..start.saturating_add(length)) else { break };
         found.push((kind, data.to_vec()));
         at = start.saturating_add(length.next_multiple_of(8));

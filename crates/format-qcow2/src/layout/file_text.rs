@@ -1,21 +1,21 @@
-//! Names of files as headers have them: bytes, which need not be text.
+//! Names of files in headers: bytes, which need not be text.
 //!
-//! Everything above handles names as text. A byte that is no part of a text stands there as a character of Unicode's last
-//! private area, U+10FF00 and the byte. Such a character in a name itself is taken apart into its bytes. So every name has
-//! a text of its own, and comes back from it as it was.
+//! Everything above treats names as text. A byte that is not part of valid text becomes a character of Unicode's last
+//! private area: U+10FF00 plus the byte. A name may contain such a character itself: then its bytes are escaped. So
+//! every name has a unique text, and can be restored from it.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 
 const FIRST: u32 = 0x10_ff00;
 
-/// The byte that a character stands for, if it stands for one.
+/// Returns the byte that an escape character stands for; `None` for other characters.
 #[must_use]
 pub fn escaped_byte(char: char) -> Option<u8> {
     u8::try_from(u32::from(char).checked_sub(FIRST)?).ok().filter(|byte| !byte.is_ascii())
 }
 
-/// A file's name as text: a header's, or a user's.
+/// Converts a file's name, from a header or a user, to text.
 #[must_use]
 pub fn name_text(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len());
@@ -34,7 +34,7 @@ pub fn name_text(bytes: &[u8]) -> String {
     text
 }
 
-/// The name that a text stands for, as the host's file systems have it.
+/// Converts a text back to the name in the host's file system.
 #[must_use]
 pub fn os_name(text: &str) -> OsString {
     let mut bytes = Vec::with_capacity(text.len());

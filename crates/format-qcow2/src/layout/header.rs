@@ -1,4 +1,4 @@
-//! The header and its extensions, with everything checked before anything is believed.
+//! The header and its extensions. Everything is checked before it is used.
 
 use crate::layout::file_text::name_text;
 use crate::layout::geometry::{Geometry, MAX_FILE_BYTES};
@@ -7,10 +7,10 @@ use memory::AlignedBuf;
 
 /// "QFI\xfb".
 const MAGIC: u32 = 0x5146_49fb;
-/// Bytes of a version 2 header, and of the part of a version 3 header that every image has.
+/// Bytes of a version 2 header, and of the part of a version 3 header that all images have.
 const V2_HEADER_BYTES: u32 = 72;
 const V3_HEADER_BYTES: u32 = 104;
-/// The header's first sector, which later updates rewrite whole.
+/// The header's first sector. Later updates rewrite it as a whole.
 pub(crate) const HEADER_SECTOR_BYTES: usize = 512;
 
 pub(crate) const MAX_L1_BYTES: u64 = 32 << 20;
@@ -22,10 +22,10 @@ const MAX_EXTENSIONS: usize = 64;
 pub(crate) const EXTENSION_END: u32 = 0;
 pub(crate) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 pub(crate) const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
-/// Where the header of the encryption lies.
+/// Names the place of the encryption's header.
 pub(crate) const EXTENSION_ENCRYPTION: u32 = 0x0537_be77;
 pub(crate) const EXTENSION_FEATURE_NAMES: u32 = 0x6803_f857;
-/// One row of the feature name table: type, bit, name.
+/// A row of the feature name table: type, bit, name.
 pub(crate) const FEATURE_ROW_BYTES: usize = 48;
 
 pub(crate) const INCOMPATIBLE_DIRTY: u64 = 1 << 0;
@@ -34,7 +34,7 @@ pub(crate) const INCOMPATIBLE_DATA_FILE: u64 = 1 << 2;
 pub(crate) const INCOMPATIBLE_COMPRESSION: u64 = 1 << 3;
 pub(crate) const INCOMPATIBLE_EXTENDED_L2: u64 = 1 << 4;
 
-/// Parts of clusters are at least a sector.
+/// Makes a part of a cluster at least a sector.
 pub(crate) const EXTENDED_L2_CLUSTER_BITS_MIN: u32 = 14;
 
 /// A writer may postpone refcounts, under the dirty bit.
@@ -48,7 +48,7 @@ pub(crate) const OFFSET_AUTOCLEAR: usize = 88;
 /// The external data file can be read as a raw image.
 pub(crate) const AUTOCLEAR_DATA_FILE_RAW: u64 = 1 << 1;
 
-/// How compressed clusters are compressed.
+/// The compression of clusters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Compression {
     /// Raw deflate.
@@ -57,19 +57,19 @@ pub enum Compression {
     Zstd,
 }
 
-/// How an image is encrypted: such images are described, and not opened.
+/// An image's encryption. Encrypted images are described but not opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Encryption {
-    /// The legacy method.
+    /// AES, the legacy method.
     Aes,
-    /// LUKS, whose header lies here in the file.
+    /// LUKS.
     Luks {
-        /// From the start of the file.
+        /// Where its header lies, from the start of the file.
         offset: u64,
     },
 }
 
-/// What a checked header says.
+/// A checked header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Header {
@@ -79,25 +79,25 @@ pub struct Header {
     pub size_bytes: u64,
     /// Cluster size as a power of two, 9 to 21.
     pub cluster_bits: u32,
-    /// Width of a refcount: 1, 2, 4 ... 64.
+    /// Width of a refcount: a power of two, 1 to 64.
     pub refcount_bits: u32,
-    /// How compressed clusters are compressed.
+    /// The compression of clusters.
     pub compression: Compression,
-    /// The layer below, as the image names it; [`crate::os_name`] makes a file's name of it.
+    /// The name of the layer below, as recorded in the image; [`crate::os_name`] makes a file's name of it.
     pub backing_file: Option<String>,
-    /// Its format, where the image says.
+    /// The format of the layer below, if the image records it.
     pub backing_format: Option<String>,
-    /// The file that holds the guest's data, as the image names it, where that is not the image itself.
+    /// The name of the external data file, as recorded in the image; `None` if the image holds its own data.
     pub data_file: Option<String>,
-    /// How its data are encrypted.
+    /// The encryption of its data.
     pub encryption: Option<Encryption>,
-    /// Feature bits that a reader must know.
+    /// Feature bits that a reader must know to open the image.
     pub incompatible_features: u64,
     /// Feature bits that may be ignored.
     pub compatible_features: u64,
-    /// Feature bits that a writer clears if it doesn't know them.
+    /// Feature bits that a writer clears if it does not know them.
     pub autoclear_features: u64,
-    /// Internal snapshots.
+    /// Number of internal snapshots.
     pub snapshots: u32,
     pub(crate) l1_entries: u32,
     pub(crate) l1_offset: u64,
@@ -105,24 +105,24 @@ pub struct Header {
     pub(crate) refcount_table_clusters: u32,
     pub(crate) snapshots_offset: u64,
     pub(crate) refcount_order: u32,
-    /// Of the fixed part.
+    /// Length of the fixed part.
     pub(crate) header_bytes: u32,
 }
 
-/// Whether a file that starts with `bytes` says it is qcow2.
+/// Whether a file that starts with `bytes` claims to be qcow2.
 #[must_use]
 pub fn probe(bytes: &[u8]) -> bool {
     bytes.starts_with(&MAGIC.to_be_bytes())
 }
 
-/// The cluster size that the first bytes claim, so that the caller can read the whole first cluster; `None` where it is
-/// impossible.
+/// Returns the cluster size that the first bytes claim, so that the caller can read the whole first cluster; `None` if
+/// the size is impossible.
 fn claimed_cluster_bytes(bytes: &[u8]) -> Option<u64> {
     let bits = Fields(bytes).u32(20);
     (9..=21).contains(&bits).then(|| 1u64.wrapping_shl(bits))
 }
 
-/// The first cluster, or of what cannot be qcow2 the first sector.
+/// Reads the first cluster. If the file cannot be qcow2, reads the first sector only.
 pub(crate) async fn read_first_cluster(io: &MetaIo) -> IoResult<AlignedBuf> {
     let start = io.read(0, HEADER_SECTOR_BYTES, PastEnd::Zeros).await?;
     match claimed_cluster_bytes(&start).filter(|_| probe(&start)) {
@@ -131,7 +131,7 @@ pub(crate) async fn read_first_cluster(io: &MetaIo) -> IoResult<AlignedBuf> {
     }
 }
 
-/// Big-endian fields at fixed offsets; what is not there reads as zero.
+/// Big-endian fields at fixed offsets. Missing bytes read as zero.
 struct Fields<'a>(&'a [u8]);
 
 impl Fields<'_> {
@@ -149,7 +149,7 @@ impl Fields<'_> {
     }
 }
 
-/// Speaks about one image.
+/// Checks fields; its errors name the image.
 struct Checker<'a> {
     name: &'a str,
 }
@@ -163,7 +163,8 @@ impl Checker<'_> {
         Err(Error::new(ErrorKind::Unsupported, format!("'{}': {what}", self.name)))
     }
 
-    /// A table of `length_bytes` at `offset`: aligned, behind the header, within what a file can hold.
+    /// Checks a table of `length_bytes` at `offset`: it must be aligned, behind the header, and within the largest
+    /// file.
     fn table(&self, field: &str, offset: u64, length_bytes: u64, geometry: &Geometry) -> Result<()> {
         if geometry.offset_in_cluster(offset) != 0 {
             return self.bad(format_args!("{field} offset {offset:#x} is not a multiple of the cluster size"));
@@ -177,7 +178,7 @@ impl Checker<'_> {
 }
 
 impl Header {
-    /// Reads and checks the header in `cluster`, the first cluster of the file. `writable` refuses more.
+    /// Reads and checks the header in `cluster`, the first cluster of the file. If `writable`, it refuses more.
     pub(crate) fn parse(cluster: &[u8], name: &str, writable: bool) -> Result<Self> {
         let header = Self::parse_encrypted(cluster, name, writable)?;
         let method = match header.encryption {
@@ -190,7 +191,7 @@ impl Header {
         ))
     }
 
-    /// As [`Header::parse`], also of an image that is encrypted.
+    /// As [`Header::parse`], but also reads an encrypted image's header.
     pub(crate) fn parse_encrypted(cluster: &[u8], name: &str, writable: bool) -> Result<Self> {
         let (check, fields) = (Checker { name }, Fields(cluster));
         if !probe(cluster) || cluster.len() < V2_HEADER_BYTES as usize {
@@ -260,13 +261,13 @@ impl Header {
         }
     }
 
-    /// Whether the refcounts are stale: who wrote to the image postponed them, and did not close it.
+    /// Whether the refcounts are stale: the last writer postponed them and did not close the image.
     #[must_use]
     pub fn is_dirty(&self) -> bool {
         self.incompatible_features & INCOMPATIBLE_DIRTY != 0
     }
 
-    /// An image that is marked corrupt is read, and not written to.
+    /// Refuses an image that is marked corrupt: it can only be read.
     pub(crate) fn refuse_corrupt(&self, name: &str) -> Result<()> {
         match self.incompatible_features & INCOMPATIBLE_CORRUPT {
             0 => Ok(()),
@@ -275,23 +276,23 @@ impl Header {
         }
     }
 
-    /// Whether refcounts may be postponed. Not with an external data file: there is hardly anything to count.
+    /// Whether refcounts may be postponed. With an external data file they may not: there is hardly anything to count.
     pub(crate) fn may_postpone_refcounts(&self) -> bool {
         self.compatible_features & COMPATIBLE_LAZY_REFCOUNTS != 0 && !self.has_data_file()
     }
 
-    /// The autoclear bits whose promise we keep, bitmaps aside.
+    /// Returns the autoclear bits whose structures we keep valid, except for bitmaps.
     pub(crate) fn kept_autoclear(&self) -> u64 {
         if self.data_file_is_raw() { AUTOCLEAR_DATA_FILE_RAW } else { 0 }
     }
 
-    /// Whether guest data lie in a file of their own.
+    /// Whether guest data lie in an external file.
     #[must_use]
     pub fn has_data_file(&self) -> bool {
         self.incompatible_features & INCOMPATIBLE_DATA_FILE != 0
     }
 
-    /// Whether that file can be read as a raw image. Above a backing file it cannot, whatever the image says.
+    /// Whether that file can be read as a raw image. Above a backing file it cannot, whatever the header says.
     #[must_use]
     pub fn data_file_is_raw(&self) -> bool {
         let says_so = self.autoclear_features & AUTOCLEAR_DATA_FILE_RAW != 0;
@@ -330,7 +331,7 @@ impl Header {
         }
     }
 
-    /// Reads the header extensions; returns the names of incompatible features.
+    /// Reads the header extensions. Returns the names of incompatible features.
     fn read_extensions(
         &mut self,
         check: &Checker<'_>,
@@ -465,7 +466,7 @@ impl Header {
             ));
         }
         if self.snapshots > 0 {
-            // A snapshot's own row has at least 40 bytes.
+            // A row of the snapshot table has at least 40 bytes.
             let least = u64::from(self.snapshots).saturating_mul(40);
             check.table("snapshot table", self.snapshots_offset, least, &geometry)?;
         }
@@ -484,7 +485,7 @@ fn incompatible_names(table: &[u8]) -> Vec<(u8, String)> {
     names
 }
 
-/// In qemu's words: the names that the image itself gives, and a mask of the bits that have none.
+/// Describes feature bits as qemu does: by the names in the image, and a mask of the bits without a name.
 fn describe_bits(bits: u64, names: &[(u8, String)]) -> String {
     let (mut words, mut unnamed) = (Vec::new(), 0u64);
     for bit in (0u8..64).filter(|bit| bits & 1u64.wrapping_shl(u32::from(*bit)) != 0) {

@@ -1,4 +1,5 @@
-//! The header of LUKS, version 1 (LUKS On-Disk Format Specification 1.2.3, section 2.3), as far as it is shown to people.
+//! The header of LUKS, version 1 (LUKS On-Disk Format Specification 1.2.3, section 2.3). Reads only the fields that are
+//! shown.
 
 use super::extensions::field_u32;
 use super::header::{Encryption, Header, read_first_cluster};
@@ -20,41 +21,41 @@ const OFFSET_SLOTS: usize = 208;
 const SLOT_BYTES: usize = 48;
 const SLOT_ACTIVE: u32 = 0x00ac_71f3;
 
-/// What a LUKS header says.
+/// A decoded LUKS header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Luks {
-    /// `aes`, for example.
+    /// The cipher: `aes`, for example.
     pub cipher: String,
-    /// `xts`, for example.
+    /// The cipher's mode: `xts`, for example.
     pub mode: String,
-    /// How the initial vectors are made: `plain64`, for example.
+    /// The generator of initial vectors: `plain64`, for example.
     pub ivgen: String,
-    /// The hash of that, where it has one.
+    /// The generator's hash, if it has one.
     pub ivgen_hash: Option<String>,
-    /// Of the keys.
+    /// The hash of the keys.
     pub hash: String,
     /// Length of the master key.
     pub key_bytes: u32,
-    /// Where the data begin.
+    /// Where the data begin, from the start of the LUKS header.
     pub payload_offset: u64,
-    /// Of the master key's digest.
+    /// Hash iterations of the master key's digest.
     pub iterations: u32,
-    /// As text.
+    /// The UUID, as text.
     pub uuid: String,
-    /// Places for keys.
+    /// The key slots.
     pub slots: Vec<LuksSlot>,
 }
 
-/// A place for a key.
+/// A key slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LuksSlot {
-    /// How often a password is hashed and in how many stripes the key lies, where there is a key.
+    /// The hash iterations of the password and the stripes of the key; `None` if the slot is empty.
     pub active: Option<(u32, u32)>,
-    /// Where the key lies.
+    /// Where the key lies, from the start of the LUKS header.
     pub key_offset: u64,
 }
 
-/// The header of an image, and that of its encryption if it is encrypted with LUKS. Opens what is encrypted no further.
+/// Reads the header of an image, and the LUKS header if the image is encrypted so. Decrypts nothing.
 pub async fn describe(io: &MetaIo, name: &str) -> Result<(Header, Option<Luks>)> {
     let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the header"), error);
     let header = Header::parse_encrypted(&read_first_cluster(io).await.map_err(failed)?, name, false)?;
@@ -98,7 +99,7 @@ impl Luks {
         })
     }
 
-    /// The cipher with the bits of its key, as QEMU calls it; with XTS there are two keys.
+    /// Returns the cipher with the bits of its key, in QEMU's notation. With XTS there are two keys.
     #[must_use]
     pub fn cipher_and_bits(&self) -> String {
         let key_bytes = if self.mode == "xts" { self.key_bytes / 2 } else { self.key_bytes };

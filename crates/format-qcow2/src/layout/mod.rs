@@ -1,5 +1,5 @@
-//! What an image's bytes mean: the header and its extensions, table entries, refcounts, the records of snapshots and
-//! bitmaps, and the sizes that follow from the header. Nothing here knows of an open image.
+//! The bytes of an image: the header and its extensions, table entries, refcounts, and records of snapshots and
+//! bitmaps. Also the sizes that follow from the header. Nothing here knows of an open image.
 
 pub(crate) mod bitmap;
 pub(crate) mod entry;

@@ -1,11 +1,11 @@
 //! Entries of refcount blocks: 1 to 64 bits wide (qcow2 specification, "Host cluster management").
 
-/// The highest count of a width.
+/// Returns the highest count of a width of `1 << order` bits.
 pub(crate) fn max_count(order: u32) -> u64 {
     u64::MAX.wrapping_shr(64u32.saturating_sub(1u32.wrapping_shl(order)))
 }
 
-/// Refcounts narrower than a byte fill it from its least significant bit; wider ones are big-endian.
+/// Reads a refcount. Refcounts narrower than a byte fill it from its least significant bit; wider ones are big-endian.
 pub(crate) fn read_entry(bytes: &[u8], index: u64, order: u32) -> u64 {
     let index = usize::try_from(index).unwrap_or(usize::MAX);
     if order < 3 {
@@ -21,7 +21,7 @@ pub(crate) fn read_entry(bytes: &[u8], index: u64, order: u32) -> u64 {
     entry.iter().fold(0u64, |value, byte| value.wrapping_shl(8) | u64::from(*byte))
 }
 
-/// Returns the first byte it changed.
+/// Writes a refcount. Returns the first byte that changed.
 pub(crate) fn write_entry(bytes: &mut [u8], index: u64, order: u32, value: u64) -> usize {
     let index = usize::try_from(index).unwrap_or(usize::MAX);
     if order < 3 {

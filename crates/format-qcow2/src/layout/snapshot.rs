@@ -4,48 +4,48 @@ use crate::layout::geometry::Geometry;
 use crate::layout::header::{Header, MAX_SNAPSHOTS};
 use block::{Error, ErrorKind, IoResult, MetaIo, PastEnd, Result};
 
-/// The fixed part of a row.
+/// Length of a row's fixed part.
 pub(crate) const ROW_BYTES: usize = 40;
-/// The most that a row's optional part may have.
+/// The most bytes of a row's optional part.
 const EXTRA_BYTES_MAX: u64 = 1024;
-/// The most that the table may have.
+/// The most bytes of the table.
 pub(crate) const TABLE_BYTES_MAX: u64 = 64 << 20;
 const L1_BYTES_MAX: u64 = 32 << 20;
 
-/// An internal snapshot, as its row describes it.
+/// An internal snapshot, as its row of the table describes it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Snapshot {
-    /// Unique in the image.
+    /// Id, unique in the image.
     pub id: String,
-    /// Chosen by the user; may occur several times.
+    /// Name, chosen by the user; may occur several times.
     pub name: String,
-    /// Bytes of the virtual machine's state that it keeps.
+    /// Bytes of the virtual machine's state that the snapshot keeps.
     pub vm_state_bytes: u64,
     /// When it was taken: seconds since 1970.
     pub date_seconds: u32,
-    /// And nanoseconds.
+    /// The nanoseconds of that time.
     pub date_nanoseconds: u32,
-    /// How long the virtual machine had run.
+    /// How long the virtual machine had run, in nanoseconds.
     pub vm_clock_nanoseconds: u64,
-    /// Size of the disk then.
+    /// Size of the disk at that time.
     pub disk_bytes: u64,
-    /// Instructions that the virtual machine had executed, where they were counted.
+    /// Instructions that the virtual machine had executed, if they were counted.
     pub icount: Option<u64>,
 }
 
-/// A row, and what only we need of it.
+/// A row of the table: a snapshot, and the fields that only we need.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Row {
     pub(crate) l1_offset: u64,
     pub(crate) l1_entries: u32,
     pub(crate) snapshot: Snapshot,
-    /// As in the row: it need not be text.
+    /// The bytes of the row: an id need not be text.
     pub(crate) id: Vec<u8>,
     pub(crate) name: Vec<u8>,
-    /// Whether the row says how large the disk was.
+    /// Whether the row records the disk's size.
     pub(crate) says_size: bool,
-    /// Fields behind those that we know; kept.
+    /// Fields behind those that we know. They are kept.
     pub(crate) more: Vec<u8>,
 }
 
@@ -59,7 +59,7 @@ pub(crate) struct RowHead {
 }
 
 impl RowHead {
-    /// From the first [`ROW_BYTES`] of a row; what is missing counts as zeros.
+    /// Decodes the first [`ROW_BYTES`] of a row. Missing bytes count as zeros.
     pub(crate) fn parse(row: &[u8]) -> Self {
         Self {
             l1_offset: number(row, 0, 8),
@@ -70,18 +70,18 @@ impl RowHead {
         }
     }
 
-    /// Whether the optional part is as short as it must be: else nobody knows where the next row begins.
+    /// Whether the length of the optional part is allowed. If not, the next row's place is unknown.
     pub(crate) fn has_sane_extra(&self) -> bool {
         self.extra_bytes <= EXTRA_BYTES_MAX
     }
 
-    /// Bytes of the row without the padding behind it.
+    /// Returns the length of the row, without the padding behind it.
     pub(crate) fn row_bytes(&self) -> u64 {
         let parts = [self.extra_bytes, self.id_bytes, self.name_bytes];
         parts.into_iter().fold(ROW_BYTES as u64, u64::saturating_add)
     }
 
-    /// Where the row behind this one begins, if this one begins at `start`.
+    /// Returns where the next row begins if this one begins at `start`.
     pub(crate) fn next_row(&self, start: u64) -> u64 {
         start.saturating_add(self.row_bytes()).next_multiple_of(8)
     }
@@ -91,7 +91,7 @@ impl RowHead {
     }
 }
 
-/// The internal snapshots of the image in a file, oldest first.
+/// Reads the internal snapshots of the image in a file, oldest first.
 pub async fn snapshots(io: &MetaIo, header: &Header, name: &str) -> Result<Vec<Snapshot>> {
     Ok(read_rows(io, header, name).await?.0.into_iter().map(|row| row.snapshot).collect())
 }
@@ -101,7 +101,7 @@ fn number(bytes: &[u8], offset: usize, length: usize) -> u64 {
     field.iter().fold(0u64, |value, byte| value.wrapping_shl(8) | u64::from(*byte))
 }
 
-/// The rows, and the bytes that the table has.
+/// Reads the rows. Also returns the length of the table.
 pub(crate) async fn read_rows(io: &MetaIo, header: &Header, name: &str) -> Result<(Vec<Row>, u64)> {
     let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the snapshot table"), error);
     let (mut rows, mut at) = (Vec::new(), header.snapshots_offset);
@@ -131,7 +131,7 @@ pub(crate) async fn read_rows(io: &MetaIo, header: &Header, name: &str) -> Resul
     Ok((rows, at.saturating_sub(header.snapshots_offset)))
 }
 
-/// How many rows at `offset` can be snapshots, before the first that cannot: for a header that claims too many.
+/// Counts the rows at `offset` that can be snapshots, up to the first that cannot. For a header that claims too many.
 pub(crate) async fn count_sane_rows(io: &MetaIo, offset: u64, cluster_bytes: u64) -> IoResult<u32> {
     let mut at = offset;
     let mut window = Window { io, start: at, bytes: Vec::new() };
@@ -149,7 +149,7 @@ pub(crate) async fn count_sane_rows(io: &MetaIo, offset: u64, cluster_bytes: u64
     Ok(MAX_SNAPSHOTS)
 }
 
-/// Reads the table in larger pieces than rows.
+/// Reads the table in pieces that are larger than rows.
 struct Window<'a> {
     io: &'a MetaIo,
     start: u64,
@@ -199,7 +199,7 @@ fn parse_row(bytes: &[u8], head: &RowHead, disk_bytes: u64) -> Row {
     }
 }
 
-/// The table that the rows make. Each has the extra data of version 3.
+/// Encodes a table of these rows. Each gets the extra data of version 3.
 pub(crate) fn rows_bytes(rows: &[Row]) -> Vec<u8> {
     let mut table = Vec::new();
     for row in rows {
@@ -224,25 +224,25 @@ pub(crate) fn rows_bytes(rows: &[Row]) -> Vec<u8> {
     table
 }
 
-/// Which snapshot is meant.
+/// A way to name a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SnapshotName {
-    /// The one with this id, or else the first with this name.
+    /// The snapshot with this id, or else the first with this name.
     Any(String),
-    /// The first that has both, of those that are given.
+    /// The first snapshot with this id and this name, as far as they are given.
     Exactly {
         /// Its id.
         id: Option<String>,
         /// Its name.
         name: Option<String>,
     },
-    /// As `Any`. What is meant is the state of the machine that it keeps: a disk that ends where that ends, rounded up to
+    /// As `Any`, but means the machine's state in the snapshot: a disk that ends where the state ends, rounded up to
     /// sectors.
     StateOf(String),
 }
 
-/// The header of the disk as it was when a snapshot was taken. Where the disk is larger by now, zeros follow, as with
-/// qemu-img; where it is smaller, nothing is cut off.
+/// Returns the header of the disk as it was when a snapshot was taken. If the disk has grown since then, zeros follow,
+/// as with qemu-img. If it has shrunk, nothing is cut off.
 pub(crate) async fn of_snapshot(io: &MetaIo, header: Header, name: &str, which: &SnapshotName) -> Result<Header> {
     let (rows, _) = read_rows(io, &header, name).await?;
     let found = find(&rows, which).and_then(|index| rows.get(index));
@@ -262,13 +262,13 @@ pub(crate) async fn of_snapshot(io: &MetaIo, header: Header, name: &str, which: 
     if now_bytes <= disk_bytes {
         return Ok(then);
     }
-    // What follows the snapshot's own disk in its table is the state of a virtual machine.
+    // Behind the snapshot's own disk, its table maps the state of a virtual machine.
     let l1_entries = u32::try_from(needed).unwrap_or(row.l1_entries);
     Ok(Header { l1_entries, size_bytes: now_bytes, ..then })
 }
 
-/// The header of a disk that holds the state of a machine where the snapshot has it: behind the disk, at the first place
-/// that an entry of its own in the L1 table leads to.
+/// Returns the header of a disk that ends with the machine's state in a snapshot. The state begins at the first L1
+/// entry behind the disk's own.
 fn of_state(header: Header, name: &str, row: &Row) -> Result<Header> {
     let bad = |what: &str| Error::new(ErrorKind::BadImage, format!("'{name}': {what}"));
     let Snapshot { disk_bytes, vm_state_bytes, .. } = row.snapshot;
@@ -294,13 +294,13 @@ pub(crate) fn find(rows: &[Row], which: &SnapshotName) -> Option<usize> {
 }
 
 impl SnapshotName {
-    /// The first with this name, whatever its id.
+    /// Names the first snapshot with this name, whatever its id.
     #[must_use]
     pub fn named(name: &str) -> Self {
         Self::Exactly { id: None, name: Some(name.to_owned()) }
     }
 
-    /// The snapshot that is meant, if it is there.
+    /// Returns the snapshot of this name, if there is one.
     #[must_use]
     pub fn find_in<'a>(&self, snapshots: &'a [Snapshot]) -> Option<&'a Snapshot> {
         snapshots.get(self.position(snapshots.iter())?)

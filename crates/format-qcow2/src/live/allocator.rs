@@ -1,8 +1,8 @@
-//! Finding space in the file.
+//! Finds space in the file.
 //!
-//! Free space is known from two sources: what was freed, and refcounts that were looked at. Each allocation looks at a
-//! few more of them; opening looks at none. Without free space the file grows. An allocation raises the refcount from
-//! zero to one in memory. A flush writes it before anything that points to the space.
+//! Free space is known from two sources: what was freed, and refcounts that the scan has read. Each allocation scans a
+//! few more refcounts; opening scans none. Without free space the file grows. An allocation raises the refcount from
+//! zero to one in memory. A flush writes it before anything that refers to the space.
 
 use crate::layout::geometry::MAX_FILE_BYTES;
 use crate::layout::header::MAX_REFCOUNT_TABLE_BYTES;
@@ -12,14 +12,14 @@ use crate::live::refcounts::Absent;
 use crate::live::state::{FreshTable, Inner, Need, State, Step, Stop};
 use block::{IoError, IoErrorKind};
 
-/// Refcounts looked at in one step of the scan.
+/// How many refcounts one step of the scan reads.
 const SCAN_CLUSTERS: u64 = 1 << 16;
-/// So many clusters are handed out at the frontier between two steps. Otherwise each allocation in a large image that
+/// How many clusters are handed out at the frontier between two steps. Otherwise each allocation in a large image that
 /// is nearly full would read a refcount block.
 const SCAN_EVERY_CLUSTERS: u64 = 256;
 
-/// Space that the next flush will free may grow to this size, or to this part of a larger disk. Then an allocation
-/// flushes.
+/// An allocation flushes first when the space that the next flush will free exceeds this size or, on a larger disk,
+/// this part of the disk.
 const UNLINKED_BYTES: u64 = 64 << 20;
 const UNLINKED_PART_OF_DISK: u64 = 8;
 
@@ -32,8 +32,8 @@ impl Inner {
         self.allocate_in_order(state, want)
     }
 
-    /// As [`Inner::allocate`], for space that nothing leads to until a flush has written its refcounts. Nobody
-    /// postpones them meanwhile, so they are never stale, and the header need not say that they may be.
+    /// As [`Inner::allocate`], for space that nothing refers to until a flush has written its refcounts. Nobody
+    /// postpones them meanwhile, so they are never stale, and the dirty bit is not needed.
     pub(crate) fn allocate_in_order(&self, state: &mut State, want: u64) -> Step<Run> {
         if state.refcounts.is_crowded() {
             return Err(Stop::Need(Need::Flush));
@@ -44,17 +44,17 @@ impl Inner {
         Ok(run)
     }
 
-    /// As [`Inner::allocate`], and whether the space is blank: never used, and durably reading as zeros.
+    /// As [`Inner::allocate`]. Also returns whether the space is blank: never used, and durably reading as zeros.
     pub(crate) fn allocate_blank(&self, state: &mut State, want: u64) -> Step<(Run, bool)> {
         let unused = state.space.frontier;
         let run = self.allocate(state, want)?;
         Ok((run, run.first >= unused && run.zeroed && run.end() <= state.space.blank_end))
     }
 
-    /// As [`Inner::allocate`], but one cluster for a new L2 table: an empty one, or a copy of another.
+    /// As [`Inner::allocate`], but one cluster for a new L2 table: an empty table, or a copy of another.
     pub(crate) fn allocate_table(&self, state: &mut State, fresh: FreshTable) -> Step<u64> {
         let (run, blank) = self.allocate_blank(state, 1)?;
-        // As long as it reads as zeros it says that nothing is mapped.
+        // While the cluster reads as zeros, it is a table that maps nothing.
         state.needs_order |= !blank || fresh != FreshTable::Zeros;
         self.add_tables(state, Owner::L2, run.first..run.end());
         Ok(self.geometry.start_of(run.first))
@@ -80,7 +80,7 @@ impl Inner {
             }
             let all_scanned = state.space.scanned_end >= state.space.scan_limit;
             let has_room = self.can_grow || state.space.frontier < self.file_clusters;
-            // The next step of the scan is not due yet, and the file may become longer.
+            // The next step of the scan is not due yet, and the file may grow instead.
             let is_early = has_room && state.space.frontier < state.space.next_scan && state.space.ceiling.is_none();
             if all_scanned || is_early {
                 if state.unlinked_clusters > self.unlinked_clusters_max() {
@@ -93,13 +93,13 @@ impl Inner {
         }
     }
 
-    /// A guest that discards and writes and never flushes makes the file longer by at most this much. Then it waits.
+    /// How far a guest that discards and writes without flushing can make the file grow. Then it waits for a flush.
     fn unlinked_clusters_max(&self) -> u64 {
         let part_of_disk = self.geometry.clusters_for(self.geometry.size_bytes) / UNLINKED_PART_OF_DISK;
         self.geometry.cluster_of(UNLINKED_BYTES).max(part_of_disk)
     }
 
-    /// As [`Inner::allocate`], from holes in front of `limit` only; `None` where there are none.
+    /// As [`Inner::allocate`], but only from holes in front of `limit`; `None` if there is none.
     pub(crate) fn allocate_below(&self, state: &mut State, want: u64, limit: u64) -> Step<Option<Run>> {
         self.require_dirty_bit(state)?;
         if state.refcounts.is_crowded() {
@@ -118,7 +118,7 @@ impl Inner {
         }
     }
 
-    /// Space that is known to be free.
+    /// Takes space that is known to be free.
     fn take_free(&self, state: &mut State, want: u64) -> Step<Option<Run>> {
         self.take_free_below(state, want, u64::MAX)
     }
@@ -140,13 +140,13 @@ impl Inner {
                 state.space.free.take(run.first, count);
                 return Ok(Some(Run { count, ..run }));
             }
-            // Not free after all; never handed out again.
+            // Not free after all, so it is never handed out again.
             state.space.free.take(run.first, 1);
         }
         Ok(None)
     }
 
-    /// Looks at the next refcounts that nobody has looked at.
+    /// Reads the next refcounts that the scan has not read.
     fn scan_step(&self, state: &mut State) -> Step<()> {
         let from = state.space.scanned_end;
         let block_end = self.geometry.block_end(self.geometry.block_of(from));
@@ -159,13 +159,13 @@ impl Inner {
                 state.space.scanned_end = looked_to;
             }
             Err(Absent::NotLoaded(block)) => return Err(Stop::Need(Need::Block(block))),
-            // Without a block nothing can be counted there, so space is taken only behind the last block.
+            // Without a block nothing is counted there, so space is taken only behind the last block.
             Err(_) => state.space.scanned_end = block_end,
         }
         Ok(())
     }
 
-    /// Space that was never handed out, at the end of the file.
+    /// Takes space that was never handed out, at the end of the file.
     fn take_at_frontier(&self, state: &mut State, want: u64) -> Step<Run> {
         if state.busy.contains(&Need::Extension) {
             return Err(Stop::Need(Need::Extension));
@@ -211,8 +211,8 @@ impl Inner {
         if too_far { Err(NO_SPACE) } else { Ok(()) }
     }
 
-    /// Puts a new refcount block at the frontier. It counts the cluster that it lies in. If the refcount table has no
-    /// room for it, a larger table follows, with the blocks that count that table.
+    /// Puts a new refcount block at the frontier. The block counts its own cluster. If the refcount table has no room
+    /// for it, a larger table follows, with the blocks that count that table.
     fn add_blocks(&self, state: &mut State) -> Step<()> {
         let first = state.space.frontier;
         let block = self.geometry.block_of(first);
@@ -292,7 +292,7 @@ mod tests {
         });
     }
 
-    /// Those of some clusters that are taken for free.
+    /// Returns which of the clusters are known to be free.
     fn free_among(state: &State, clusters: Range<u64>) -> Vec<u64> {
         clusters.filter(|cluster| state.space.free.gaps(*cluster, 1).is_empty()).collect()
     }
@@ -301,7 +301,7 @@ mod tests {
     fn what_is_kept_for_compressed_clusters_is_not_found_free_once_more() {
         let (qcow2, io) = full();
         let inner = &*qcow2.inner;
-        // All of it free, and known to be, though nobody has looked at the block.
+        // All of it is free, and known to be, though nobody has read the block.
         block_on(async {
             qcow2.discard(&io, 550 * CLUSTER, 40 * CLUSTER).await.unwrap();
             qcow2.flush(&io).await.unwrap();
@@ -382,7 +382,7 @@ mod tests {
         assert_eq!(inner.take_free(&mut state, 3).ok().unwrap(), None);
     }
 
-    /// Enough of them that the refcount table grows.
+    /// There are so many clusters that the refcount table grows.
     #[test]
     fn a_device_is_handed_out_to_its_last_cluster_and_each_of_them_once() {
         const CLUSTERS: u64 = 20_000;
@@ -418,7 +418,7 @@ mod tests {
         block_on(qcow2.close(&io)).unwrap();
         let report = testkit::qcow2_check(&storage.bytes(fixture::NAME)).unwrap();
         report.sound().unwrap();
-        // Nothing leads to what was handed out.
+        // Nothing refers to what was handed out.
         assert_eq!(report.leaked_clusters, handed_out.len() as u64);
     }
 }

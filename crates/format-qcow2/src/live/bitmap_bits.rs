@@ -3,23 +3,23 @@
 use crate::layout::geometry::Geometry;
 use block::sync::{AtomicBool, AtomicU64, Ordering};
 
-/// Granules that a word has bits for.
+/// Bits of a word.
 const WORD_BITS: u64 = 64;
 
-/// A bit for each granule of the disk, the first in the lowest bit of the first word.
+/// A bit for each granule of the disk. The first is the lowest bit of the first word.
 #[derive(Debug)]
 pub(crate) struct DirtyBits {
     granularity_bits: u32,
     granules: u64,
     words: Box<[AtomicU64]>,
-    /// Parts with bits that the file does not have yet. A part is what a cluster of the file holds.
+    /// Parts with bits that the file lacks. A part is a cluster of the bitmap in the file.
     changed: Box<[AtomicBool]>,
     /// Words of a part, as a power of two.
     part_bits: u32,
 }
 
 impl DirtyBits {
-    /// None set.
+    /// Makes bits that are all clear.
     pub(crate) fn new(granularity_bits: u8, geometry: &Geometry) -> Self {
         let granularity_bits = u32::from(granularity_bits);
         let granules = geometry.size_bytes.div_ceil(1u64.wrapping_shl(granularity_bits));
@@ -44,7 +44,7 @@ impl DirtyBits {
         let end = last.wrapping_shr(self.granularity_bits).saturating_add(1).min(self.granules);
         while granule < end {
             let up_to = (granule | WORD_BITS.saturating_sub(1)).saturating_add(1).min(end);
-            // From one to 64 of them.
+            // The number of granules here is from one to 64.
             let missing = WORD_BITS.saturating_sub(up_to.saturating_sub(granule)) as u32;
             let mask = u64::MAX.wrapping_shr(missing).wrapping_shl((granule % WORD_BITS) as u32);
             self.set((granule / WORD_BITS) as usize, mask);
@@ -54,7 +54,7 @@ impl DirtyBits {
 
     fn set(&self, index: usize, mask: u64) {
         let Some(word) = self.words.get(index) else { return };
-        // Mostly they are set already; without a write the line stays in every processor's cache.
+        // Mostly the bits are set already. Without a write, the cache line stays in every processor's cache.
         if word.load(Ordering::Relaxed) & mask == mask {
             return;
         }
@@ -64,7 +64,7 @@ impl DirtyBits {
         }
     }
 
-    /// Adds the bits that the file has for a part.
+    /// Adds the bits of a part from the file.
     pub(crate) fn load_part(&self, part: usize, words: impl Iterator<Item = u64>) {
         let first = part.wrapping_shl(self.part_bits);
         let count = 1usize.wrapping_shl(self.part_bits);
@@ -78,7 +78,7 @@ impl DirtyBits {
         }
     }
 
-    /// A part as the file has it: a whole cluster.
+    /// Returns a part as the file stores it: a whole cluster.
     pub(crate) fn part_bytes(&self, part: usize) -> Vec<u8> {
         let first = part.wrapping_shl(self.part_bits);
         let words = first..first.saturating_add(1usize.wrapping_shl(self.part_bits));
@@ -86,25 +86,25 @@ impl DirtyBits {
         words.flat_map(|index| word(index).to_le_bytes()).collect()
     }
 
-    /// Bytes of a disk of this size that were written, in whole granules.
+    /// Returns how many bytes of a disk of this size were written, in whole granules.
     pub(crate) fn dirty_bytes(&self, size_bytes: u64) -> u64 {
         let set = |word: &AtomicU64| u64::from(word.load(Ordering::Relaxed).count_ones());
         let granules = self.words.iter().map(set).fold(0u64, u64::saturating_add);
         granules.wrapping_shl(self.granularity_bits).min(size_bytes)
     }
 
-    /// All parts.
+    /// Returns the number of parts.
     pub(crate) fn parts(&self) -> usize {
         self.changed.len()
     }
 
-    /// Parts with bits that the file does not have.
+    /// Returns the parts with bits that the file lacks.
     pub(crate) fn changed_parts(&self) -> Vec<usize> {
         let changed = self.changed.iter().enumerate().filter(|(_, changed)| changed.load(Ordering::Relaxed));
         changed.map(|(part, _)| part).collect()
     }
 
-    /// The file has all bits.
+    /// Notes that the file has all bits.
     pub(crate) fn all_stored(&self) {
         self.changed.iter().for_each(|changed| changed.store(false, Ordering::Relaxed));
     }

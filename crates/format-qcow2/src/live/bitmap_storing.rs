@@ -1,13 +1,13 @@
-//! Persistent bitmaps of an image that is being written to (specification, "Bitmaps"). Before the first write they are
-//! loaded, and the file says that they are in use. Every change of the disk marks them. Closing the image brings them
-//! back to the file.
+//! Keeps an image's persistent bitmaps while it is written to (specification, "Bitmaps"). Before the first write,
+//! bitmaps are loaded, and the file marks them in use. Every change of the disk is noted in them. Closing the image
+//! writes them back.
 //!
-//! Nobody believes a bitmap that is in use according to the file. We say so durably before anything is written, and
-//! take it back only when the file has every bit. So a bitmap that missed a write is never believed, however we end.
-//! The order at the end: bits and refcounts, durable; tables that lead to new clusters, durable; flags, durable. Bits
-//! are overwritten where they lie, and nothing of a bitmap is freed. Refcounts are not postponed here, even if the
-//! image allows it, so an image that is being closed does not become dirty again. Space that the refcounts leave behind
-//! (a table that moved, a bitmap that is lost) is freed last.
+//! Nobody uses a bitmap that the file marks in use. The mark is durable before anything is written, and is removed only
+//! when the file has every bit. So a bitmap that missed a write is never used, however we end. At the end, the order
+//! is: bits and refcounts, durable; tables that name new clusters, durable; marks, durable. Bits are overwritten in
+//! place, and nothing of a bitmap is freed. Refcounts are not postponed here, even if the image allows it, so an image
+//! that is being closed does not become dirty again. Space that was given up (a table that moved, a bitmap that is
+//! lost) is freed last.
 
 use crate::layout::bitmap::{TABLE_ALL_ONES, data_offset, is_damaged_table};
 use crate::layout::entry::entries;
@@ -23,11 +23,11 @@ use block::sync::Ordering;
 use block::{IoError, IoErrorKind, IoResult, MetaIo, PastEnd};
 use std::ops::Range;
 
-/// Parts of a bitmap that are written at once.
+/// How many parts of a bitmap are written at once.
 const PARTS_AT_ONCE: usize = 16;
 
 impl Inner {
-    /// Notes a change of the disk that is about to be made. The image has been made ready for writing.
+    /// Notes a change of the disk that is about to be made. The header is ready for it.
     #[inline]
     pub(crate) fn mark_changed(&self, offset: u64, length: u64) {
         if let Some(tracking) = &self.tracking {
@@ -35,13 +35,13 @@ impl Inner {
         }
     }
 
-    /// As [`Inner::mark_changed`], making the image ready.
+    /// As [`Inner::mark_changed`], but first makes the header ready.
     pub(crate) async fn begin_change(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult {
         if self.tracking.is_none() && !self.geometry.data_file {
-            // Whatever changes the image makes it ready. A discard of nothing is no change.
+            // Whatever changes the image makes the header ready. A discard of nothing changes nothing.
             return Ok(());
         }
-        // A data file changes without its image. What the header says of it must not outlive the change.
+        // An external data file changes without the image. The header's promises about it must not outlive the change.
         self.make_ready(io).await?;
         self.mark_changed(offset, length);
         Ok(())
@@ -56,8 +56,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Loads the bitmaps, and says durably that they are in use. Called by whoever makes the image ready for writing.
-    /// Returns whether the image keeps bitmaps.
+    /// Loads the bitmaps and marks them in use, durably. Called when the header is made ready for writing. Returns
+    /// whether the image keeps bitmaps.
     pub(crate) async fn begin_tracking(&self, io: &MetaIo) -> IoResult<bool> {
         let Some(tracking) = &self.tracking else { return Ok(false) };
         if !*tracking.kept.get_or_init(|| self.claim_directory(tracking)) {
@@ -87,13 +87,13 @@ impl Inner {
             tracing::warn!("'{}': its bitmaps are given up: another table lies in their directory", self.name);
         }
         for (offset, bytes) in tracking.others.iter().filter(|_| free) {
-            // Where something else lies too it is guarded already.
+            // If something else lies there too, it is guarded already.
             let _ = self.claim(clusters_of(&self.geometry, *offset, *bytes));
         }
         free
     }
 
-    /// Reserves clusters for the bitmaps, if no other table lies there, nor another bitmap's.
+    /// Reserves clusters for the bitmaps if no other table and no other bitmap lies there.
     fn claim(&self, clusters: Range<u64>) -> bool {
         let mut state = self.lock();
         let free = self.tables(&mut state).stranger(None, clusters.clone()).is_none();
@@ -140,7 +140,7 @@ impl Inner {
         Ok(bits)
     }
 
-    /// Says in the directory which tracked bitmaps are in use, durably.
+    /// Writes to the directory which tracked bitmaps are in use, durably.
     async fn write_flags(
         &self,
         io: &MetaIo,
@@ -157,9 +157,9 @@ impl Inner {
         self.barrier(io, barrier).await
     }
 
-    /// Brings the bitmaps to the file, and says that they are not in use any more. A bitmap that cannot be written
-    /// stays in use: it is lost, and nothing else is. All else is durable, and no operation may be in flight. Fails if
-    /// refcounts that were changed for it cannot be brought to the file.
+    /// Writes the bitmaps to the file and removes their marks "in use". A bitmap that cannot be written keeps the mark:
+    /// it is lost, and nothing else is. All else is durable, and no operation may be in flight. Fails if refcounts that
+    /// were changed for a bitmap cannot be written.
     pub(crate) async fn store_bitmaps(&self, io: &MetaIo) -> IoResult {
         let Some(tracking) = &self.tracking else { return Ok(()) };
         if tracking.tracked.is_empty() || tracking.kept.get() != Some(&true) {
@@ -167,10 +167,10 @@ impl Inner {
         }
         let Some(_making_ready) = self.begin(Need::HeaderReady).await else { return Ok(()) };
         if !self.header_ready.load(Ordering::Acquire) {
-            // Nothing was written, or the guard has stopped the image.
+            // Nothing was written, or the overlap guard has stopped the image.
             return Ok(());
         }
-        // The next write has to say first that they are in use.
+        // The next write has to mark them in use first.
         self.header_ready.store(false, Ordering::Release);
         let mut stored = Vec::new();
         for tracked in tracking.tracked.iter().filter(|tracked| tracked.bits().is_some()) {
@@ -188,7 +188,7 @@ impl Inner {
                 Err(error) => stored.iter().for_each(|tracked| self.tell_lost(tracked, error)),
             }
         }
-        // Space that was taken for nothing is free again, and so is the old place of a refcount table that has moved.
+        // Frees space that was taken for nothing, and the old place of a refcount table that has moved.
         let is_settled = self.lock().is_all_written();
         if is_settled { Ok(()) } else { self.settle(io).await }
     }
@@ -202,7 +202,7 @@ impl Inner {
         );
     }
 
-    /// Writes the parts that have changed. Those that had no cluster get new ones.
+    /// Writes the parts that have changed. Parts without a cluster get new ones.
     async fn store_bits(&self, io: &MetaIo, tracked: &Tracked) -> IoResult {
         let Some(bits) = tracked.bits() else { return Ok(()) };
         for parts in bits.changed_parts().chunks(PARTS_AT_ONCE) {
@@ -223,7 +223,7 @@ impl Inner {
             let cluster = self.geometry.cluster_of(offset);
             return match self.run(io, |state| self.refcount_in_use(state, cluster)).await? {
                 1 => Ok(offset),
-                // It is somebody else's too.
+                // Something else also lies there.
                 _ => Err(IoError::new(IoErrorKind::Corrupt)),
             };
         }
@@ -242,7 +242,7 @@ impl Inner {
         Ok(offset)
     }
 
-    /// New clusters of a bitmap that is lost are free again.
+    /// Frees the new clusters of a bitmap that is lost.
     fn give_back(&self, tracked: &Tracked) {
         let mut table = tracked.table();
         if table.fresh.is_empty() {

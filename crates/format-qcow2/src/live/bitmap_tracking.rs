@@ -1,4 +1,4 @@
-//! The persistent bitmaps of an open image: which ones note each write, and what is known of each.
+//! The persistent bitmaps of an open image: which of them note each write, and their state.
 
 use crate::layout::bitmap::{AUTOCLEAR_BITMAPS, Bitmap, BitmapBits, directory, flags_byte};
 use crate::layout::header::Header;
@@ -9,12 +9,12 @@ use block::{Error, ErrorKind, MetaIo, Result};
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
 
-/// The most memory that the bits of one image take.
+/// The most memory for the bits of one image.
 const MEMORY_BYTES_MAX: u64 = 64 << 20;
 
-/// The most bitmaps in which each write is noted: a request takes a step for each.
+/// The most bitmaps that note writes: each request takes a step for each of them.
 const TRACKED_MAX: usize = 64;
-/// Names in a message.
+/// The most names in a message.
 const NAMES_MAX: usize = 8;
 const SECTOR_BYTES: usize = 512;
 const IN_USE: u8 = 1;
@@ -23,12 +23,12 @@ const IN_USE: u8 = 1;
 #[derive(Debug)]
 pub(crate) struct BitmapTracking {
     pub(super) directory_offset: u64,
-    /// As the file had it at open, when no bitmap that is tracked was in use.
+    /// The directory as read at open, when no tracked bitmap was in use.
     pub(super) directory: Vec<u8>,
     pub(super) tracked: Vec<Tracked>,
-    /// Tables of bitmaps that stay as they are: offset and bytes.
+    /// Tables of bitmaps that do not change: offset and length.
     pub(super) others: Vec<(u64, u64)>,
-    /// Whether the bitmaps are kept: nothing else lies where their directory does. Known before the first write.
+    /// Whether the bitmaps are kept: nothing else may lie where their directory does. Known before the first write.
     pub(super) kept: OnceLock<bool>,
 }
 
@@ -36,20 +36,20 @@ pub(crate) struct BitmapTracking {
 #[derive(Debug)]
 pub(crate) struct Tracked {
     pub(super) bitmap: Bitmap,
-    /// Where in the directory the byte of flags lies that says whether it is in use.
+    /// Offset in the directory of the flags that hold the mark "in use".
     flags_at: usize,
-    /// Loaded before the first write. `None` if they could not be loaded: then the bitmap stays in use.
+    /// Loaded before the first write. `None` if they could not be loaded: the bitmap then stays in use.
     pub(super) bits: OnceLock<Option<DirtyBits>>,
     table: Mutex<Table>,
 }
 
-/// The table of a bitmap: where its parts lie.
+/// The table of a bitmap, with the places of its parts.
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     pub(super) entries: Vec<u64>,
-    /// Parts whose new clusters the file does not name, and never did.
+    /// Parts in new clusters that the file does not name yet.
     pub(super) fresh: Vec<usize>,
-    /// The file may have another table.
+    /// Whether the file may have another table.
     pub(super) differs: bool,
 }
 
@@ -64,7 +64,7 @@ impl Tracked {
 }
 
 impl BitmapTracking {
-    /// What an image that is opened for writing says about its bitmaps; `None` if it has none to keep.
+    /// Reads the bitmaps of an image that is opened for writing; `None` if it has none to keep.
     pub(crate) async fn open(io: &MetaIo, header: &Header, cluster: &[u8], name: &str) -> Result<Option<Box<Self>>> {
         if header.autoclear_features & AUTOCLEAR_BITMAPS == 0 {
             return Ok(None);
@@ -124,7 +124,7 @@ impl BitmapTracking {
         })))
     }
 
-    /// Notes a change of the disk.
+    /// Notes a change of the disk in all tracked bitmaps.
     pub(crate) fn mark(&self, offset: u64, length: u64) {
         for tracked in &self.tracked {
             if let Some(bits) = tracked.bits() {
@@ -133,13 +133,13 @@ impl BitmapTracking {
         }
     }
 
-    /// The bitmaps that note what is written, and how many bytes of the disk each says were: where they are in memory.
+    /// Returns the tracked bitmaps whose bits are in memory: name, and written bytes of the disk.
     pub(crate) fn noting(&self, size_bytes: u64) -> Vec<(String, u64)> {
         let dirty = |tracked: &Tracked| Some((tracked.bitmap.name.clone(), tracked.bits()?.dirty_bytes(size_bytes)));
         self.tracked.iter().filter_map(dirty).collect()
     }
 
-    /// The bits of a bitmap that notes what is written, if they are in memory.
+    /// Returns the bits of a tracked bitmap, if they are in memory.
     pub(crate) fn bits_of(&self, name: &str, size_bytes: u64) -> Option<BitmapBits> {
         let tracked = self.tracked.iter().find(|tracked| tracked.bitmap.name == name)?;
         let bits = tracked.bits()?;
@@ -147,7 +147,7 @@ impl BitmapTracking {
         Some(BitmapBits { granularity_bits: tracked.bitmap.granularity_bits, size_bytes, bytes })
     }
 
-    /// The sectors of the directory with flags of tracked bitmaps.
+    /// Returns the directory's sectors that hold flags of tracked bitmaps.
     pub(super) fn flags(&self, in_use: impl Fn(&Tracked) -> bool) -> Vec<Piece> {
         let mut bytes = self.directory.clone();
         let mut sectors = BTreeSet::new();

@@ -1,4 +1,4 @@
-//! Compressed clusters: decompressing, bounded by the cluster whatever the stream says, and compressing.
+//! Compressed clusters: compressing, and decompressing that never exceeds a cluster, whatever the stream says.
 
 use crate::layout::header::Compression;
 use crate::live::state::Inner;
@@ -8,17 +8,17 @@ use memory::AlignedBuf;
 use std::cell::RefCell;
 use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
 
-/// Largest window a zstd stream may ask for (16 MiB), as a power of two: bounds what a hostile image makes us allocate.
+/// Largest window of a zstd stream (16 MiB), as a power of two. It limits what a hostile image makes us allocate.
 const ZSTD_WINDOW_BITS_MAX: u32 = 24;
 
-/// A compressed cluster lies in at most so many host clusters.
+/// The most host clusters that a compressed cluster touches.
 const COMPRESSED_CLUSTERS_MAX: u64 = 2;
 
-/// The codecs' own defaults, which are qemu's too.
+/// The defaults of the codecs and of qemu.
 const ZLIB_LEVEL: i32 = 6;
 const ZSTD_LEVEL: i32 = 3;
 
-/// Compresses clusters, one after the other; keeps its tables from one to the next. Belongs to one thread at a time.
+/// Compresses clusters one after the other and reuses its tables. Belongs to one thread at a time.
 pub struct Compressor {
     codec: Codec,
 }
@@ -52,8 +52,8 @@ impl Compressor {
         Ok(Self { codec })
     }
 
-    /// Compresses `cluster` into the start of `output`; returns how many bytes. `None` where it does not get smaller, or
-    /// does not fit.
+    /// Compresses `cluster` into the start of `output`. Returns the number of bytes; `None` if the cluster does not get
+    /// smaller or does not fit.
     pub fn compress(&mut self, cluster: &[u8], output: &mut [u8]) -> Option<usize> {
         let limit = cluster.len().checked_sub(1)?.min(output.len());
         let output = output.get_mut(..limit)?;
@@ -65,24 +65,24 @@ impl Compressor {
 }
 
 thread_local! {
-    /// Their tables are kept from cluster to cluster.
+    /// Each thread keeps the codecs' tables from cluster to cluster.
     static DEFLATE: RefCell<libdeflater::Decompressor> = RefCell::new(libdeflater::Decompressor::new());
     static ZSTD: RefCell<Option<zstd::bulk::Decompressor<'static>>> = const { RefCell::new(None) };
 }
 
 impl Inner {
-    /// How many of a compressed cluster's bytes are read: no more than it may have.
+    /// Returns how many bytes of a compressed cluster are read; the entry may claim too many.
     fn input_bytes(&self, extent: &CompressedExtent) -> u64 {
         let limit = self.geometry.cluster_bytes().saturating_mul(COMPRESSED_CLUSTERS_MAX);
         u64::from(extent.length_bytes).min(limit)
     }
 
-    /// How much memory it takes to read a compressed cluster.
+    /// Returns how many bytes of memory it takes to read a compressed cluster.
     pub(crate) fn decompress_bytes(&self, extent: &CompressedExtent) -> u64 {
         self.input_bytes(extent).saturating_add(self.geometry.cluster_bytes())
     }
 
-    /// Decompressing is left to the file's queue, which does not do it on the reactor.
+    /// Reads and decompresses a cluster. The file's queue decompresses, and does so outside the reactor.
     pub(crate) async fn read_compressed(&self, io: &MetaIo, extent: CompressedExtent) -> IoResult<AlignedBuf> {
         let length = usize::try_from(self.input_bytes(&extent)).map_err(|_| IoError::EIO)?;
         let cluster_bytes = usize::try_from(self.geometry.cluster_bytes()).map_err(|_| IoError::EIO)?;
@@ -104,12 +104,12 @@ fn inflate(input: &[u8], output: &mut [u8]) -> Option<()> {
     (filled == output.len()).then_some(())
 }
 
-/// Fills `output` from a zstd stream; what follows is ignored.
+/// Fills `output` from a zstd stream; what follows the stream is ignored.
 fn unzstd(input: &[u8], output: &mut [u8]) -> Option<()> {
     unzstd_frame(input, output).or_else(|| unzstd_in_steps(input, output))
 }
 
-/// The usual case: one frame, as long as the cluster. It needs no window of its own.
+/// Decodes the usual case: one frame, as long as the cluster. It needs no window of its own.
 fn unzstd_frame(input: &[u8], output: &mut [u8]) -> Option<()> {
     let frame = input.get(..zstd::zstd_safe::find_frame_compressed_size(input).ok()?)?;
     let filled = ZSTD.try_with(|codec| {
@@ -123,7 +123,7 @@ fn unzstd_frame(input: &[u8], output: &mut [u8]) -> Option<()> {
     (filled.ok()?? == output.len()).then_some(())
 }
 
-/// Any stream.
+/// Decodes any stream.
 fn unzstd_in_steps(input: &[u8], output: &mut [u8]) -> Option<()> {
     let mut decoder = Decoder::new().ok()?;
     decoder.set_parameter(DParameter::WindowLogMax(ZSTD_WINDOW_BITS_MAX)).ok()?;

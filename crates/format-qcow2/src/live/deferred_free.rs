@@ -1,5 +1,5 @@
-//! Giving space back. Refcounts are decremented in memory once nothing on disk or in flight can still lead to the
-//! space. What becomes free is punched out of the file before anybody may have it.
+//! Frees space. Refcounts are decremented in memory once nothing on disk or in flight can still refer to the space.
+//! Free space is punched out of the file before anybody may take it.
 //!
 //! The decrements reach the disk with a later flush. If a power cut loses them, clusters leak, which is harmless.
 
@@ -9,14 +9,15 @@ use crate::live::refcounts::Absent;
 use crate::live::state::{Freed, Inner, State};
 use block::{IoResult, MetaIo, yield_now};
 
-/// A file system may not make holes that are smaller than this.
+/// The smallest hole: file systems may not make smaller ones.
 const HOLE_BYTES: u64 = 4096;
 
-/// Clusters that are decremented at once, and entries that are looked at for it: others of the reactor go on in between.
+/// How many clusters are decremented in one step, and how many entries are looked at for it. In between, other tasks of
+/// the reactor run.
 const STEP_CLUSTERS: u64 = 512;
 const STEP_LOOKS: usize = 1024;
 
-/// Puts back what was not decremented, should the task be dropped or a load fail.
+/// Puts back what was not decremented if the task is dropped or a load fails.
 struct Unfinished<'a> {
     inner: &'a Inner,
     left: Vec<Freed>,
@@ -28,8 +29,8 @@ impl Drop for Unfinished<'_> {
     }
 }
 
-/// Free space that is being punched, so it is not handed out yet. When this is dropped, the space becomes available. A
-/// run whose punch is still in flight stays aside until the image is opened again.
+/// Free space that is being punched, so it is not handed out yet. Dropping this makes the space available. A run whose
+/// punch is still in flight stays aside until the image is opened again.
 struct Punching<'a> {
     inner: &'a Inner,
     runs: Vec<Run>,
@@ -50,8 +51,8 @@ impl Drop for Punching<'_> {
 }
 
 impl Inner {
-    /// Decrements what is due. With `all`, it does not wait for epochs, because nothing is in flight. It stops when
-    /// there is no room for more changed refcounts; a flush makes room.
+    /// Decrements the refcounts that are due. With `all`, it does not wait for epochs, because nothing is in flight. It
+    /// stops when too many changed refcounts wait for a flush.
     pub(crate) async fn reap(&self, io: &MetaIo, all: bool) -> IoResult {
         let mut looked_at = 0;
         while let Some(due) = self.take_due(all, &mut looked_at) {
@@ -69,7 +70,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Makes holes in the file where nothing is any more.
+    /// Punches free space out of the file.
     async fn punch(&self, io: &MetaIo, punching: &mut Punching<'_>) {
         if !self.can_discard {
             return;
@@ -77,15 +78,15 @@ impl Inner {
         for (index, run) in punching.runs.iter_mut().enumerate() {
             punching.in_flight = Some(index);
             let (offset, length) = (self.geometry.start_of(run.first), self.geometry.start_of(run.count));
-            // Best effort: what cannot be punched is free all the same.
+            // Best effort: space that cannot be punched is free all the same.
             let aligned = (offset | length) % HOLE_BYTES == 0;
             run.zeroed = io.discard(offset, length).await.is_ok() && self.discard_zeroes && aligned;
         }
         punching.in_flight = None;
     }
 
-    /// Some of what is due, of those behind the first `looked_at`, which then counts what was left; `None` when all were
-    /// looked at.
+    /// Takes some of the entries that are due, skipping the first `looked_at`. Adds those that it leaves to
+    /// `looked_at`. `None` if all entries have been looked at.
     fn take_due(&self, all: bool, looked_at: &mut usize) -> Option<Vec<Freed>> {
         let mut state = self.lock();
         if *looked_at >= state.retired.len() {
@@ -95,7 +96,7 @@ impl Inner {
         let mut last = None;
         for _ in 0..STEP_LOOKS {
             let Some(freed) = state.retired.get(*looked_at) else { break };
-            // Neighbours mostly share an epoch; asking takes a lock.
+            // Neighbours mostly share an epoch, and asking takes a lock.
             let over = match last {
                 Some((epoch, over)) if epoch == freed.epoch => over,
                 _ => all || self.skips(Barrier::Epoch) || self.epochs.is_over(freed.epoch),
@@ -109,7 +110,7 @@ impl Inner {
         Some(due)
     }
 
-    /// Decrements a bounded number of clusters. False if there is no room for more before the next flush.
+    /// Decrements a bounded number of clusters. Returns false if a flush has to make room for more changed refcounts.
     async fn decrement_step(&self, io: &MetaIo, due: &mut Vec<Freed>, runs: &mut Vec<Run>) -> IoResult<bool> {
         let mut room = STEP_CLUSTERS;
         while room > 0
@@ -130,8 +131,8 @@ impl Inner {
         Ok(true)
     }
 
-    /// Decrements from the start of `freed` on, as far as `room` goes; returns the block that has to be loaded first, if
-    /// one has.
+    /// Decrements clusters from the start of `freed`, at most `room`. Returns a block that has to be loaded first, if
+    /// there is one.
     fn decrement_some(&self, freed: &mut Freed, room: &mut u64, runs: &mut Vec<Run>) -> Option<u64> {
         let mut state = self.lock();
         let clusters = &mut freed.clusters;
@@ -168,8 +169,8 @@ impl Inner {
         }
         let run = Run { first: cluster, count: 1, zeroed: false };
         state.space.quarantine.add(run);
-        // It was in use, so the list of free space does not have it. If it had, the cluster could be handed out while
-        // it is being punched.
+        // It was in use, so it should not be in the list of free space. If it were, it could be handed out while it is
+        // being punched.
         state.space.free.remove(run);
         match runs.last_mut() {
             Some(last) if last.end() == cluster => last.count = last.count.saturating_add(1),

@@ -1,19 +1,20 @@
-//! Images whose tables were made in advance (`preallocation=metadata`): clusters are allocated, and are holes of the file.
+//! Finds images whose tables were made in advance (`preallocation=metadata`): their clusters are allocated, but are
+//! holes of the file.
 
 use crate::layout::entry::{decode_refcount_table, entries};
 use crate::layout::refcount_entry::read_entry;
 use crate::live::image::Qcow2;
 use block::{IoResult, MetaIo, PastEnd};
 
-/// How much of the refcount table is read at once.
+/// How many bytes of the refcount table are read at once.
 const TABLE_PART_BYTES: u64 = 64 << 10;
 
 impl Qcow2 {
-    /// Whether the image counts clearly more clusters than its file, of `length_bytes`, keeps space for. What cannot be
-    /// read is not counted. The limit is QEMU's, so that both show the same.
+    /// Whether the image counts many more clusters than its file, of `length_bytes`, has space for. Refcounts that
+    /// cannot be read do not count. The limit is QEMU's, so that both show the same.
     pub async fn has_empty_clusters(&self, io: &MetaIo, length_bytes: u64, allocated_bytes: u64) -> bool {
         let geometry = &self.inner.geometry;
-        // The refcounts say nothing of clusters in a data file.
+        // Refcounts do not count clusters of a data file.
         if geometry.data_file {
             return false;
         }
@@ -21,11 +22,11 @@ impl Qcow2 {
         let limit = (u128::from(real).saturating_mul(10) / 9).max(u128::from(real).saturating_add(2));
         let limit = u64::try_from(limit).unwrap_or(u64::MAX);
         let clusters = geometry.clusters_for(length_bytes);
-        // Most files have no holes to speak of, and then nothing is read.
+        // Most files have hardly any holes; then nothing is read.
         clusters >= limit && self.count_clusters(io, clusters, limit).await.is_ok_and(|count| count >= limit)
     }
 
-    /// How many of the first `clusters` clusters are in use, counted no further than to `limit`.
+    /// Counts the used clusters among the first `clusters`, up to `limit`.
     async fn count_clusters(&self, io: &MetaIo, clusters: u64, limit: u64) -> IoResult<u64> {
         let (header, geometry) = (self.header(), &self.inner.geometry);
         let blocks = geometry.block_of(clusters.saturating_sub(1)).saturating_add(1);

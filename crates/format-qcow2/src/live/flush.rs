@@ -1,16 +1,15 @@
-//! Durability, in the order that keeps the image valid at every moment.
+//! Makes changes durable, in an order that keeps the image valid at every moment.
 //!
-//! 1. Refcount blocks and L2 tables that nothing on disk leads to yet; barrier. The barrier also makes guest data and
-//!    the copied or zeroed remainders of clusters durable before any mapping leads to them.
-//! 2. If refcount blocks are new, the entries of the refcount table. If that table has moved, the header. Barrier.
-//! 3. L2 entries and L1 entries; barrier.
+//! 1. Refcount blocks and new L2 tables that nothing on disk refers to yet; barrier. The barrier also makes durable,
+//!    before any mapping refers to them, guest data and the copied or zeroed rest of clusters.
+//! 2. If refcount blocks are new, their entries in the refcount table. If that table has moved, the header. Barrier.
 //!
-//! If refcounts are postponed (see `lazy_refcounts`), no step writes them. Then steps 1 and 3 are one step if
-//! everything that the tables lead to reads as zeros until it is written, as it did before.
+//! If refcounts are postponed (see `lazy_refcounts`), no step writes them. Steps 1 and 3 then become one step if
+//! everything that the tables refer to reads as zeros until it is written, as it did before.
 //!
 //! Refcounts of what step 3 unlinked are decremented only afterwards. So refcounts are never too low after a power cut.
-//! The bytes to write are copied under the mutex, all at one moment, so the tables agree. One flush runs at a time.
-//! Callers that come meanwhile share the next one.
+//! All bytes to write are copied at one moment, under the mutex, so the tables agree. One flush runs at a time. Callers
+//! that arrive meanwhile share the next one.
 
 use crate::layout::header::OFFSET_REFCOUNT_TABLE;
 use crate::live::flush_queue::{Barrier, Outcome};
@@ -23,9 +22,9 @@ use block::{FileOp, IoError, IoResult, MetaIo, PastEnd};
 use memory::IoBuf;
 use std::sync::Arc;
 
-/// Neighbouring pieces are joined up to this size.
+/// Neighbouring pieces are joined into writes of up to this size.
 const JOINED_BYTES_MAX: usize = 1 << 20;
-/// Writes in flight at once.
+/// The most writes in flight at once.
 const BATCH: usize = 32;
 
 enum Turn {
@@ -33,7 +32,7 @@ enum Turn {
     Mine,
 }
 
-/// This task carries out a flush. If it is dropped before the end, those who share it start another.
+/// Held by the task that carries out a flush. If it is dropped before the end, those who share the flush start another.
 struct Leading<'a> {
     inner: &'a Inner,
     outcome: Outcome,
@@ -54,7 +53,7 @@ impl Inner {
             return Ok(());
         }
         loop {
-            // Only a flush that has not started yet is sure to cover what completed before now.
+            // Only a flush that has not started yet surely covers everything that has completed.
             let outcome = Arc::clone(&self.lock().flushes.next);
             let turn = self.flushed.until(|| self.turn(&outcome)).await;
             match turn {
@@ -87,17 +86,17 @@ impl Inner {
         if self.read_only {
             return Ok(());
         }
-        // Space made in advance stays: a damaged image may have data there that its refcounts deny.
+        // Preallocated space stays: in a damaged image, data may lie there without a refcount.
         self.settle(io).await?;
         self.store_bitmaps(io).await
     }
 
-    /// Brings everything to the file, refcounts too. No operation is in flight.
+    /// Writes everything to the file, including refcounts. No operation is in flight.
     pub(crate) async fn settle(&self, io: &MetaIo) -> IoResult {
         self.stop_postponing();
         loop {
             self.flush(io).await?;
-            // Whoever still reads without a request is not waited for.
+            // Maps may still read without a request; they are not waited for.
             self.epochs.overrule();
             self.reap(io, true).await?;
             let state = self.lock();
@@ -117,7 +116,7 @@ impl Inner {
     }
 
     async fn flush_now(&self, io: &MetaIo) -> IoResult {
-        // A flush whose task was dropped may have writes in flight. They are older than what is written now.
+        // A flush whose task was dropped may have older writes in flight. They must end first.
         self.table_writes.over().await;
         if self.is_stopped() {
             self.mark_corrupt(io).await;
@@ -140,10 +139,10 @@ impl Inner {
     }
 
     async fn flush_tables(&self, io: &MetaIo) -> IoResult {
-        // The next flush decrements what could not be decremented now. Only space is lost meanwhile.
+        // After an error, the next flush tries to decrement again. Meanwhile only space is lost.
         let _ = self.reap(io, false).await;
         let writing = Writing::begin(self)?;
-        // Guest data in a file of their own are made durable before anything that leads to them.
+        // Data in an external file become durable before anything that refers to them.
         if let Some(data) = io.data()
             && !(writing.is_some() && self.skips(Barrier::BeforeMapping))
         {
@@ -222,7 +221,7 @@ impl Inner {
         Ok(())
     }
 
-    /// A whole L2 table that was never written.
+    /// Returns the bytes of a whole L2 table that was never written.
     async fn fresh_table_bytes(&self, io: &MetaIo, table: &FreshWrite) -> IoResult<Vec<u8>> {
         let length = usize::try_from(self.geometry.cluster_bytes()).map_err(|_| IoError::EIO)?;
         let mut bytes = match table.kind {
@@ -236,7 +235,7 @@ impl Inner {
         Ok(bytes)
     }
 
-    /// The header's first sector, naming a refcount table in a new place.
+    /// Returns the header's first sector with a refcount table in a new place.
     fn header_naming(&self, table_offset: u64, clusters: u32) -> Piece {
         let mut state = self.lock();
         let mut fields = table_offset.to_be_bytes().to_vec();
@@ -259,7 +258,7 @@ impl Inner {
     }
 }
 
-/// A new L2 table and the slices of it that have changed.
+/// A new L2 table, and its changed slices.
 struct FreshWrite {
     l1_index: u64,
     offset: u64,
@@ -267,8 +266,8 @@ struct FreshWrite {
     slices: Vec<(usize, Vec<u8>)>,
 }
 
-/// A copy of the dirty tables at one moment, on its way to the file. What is not written when this is dropped is dirty
-/// again.
+/// A copy of the dirty tables at one moment, on its way to the file. If this is dropped, what was not written becomes
+/// dirty again.
 struct Writing<'a> {
     inner: &'a Inner,
     refcounts: RefcountWrites,
@@ -279,14 +278,14 @@ struct Writing<'a> {
     mapping: Vec<Piece>,
     l1: Vec<Piece>,
     unlinked: Vec<Freed>,
-    /// What the mapping leads to must be durable before the mapping is.
+    /// Whether what the mapping refers to must become durable before the mapping.
     ordered: bool,
     refcounts_written: bool,
     mapping_written: bool,
 }
 
 impl<'a> Writing<'a> {
-    /// `None` if nothing is dirty.
+    /// Copies the dirty tables; `None` if nothing is dirty.
     fn begin(inner: &'a Inner) -> IoResult<Option<Self>> {
         let mut guard = inner.lock();
         let state = &mut *guard;
@@ -341,7 +340,7 @@ impl<'a> Writing<'a> {
         Ok(())
     }
 
-    /// The new tables are durable: from now on they are tables like others.
+    /// Notes that the new tables are durable: from now on they are like other tables.
     fn tables_are_written(&mut self) {
         let mut state = self.inner.lock();
         for l1_index in self.fresh_written.drain(..) {
@@ -354,7 +353,7 @@ impl<'a> Writing<'a> {
         self.inner.lock().refcounts.end_writing(true, false);
     }
 
-    /// What was unlinked stays unlinked, so its references can go.
+    /// Notes that the mapping is durable. The references that it dropped can be decremented.
     fn all_is_written(&mut self) {
         self.mapping_written = true;
         let mut state = self.inner.lock();
@@ -362,13 +361,13 @@ impl<'a> Writing<'a> {
         state.l1_writing.clear();
         self.retire_tables_anew();
         if state.retired.len() < self.unlinked.len() {
-            // There may be a great many, and their order says nothing.
+            // The list may be long, and its order does not matter.
             std::mem::swap(&mut state.retired, &mut self.unlinked);
         }
         state.retired.append(&mut self.unlinked);
     }
 
-    /// Requests that began after a table had moved were still to read its old place, until now.
+    /// Gives moved tables a new epoch: requests may have begun to read the old place until now.
     fn retire_tables_anew(&mut self) {
         let mut tables = self.unlinked.iter_mut().filter(|freed| freed.table == Some(Owner::L2)).peekable();
         if tables.peek().is_none() {
@@ -407,7 +406,7 @@ fn push_joined(pieces: &mut Vec<Piece>, piece: Piece) {
     }
 }
 
-/// Writes all pieces, several at a time. After an error some may have been written.
+/// Writes all pieces, several at a time. After an error, some may have been written.
 pub(crate) async fn write_all(tail: &Arc<InFlightOps>, io: &MetaIo, pieces: Vec<Piece>) -> IoResult {
     for batch in pieces.chunks(BATCH) {
         let copied = |piece: &Piece| {

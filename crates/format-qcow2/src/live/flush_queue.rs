@@ -1,30 +1,30 @@
-//! How flushes take turns, and which orderings they keep.
+//! How flushes take turns, and the orderings that they keep.
 
 use block::IoResult;
 use std::sync::{Arc, OnceLock};
 
-/// An ordering that a flush keeps, for tests that leave it out.
+/// An ordering that a flush keeps. Tests leave one out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Barrier {
-    /// Refcounts, new tables and data before whatever leads to them.
+    /// Refcounts, new tables and data come before whatever refers to them.
     BeforeMapping,
-    /// Refcount table entries before L2 entries that rely on them.
+    /// Refcount table entries come before L2 entries that rely on them.
     BeforeRelying,
-    /// Everything before the flush is reported done.
+    /// Everything comes before the flush is reported done.
     End,
-    /// Unlinking durable before the space is used again.
+    /// Unlinking is durable before the space is reused.
     Reuse,
-    /// Whatever was resolved before a free ended before the space is used again.
+    /// All operations resolved before a free end before the space is reused.
     Epoch,
-    /// Zeros at the end of the file before anything is mapped there that is not durable itself.
+    /// Zeros at the end of the file come before an L2 entry that refers to them and does not wait for its data.
     Extension,
-    /// That bitmaps are in use before anything is written.
+    /// Marks "in use" of bitmaps come before any write.
     InUse,
-    /// All of a bitmap before it is said not to be in use.
+    /// All bits of a bitmap come before its mark "in use" is removed.
     Bits,
-    /// Tables that lead to a place before what is written there is called durable by itself.
+    /// Tables that refer to a place come before a write there counts as durable by itself.
     Overwrite,
-    /// Whatever was resolved before a move ended before what moves is copied.
+    /// All operations resolved before a move end before the data are copied.
     Move,
 }
 
@@ -45,10 +45,10 @@ impl Barrier {
     }
 }
 
-/// The end of one flush; `None` inside if its task was dropped.
+/// The result of a flush; `None` inside if its task was dropped.
 pub(crate) type Outcome = Arc<OnceLock<Option<IoResult>>>;
 
-/// One flush runs, the next collects those who want one.
+/// The running flush, and the next one, which collects callers.
 #[derive(Debug, Default)]
 pub(crate) struct FlushQueue {
     pub(super) running: bool,

@@ -1,16 +1,16 @@
-//! Runs of free host clusters that are known without looking at the refcounts again.
+//! Runs of host clusters known to be free, without reading the refcounts again.
 
 use std::collections::BTreeMap;
 
-/// How many runs are looked at for one that is long enough.
+/// How many runs are examined to find one that is long enough.
 const LOOKS: usize = 32;
 
-/// Contiguous host clusters.
+/// A run of contiguous host clusters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Run {
     pub(crate) first: u64,
     pub(crate) count: u64,
-    /// Known to read as zeros, also after a power cut.
+    /// Whether it surely reads as zeros, even after a power cut.
     pub(crate) zeroed: bool,
 }
 
@@ -22,7 +22,7 @@ impl Run {
 
 #[derive(Debug, Default)]
 pub(crate) struct FreeRuns {
-    /// First cluster -> (count, zeroed). Never overlapping.
+    /// First cluster -> (count, zeroed). Runs never overlap.
     runs: BTreeMap<u64, (u64, bool)>,
 }
 
@@ -31,7 +31,7 @@ impl FreeRuns {
         self.runs.get(&first).map(|(count, zeroed)| Run { first, count: *count, zeroed: *zeroed })
     }
 
-    /// A run of `want` clusters in front of `limit`, or the longest of those looked at.
+    /// Finds a run of `want` clusters in front of `limit`, or the longest that it examines.
     pub(crate) fn find(&self, want: u64, limit: u64) -> Option<Run> {
         let mut best: Option<Run> = None;
         for (first, (count, zeroed)) in self.runs.range(..limit).take(LOOKS) {
@@ -56,7 +56,7 @@ impl FreeRuns {
         }
     }
 
-    /// Adds a run; parts that are known already stay as they are.
+    /// Adds a run. Parts that are known already stay as they are.
     pub(crate) fn add(&mut self, run: Run) {
         let mut at = run.first;
         while at < run.end() {
@@ -92,7 +92,7 @@ impl FreeRuns {
         self.runs.insert(run.first, (run.count, run.zeroed));
     }
 
-    /// The parts of a range that are in no run.
+    /// Returns the parts of a range that are in no run.
     pub(crate) fn gaps(&self, first: u64, count: u64) -> Vec<Run> {
         let end = first.saturating_add(count);
         let mut gaps = Vec::new();

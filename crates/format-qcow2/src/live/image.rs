@@ -1,4 +1,4 @@
-//! The image as others see it: what its queues ask.
+//! The open image as its queues use it.
 
 use crate::layout::bitmap::BitmapBits;
 use crate::layout::entry::{BadEntry, Cluster};
@@ -11,7 +11,7 @@ use block::{CacheStats, CompressedExtent, Epochs, FileInfo, IoError, IoErrorKind
 use memory::AlignedBuf;
 use std::sync::Arc;
 
-/// The L2 tables of a whole disk are kept in memory as long as they fit this (qemu's default).
+/// The limit of memory for L2 tables, as in qemu. Below it, the tables of the whole disk stay in memory.
 const TABLE_CACHE_BYTES: u64 = 32 << 20;
 
 /// An open qcow2 image, shared by all queues on all reactors.
@@ -24,28 +24,28 @@ pub struct Qcow2 {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct OpenOptions {
-    /// For messages: the path.
+    /// The name in messages: the path.
     pub name: String,
-    /// Nothing is ever written.
+    /// Whether nothing is ever written.
     pub read_only: bool,
 }
 
 impl OpenOptions {
-    /// An image that messages call `name`.
+    /// Makes options for an image that messages call `name`.
     #[must_use]
     pub fn new(name: impl Into<String>, read_only: bool) -> Self {
         Self { name: name.into(), read_only }
     }
 }
 
-/// Whether a write can go straight to the file.
+/// Whether a write can go directly to the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Overwrite {
-    /// The first part of the range is allocated, and belongs to nobody else.
+    /// The first part of the range is allocated, and only this disk uses it.
     InPlace {
         /// First byte in the file.
         offset: u64,
-        /// How many bytes, at least 1.
+        /// Length of that part; at least 1.
         length_bytes: u64,
     },
     /// Ask [`Qcow2::prepare_write`].
@@ -53,13 +53,13 @@ pub enum Overwrite {
 }
 
 impl Qcow2 {
-    /// Opens the image in `file`. Reads the header, the L1 table and, for writing, the refcount table; writes nothing,
-    /// unless the image is opened for writing and its refcounts have to be repaired first (dirty bit).
+    /// Opens the image in `file`. Reads the header, the L1 table and, for writing, the refcount table. Writes nothing,
+    /// unless it is opened for writing and its refcounts have to be repaired first (dirty bit).
     pub async fn open(io: &MetaIo, file: &FileInfo, options: OpenOptions) -> Result<Self> {
         Self::open_with_cache(io, file, options, TABLE_CACHE_BYTES).await
     }
 
-    /// Opens the disk as it was when an internal snapshot was taken, to read it.
+    /// Opens the disk as it was when an internal snapshot was taken, read-only.
     pub async fn open_snapshot(
         io: &MetaIo,
         file: &FileInfo,
@@ -70,71 +70,71 @@ impl Qcow2 {
         Self::open_part(io, file, options, Some(which), TABLE_CACHE_BYTES).await
     }
 
-    /// As [`Qcow2::open`], with a cache for L2 tables of another size: for tests.
+    /// For tests: as [`Qcow2::open`], with another size of the cache for L2 tables.
     #[doc(hidden)]
     pub async fn open_with_cache(io: &MetaIo, file: &FileInfo, options: OpenOptions, cache: u64) -> Result<Self> {
         Self::open_part(io, file, options, None, cache).await
     }
 
-    /// What the header said at open.
+    /// Returns the header as read at open.
     #[must_use]
     pub fn header(&self) -> &Header {
         &self.inner.header
     }
 
-    /// Size of the disk.
+    /// Returns the size of the disk.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
         self.inner.geometry.size_bytes
     }
 
-    /// Bounds the memory for L2 tables. Call it before the image is shared and used; later calls change nothing. Slices
-    /// of 4 KiB are kept, at least two. Refcount blocks may take an eighth of this size on top.
+    /// Limits the memory for L2 tables. Call it before the image is shared and used; later calls change nothing. At
+    /// least two slices of 4 KiB are kept. Refcount blocks may take another eighth of this size.
     pub fn set_cache_bytes(&mut self, l2_bytes: u64) {
         let Some(inner) = Arc::get_mut(&mut self.inner) else { return };
         inner.slices = inner.geometry.slice_cache(l2_bytes);
         inner.lock().refcounts.set_cache_bytes(l2_bytes / 8);
     }
 
-    /// The bytes of L2 tables for the whole disk.
+    /// Returns the bytes of L2 tables for the whole disk.
     #[must_use]
     pub fn mapping_bytes(&self) -> u64 {
         let geometry = &self.inner.geometry;
         geometry.slices().saturating_mul(geometry.slice_bytes())
     }
 
-    /// The smallest part of the disk that mostly lies in one place, as a power of two.
+    /// Returns the smallest part of the disk that mostly lies in one place, as a power of two.
     #[must_use]
     pub fn granule_bits(&self) -> u32 {
         self.inner.geometry.cluster_bits
     }
 
-    /// What the cache of L2 tables holds and did.
+    /// Returns the state and counters of the cache of L2 tables.
     #[must_use]
     pub fn cache_stats(&self) -> CacheStats {
         self.inner.slices.stats()
     }
 
-    /// How many slices of L2 tables were read from the file so far.
+    /// Returns how many slices of L2 tables were read from the file so far.
     #[must_use]
     pub fn slices_read(&self) -> u64 {
         self.inner.slices_read.load(Ordering::Relaxed)
     }
 
-    /// Each queue takes part in these; see [`Epochs`].
+    /// Returns the epochs. Each queue takes part in them; see [`Epochs`].
     #[must_use]
     pub fn epochs(&self) -> &Epochs {
         &self.inner.epochs
     }
 
-    /// Where the first part of a range lies. Takes no lock and never waits. `None`: a table is not in memory (or the
-    /// image is damaged there), ask [`Qcow2::resolve`].
+    /// Looks up the first part of a range. Takes no lock and never waits. `None` if a table is not in memory, or the
+    /// image is damaged there: ask [`Qcow2::resolve`].
     #[must_use]
     pub fn lookup(&self, offset: u64, length: u64) -> Option<Mapped> {
         self.inner.lookup(offset, length).ok().flatten()
     }
 
-    /// As [`Qcow2::lookup`], loading what is missing.
+    /// As [`Qcow2::lookup`], but reads missing tables.
     pub async fn resolve(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult<Mapped> {
         let inner = &self.inner;
         inner.check_range(offset, length)?;
@@ -149,7 +149,7 @@ impl Qcow2 {
                 }
                 Err(BadEntry) => {
                     // The two words of an extended entry may come from two moments that look alike. Under the mutex
-                    // they come from one.
+                    // they come from one moment.
                     let again = {
                         let _state = inner.lock();
                         inner.lookup(offset, length)
@@ -160,8 +160,8 @@ impl Qcow2 {
         }
     }
 
-    /// For a range that was just resolved and holds no data here: the space in the file that its first part keeps all
-    /// the same, and the length of that part.
+    /// For a range that was just resolved and holds no data. Returns the space that its first part keeps in the file
+    /// all the same, and the length of that part.
     #[must_use]
     pub fn empty_space(&self, offset: u64, length: u64) -> (Option<u64>, u64) {
         let geometry = &self.inner.geometry;
@@ -190,7 +190,7 @@ impl Qcow2 {
         (first.map(|host| host.saturating_add(in_cluster)), bytes.min(length))
     }
 
-    /// Whether the first part of a write may go straight to the file; that part is noted as written. Takes no lock and
+    /// Looks up the first part of a write that may go directly to the file, and notes it as written. Takes no lock and
     /// never waits.
     #[must_use]
     pub fn lookup_overwrite(&self, offset: u64, length: u64) -> Overwrite {
@@ -201,46 +201,46 @@ impl Qcow2 {
         place
     }
 
-    /// How much memory [`Qcow2::read_compressed`] takes, in bytes.
+    /// Returns how many bytes of memory [`Qcow2::read_compressed`] takes.
     #[must_use]
     pub fn decompress_bytes(&self, extent: &CompressedExtent) -> u64 {
         self.inner.decompress_bytes(extent)
     }
 
-    /// The whole cluster that `extent` lies in, decompressed.
+    /// Reads and decompresses the whole cluster of `extent`.
     pub async fn read_compressed(&self, io: &MetaIo, extent: CompressedExtent) -> IoResult<AlignedBuf> {
         self.inner.read_compressed(io, extent).await
     }
 
-    /// Makes every write that completed before this call durable, data and metadata. Without changes to the metadata it
-    /// is exactly one flush of the file. Flushes at the same time share their work.
+    /// Makes every write that completed before this call durable, data and metadata. If no metadata have changed, it is
+    /// exactly one flush of the file. Concurrent flushes share their work.
     pub async fn flush(&self, io: &MetaIo) -> IoResult {
         self.inner.flush(io).await
     }
 
-    /// Flushes, writes the refcounts of what was freed, and brings the persistent bitmaps in the file up to date. A
-    /// bitmap that cannot be written is lost. That is logged and is no error, unless refcounts that were changed for it
-    /// cannot be written. No operation may be in flight. The image stays usable.
+    /// Flushes, writes the refcounts of what was freed, and updates the persistent bitmaps in the file. A bitmap that
+    /// cannot be written is lost. That is logged and is no error, unless refcounts that were changed for it cannot be
+    /// written. No operation may be in flight. The image stays usable.
     pub async fn close(&self, io: &MetaIo) -> IoResult {
         self.inner.close(io).await
     }
 
-    /// The persistent bitmaps that note writes in memory, and how many bytes of the disk each says were written. The file
-    /// says of these that they are in use, from the first write to [`Qcow2::close`].
+    /// Returns the persistent bitmaps that note writes in memory, and how many bytes of the disk each marks as written.
+    /// In the file they are in use, from the first write to [`Qcow2::close`].
     #[must_use]
     pub fn noting_bitmaps(&self) -> Vec<(String, u64)> {
         let size_bytes = self.size_bytes();
         self.inner.tracking.as_ref().map(|tracking| tracking.noting(size_bytes)).unwrap_or_default()
     }
 
-    /// The bits of a persistent bitmap that notes writes in memory, as they are now; nothing of others.
+    /// Returns the present bits of a persistent bitmap that notes writes in memory; `None` for others.
     #[must_use]
     pub fn noted_bits(&self, bitmap: &str) -> Option<BitmapBits> {
         self.inner.tracking.as_ref()?.bits_of(bitmap, self.size_bytes())
     }
 
-    /// Cuts space made in advance off the end of the file. For images that were made new and are closed: in a damaged one,
-    /// data may lie there that its refcounts deny.
+    /// Cuts off preallocated space at the end of the file. For new images that are closed: in a damaged one, data may
+    /// lie there without a refcount.
     pub async fn trim(&self, io: &MetaIo) -> IoResult {
         let inner = &self.inner;
         inner.extensions.over().await;
@@ -258,13 +258,13 @@ impl Qcow2 {
         io.flush().await
     }
 
-    /// For tests of the tests: leaves a barrier out, so that a simulated power cut must find damage.
+    /// For tests of the tests: leaves out a barrier, so that a simulated power cut must find damage.
     #[doc(hidden)]
     pub fn skip_barrier_for_test(&self, barrier: Barrier) {
         self.inner.skipped_barriers.fetch_or(barrier.bit(), Ordering::Relaxed);
     }
 
-    /// For tests: the mutex under which metadata change, until what this returns is dropped.
+    /// For tests: holds the mutex under which metadata change until the result is dropped.
     #[doc(hidden)]
     pub fn hold_lock_for_test(&self) -> impl Drop + '_ {
         self.inner.lock()

@@ -1,7 +1,7 @@
-//! Changes to metadata that are in flight, whatever became of the tasks that started them.
+//! Metadata writes in flight, even after the tasks that started them are gone.
 //!
-//! A task may be dropped at any await (its reactor ends); what it pushed still happens, perhaps much later. Whoever
-//! takes over first waits for it. Otherwise an old table could land on a newer one, or an old punch in new data.
+//! A task may be dropped at any await, when its reactor ends. What it pushed still happens, perhaps much later. The
+//! next task waits for it first. Otherwise an old table could overwrite a newer one, or an old punch new data.
 
 use block::sync::{AtomicUsize, Ordering};
 use block::{FileOp, IoResult, MetaIo, WaitList};
@@ -9,14 +9,14 @@ use std::future::Future;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Counts them.
+/// Counts operations in flight.
 #[derive(Debug, Default)]
 pub(crate) struct InFlightOps {
     count: AtomicUsize,
     ended: WaitList,
 }
 
-/// One of them; kept by the operation itself.
+/// Counts one operation. The operation itself keeps it.
 struct Counted(Arc<InFlightOps>);
 
 impl Drop for Counted {
@@ -27,13 +27,13 @@ impl Drop for Counted {
 }
 
 impl InFlightOps {
-    /// Pushes `op` now; it counts until it has ended, awaited or not.
+    /// Pushes `op` now, and counts it until it has ended, whether awaited or not.
     pub(crate) fn start(self: &Arc<Self>, io: &MetaIo, op: FileOp) -> impl Future<Output = IoResult> + use<> {
         self.count.fetch_add(1, Ordering::AcqRel);
         io.queue().start_keeping(op, Rc::new(Counted(Arc::clone(self))))
     }
 
-    /// Waits until none is in flight.
+    /// Waits until no operation is in flight.
     pub(crate) async fn over(&self) {
         self.ended.until(|| (self.count.load(Ordering::Acquire) == 0).then_some(())).await;
     }

@@ -1,10 +1,10 @@
-//! The dirty bit: "the refcounts of this image are not to be believed" (qcow2 specification, incompatible features).
+//! The dirty bit: the image's refcounts are not valid (qcow2 specification, incompatible features).
 //!
 //! If an image allows it (lazy refcounts), we set the bit, durably, before the first refcount is postponed. From then
-//! on a flush writes only mappings. Closing the image writes the refcounts and clears the bit. All other orders stay:
-//! data and copies before whatever leads to them, unlinking before reuse. There is one exception: an entry may lead to
-//! a place before that place is filled, if the place was never used and durably reads as zeros, and the entry read as
-//! zeros before.
+//! on a flush writes only mappings. Closing the image writes the refcounts and clears the bit. All other orderings
+//! stay: data and copies before whatever refers to them, unlinking before reuse. There is one exception: an entry may
+//! refer to a place that is not filled yet. The place must never have been used and durably read as zeros, and the
+//! entry must have read as zeros before.
 
 use crate::layout::entry::Cluster;
 use crate::layout::header::{INCOMPATIBLE_DIRTY, OFFSET_INCOMPATIBLE};
@@ -16,14 +16,14 @@ use block::{FileOp, IoResult, MetaIo};
 use memory::{AlignedBuf, IoBuf};
 
 impl Inner {
-    /// Whether a flush leaves the refcounts out. It does not if too many wait, or if their table moves: the table's old
-    /// place must not be used again while the header leads there.
+    /// Whether a flush leaves out the refcounts. It writes them if too many wait, or if their table moves. The table's
+    /// old place must not be reused while the header refers to it.
     pub(crate) fn postpones_refcounts(&self, state: &State) -> bool {
         let must_write = state.refcounts.is_half_crowded() || state.refcounts.has_moved();
         state.dirty.set && state.dirty.wanted && !must_write
     }
 
-    /// Called before a refcount is raised. If refcounts may become stale, the header must say so first.
+    /// Asks for the dirty bit before a refcount is raised, if the refcount may become stale.
     pub(crate) fn require_dirty_bit(&self, state: &State) -> Step<()> {
         match self.lazy && !(state.dirty.set && state.dirty.wanted) {
             true => Err(Stop::Need(Need::DirtyBit)),
@@ -31,20 +31,20 @@ impl Inner {
         }
     }
 
-    /// Asks the next flush to set the bit. Only the leader of a flush writes the header, and only one flush runs at a
+    /// Makes the next flush set the bit. Only the leader of a flush writes the header, and only one flush runs at a
     /// time.
     pub(crate) async fn make_dirty(&self, io: &MetaIo) -> IoResult {
         self.lock().dirty.wanted = true;
         self.flush(io).await
     }
 
-    /// From now on flushes write the refcounts, and take the bit away once there is nothing else to write.
+    /// Makes later flushes write the refcounts, and clear the bit once there is nothing else to write.
     pub(crate) fn stop_postponing(&self) {
         self.lock().dirty.wanted = false;
     }
 
-    /// Called at the start of a flush, which postpones nothing yet. Returns whether the bit was written; it counts as
-    /// set when the flush has ended.
+    /// Writes the bit at the start of a flush, which postpones nothing yet. Returns whether it was written. It counts
+    /// as set when the flush has ended.
     pub(crate) async fn write_dirty_bit_if_wanted(&self, io: &MetaIo) -> IoResult<bool> {
         {
             let state = self.lock();
@@ -56,12 +56,13 @@ impl Inner {
         Ok(true)
     }
 
-    /// The flush that wrote the bit has ended.
+    /// Notes that the flush which wrote the bit has ended.
     pub(crate) fn dirty_bit_is_set(&self) {
         self.lock().dirty.set = true;
     }
 
-    /// At the end of a flush, when all that it wrote is durable.
+    /// Clears the bit at the end of a flush, when all that the flush wrote is durable, if there is nothing else to
+    /// write.
     pub(crate) async fn clear_dirty_bit(&self, io: &MetaIo) -> IoResult {
         {
             let mut state = self.lock();
@@ -90,8 +91,8 @@ impl Inner {
         self.table_writes.start(io, FileOp::Write { offset: 0, data, fua: false }).await
     }
 
-    /// An entry is going to lead to new space. What lies there must be durable first, unless the space reads as zeros
-    /// (`blank`) and the guest sees zeros there now.
+    /// Notes that an entry will refer to new space. The data there must become durable first, unless the space reads as
+    /// zeros (`blank`) and the guest sees zeros there now.
     pub(crate) fn note_order(&self, state: &mut State, blank: bool, old: Cluster) {
         let reads_as_zeros = match old {
             Cluster::Unallocated => !self.geometry.has_backing,
@@ -102,5 +103,5 @@ impl Inner {
     }
 }
 
-/// The last byte of the incompatible features.
+/// Offset of the last byte of the incompatible features.
 const LAST_BYTE: usize = OFFSET_INCOMPATIBLE.saturating_add(7);

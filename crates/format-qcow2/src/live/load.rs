@@ -1,7 +1,7 @@
-//! Getting what a step needs: tables from the file, zeroed space, a quiet range.
+//! Gets what a step needs: tables from the file, zeroed space, a range without writes in flight.
 //!
 //! Each load is done once; others that need the same wait for it. A task that loads may be dropped at any await. Its
-//! guard then lets the next one try.
+//! guard then lets the next task try.
 
 use crate::layout::bitmap::AUTOCLEAR_BITMAPS;
 use crate::layout::entry::entries;
@@ -14,11 +14,11 @@ use block::sync::Ordering;
 use block::{FileOp, IoError, IoErrorKind, IoResult, MetaIo, PastEnd};
 use memory::{AlignedBuf, IoBuf};
 
-/// The file grows by its own length, within these bounds: seldom in a large file, by little in a small one.
+/// The file grows by its own length, within these limits: rarely if it is large, by little if it is small.
 const EXTENSION_BYTES_MIN: u64 = 256 << 10;
 const EXTENSION_BYTES_MAX: u64 = 16 << 20;
 
-/// Marks something as being loaded, until dropped.
+/// Marks something as being loaded until dropped.
 pub(crate) struct Loading<'a> {
     inner: &'a Inner,
     need: Need,
@@ -55,7 +55,7 @@ impl Inner {
         }
     }
 
-    /// Takes on a load. `None` if somebody else had it and has finished.
+    /// Takes on a load. `None` if another task had it and has finished.
     pub(crate) async fn begin(&self, need: Need) -> Option<Loading<'_>> {
         if self.lock().busy.insert(need.clone()) {
             return Some(Loading { inner: self, need });
@@ -64,7 +64,7 @@ impl Inner {
         None
     }
 
-    /// Reads a slice into memory. False if there is no room before the next flush.
+    /// Reads a slice into memory. Returns false if a flush has to make room first.
     async fn load_slice(&self, io: &MetaIo, slice: u64) -> IoResult<bool> {
         let Some(_loading) = self.begin(Need::Slice(slice)).await else { return Ok(true) };
         let l1_index = self.geometry.l1_index_of_slice(slice);
@@ -78,20 +78,21 @@ impl Inner {
             }
             self.table_in_file(&state, l1_index)?
         };
-        // Without a table there is nothing to load: the caller looks again.
+        // Without a table, there is nothing to load: the caller looks again.
         let Some(table) = source else { return Ok(true) };
         let offset = table.saturating_add(self.geometry.slice_offset_in_table(slice));
         let length = usize::try_from(self.geometry.slice_bytes()).map_err(|_| IoError::EIO)?;
         self.slices_read.fetch_add(1, Ordering::Relaxed);
         let read = io.read(offset, length, PastEnd::Fails).await;
         let mut state = self.lock();
-        // The table may have moved meanwhile, and what was read may be anything: the caller looks again. No table comes back
-        // to a place that it has left: it only moves towards the start of the file.
+        // If the table has moved meanwhile, the bytes may be anything: the caller looks again. No table returns to a
+        // place that it has left: it only moves towards the start of the file.
         if self.table_in_file(&state, l1_index)? != source {
             return Ok(true);
         }
         let bytes = read?;
-        // Nobody else can have changed the slice: only slices in memory change, and only we could have put it there.
+        // Nobody else can have changed the slice: only slices in memory change, and only this load could have put it
+        // there.
         let words = entries(&bytes).enumerate().map(|(index, raw)| match self.geometry.extended_l2 && index % 2 == 0 {
             true => never_changing(raw),
             false => raw,
@@ -99,7 +100,7 @@ impl Inner {
         Ok(state.book.install(&self.slices, slice, words))
     }
 
-    /// Where the slices that are not in memory are read from; `None` if there is no table in the file.
+    /// Returns where slices that are not in memory are read from; `None` if the file has no table.
     fn table_in_file(&self, state: &State, l1_index: u64) -> IoResult<Option<u64>> {
         match state.fresh_tables.get(&l1_index) {
             Some(FreshTable::Zeros) => Ok(None),
@@ -124,11 +125,11 @@ impl Inner {
         Ok(())
     }
 
-    /// Makes the file longer by space that reads as zeros even after a power cut. The space is zeroed, so nothing that
-    /// lay there before shows through. While this runs, nobody takes space at the end of the file.
+    /// Extends the file by space that reads as zeros even after a power cut. The space is zeroed, so nothing that lay
+    /// there before shows through. Meanwhile nobody takes space at the end of the file.
     async fn extend(&self, io: &MetaIo) -> IoResult {
         let Some(_loading) = self.begin(Need::Extension).await else { return Ok(()) };
-        // A task that was dropped may still be zeroing there, and would zero what is written next.
+        // A dropped task may still be zeroing there, and would zero what is written next.
         self.extensions.over().await;
         self.settle_frontier(io).await?;
         let from = {
@@ -144,7 +145,7 @@ impl Inner {
         if end > MAX_FILE_BYTES {
             return Err(IoError::new(IoErrorKind::NoSpace));
         }
-        // The length is never set directly: that could cut data off.
+        // The length is never set directly: that could cut off data.
         let zeroes = FileOp::WriteZeroes { offset: start, length: end.saturating_sub(start), may_unmap: true };
         self.extensions.start(io, zeroes).await?;
         let mut state = self.lock();
@@ -156,7 +157,7 @@ impl Inner {
     }
 
     /// Moves the frontier behind everything that has a refcount. Clusters behind the end of the file may be in use
-    /// without being written yet. They must be neither zeroed later nor cut off.
+    /// without having been written. They must neither be zeroed later nor be cut off.
     async fn settle_frontier(&self, io: &MetaIo) -> IoResult {
         let (mut block, first) = {
             let state = self.lock();
@@ -168,7 +169,7 @@ impl Inner {
         while let Some(number) = block.filter(|number| *number >= first) {
             self.load_block(io, number).await?;
             let mut state = self.lock();
-            // Somebody else may have had the load, and may have failed.
+            // Another task may have had the load, and may have failed.
             if !state.refcounts.is_loaded(number) && state.refcounts.block_offset(number).is_ok() {
                 continue;
             }
@@ -186,11 +187,11 @@ impl Inner {
         Ok(())
     }
 
-    /// Prepares the image for its first write. Learns where all tables lie, those of snapshots included. Says that the
-    /// bitmaps are in use. Clears the autoclear bits whose promise we do not keep.
+    /// Prepares the image for its first write. Finds all tables, those of snapshots included. Marks the bitmaps in use.
+    /// Clears the autoclear bits whose structures we do not keep valid.
     async fn make_header_ready(&self, io: &MetaIo) -> IoResult {
         let Some(_loading) = self.begin(Need::HeaderReady).await else { return Ok(()) };
-        // A close whose task was dropped may have a write in flight that says that bitmaps are not in use.
+        // A close whose task was dropped may still be writing that bitmaps are not in use.
         self.table_writes.over().await;
         self.refuse_if_stopped()?;
         if self.header_ready.load(Ordering::Acquire) {
@@ -207,7 +208,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Clears all autoclear bits but these, durably. Version 2 has none: something else lies in their place.
+    /// Clears all autoclear bits but these, durably. Version 2 has none: other data lie in their place.
     async fn keep_autoclear(&self, io: &MetaIo, kept: u64) -> IoResult {
         let kept = self.header.autoclear_features & kept;
         if kept == self.header.autoclear_features {
@@ -237,7 +238,7 @@ mod tests {
         let (storage, io) = fixture::created(1 << 20);
         let used = block_on(async {
             let qcow2 = fixture::opened(&storage, &io).await;
-            // Counted, and not written: the file ends before it.
+            // Counted but not written: the file ends before it.
             let last = fixture::file(&storage).info().length_bytes / fixture::CLUSTER;
             let first_free = last + 10;
             qcow2

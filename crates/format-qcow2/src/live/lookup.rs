@@ -1,4 +1,4 @@
-//! Where a range lies, from the tables in memory: without a lock, without waiting.
+//! Looks up ranges in the tables in memory, without a lock and without waiting.
 
 use crate::layout::entry::{BadEntry, COPIED, Cluster, Table, data_only};
 use crate::live::flush_queue::Barrier;
@@ -7,23 +7,22 @@ use crate::live::state::Inner;
 use block::sync::Ordering;
 use block::{CompressedExtent, Extent, Mapped};
 
-/// How much one lookup joins, in tables that are not there, and what a slice with all its entries counts: a guest may ask
-/// for a gigabyte of tiny clusters.
+/// The most steps of one lookup: a missing table is one step, a slice with all its entries several. A guest may ask for
+/// a gigabyte of tiny clusters.
 const LOOKUP_STEPS: u32 = 4096;
 const SLICE_STEPS: u32 = 64;
 
-/// What most lookups find.
+/// The result of most lookups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Plain {
-    /// All of it lies in one data cluster, from this offset in the file on.
+    /// The whole range lies in one data cluster, from this offset in the file.
     Data(u64),
-    /// All of it is left to the layer below.
+    /// The whole range is left to the layer below.
     Unallocated,
 }
 
 impl Qcow2 {
-    /// The answer that most requests get, in few steps, for a range in one cluster. `None` says nothing, ask
-    /// [`Qcow2::lookup`].
+    /// Answers most requests, in few steps, for a range in one cluster. `None` if [`Qcow2::lookup`] has to be asked.
     #[inline]
     #[must_use]
     pub fn lookup_plain(&self, offset: u64, length: u64) -> Option<Plain> {
@@ -34,8 +33,8 @@ impl Qcow2 {
         Some(Plain::Data(data_only(raw, self.inner.more_than_data)?.saturating_add(in_cluster)))
     }
 
-    /// The answer that most writes get, in few steps: where a range may be overwritten that is in one data cluster; it is
-    /// noted as written. `None` says nothing, ask [`Qcow2::lookup_overwrite`].
+    /// Answers most writes, in few steps: where a range in one data cluster may be overwritten. The range is noted as
+    /// written. `None` if [`Qcow2::lookup_overwrite`] has to be asked.
     #[inline]
     #[must_use]
     pub fn begin_overwrite(&self, offset: u64, length: u64) -> Option<u64> {
@@ -54,29 +53,29 @@ impl Qcow2 {
         Some(host.saturating_add(in_cluster))
     }
 
-    /// Nothing counts as durable before the next flush.
+    /// Makes nothing count as durable before the next flush.
     pub fn flush_with_next_write(&self) {
         self.inner.mapping_changes();
     }
 
-    /// Whether every mapping that was looked up before this call is durable. If so, what is overwritten there is
-    /// durable as soon as the data are.
+    /// Whether every mapping that was looked up before this call is durable. If so, an overwrite there is durable as
+    /// soon as its data are.
     #[inline]
     #[must_use]
     pub fn is_mapping_durable(&self) -> bool {
-        // A writer takes the flag back before it changes an entry, and the entry was loaded with Acquire. So whoever
-        // saw the new entry sees the flag taken back, or set again by a flush that made the entry durable.
+        // A writer clears the flag before it changes an entry, and the entry was loaded with Acquire. So whoever saw
+        // the new entry sees the flag cleared, or set again by a flush that made the entry durable.
         self.inner.mapping_is_durable.load(Ordering::Acquire) || self.inner.skips(Barrier::Overwrite)
     }
 }
 
 impl Inner {
-    /// Called before an entry changes. Whoever sees the new entry then also sees that it is not durable yet.
+    /// Clears the flag before an entry changes. Whoever sees the new entry then also sees that it is not durable yet.
     pub(crate) fn mapping_changes(&self) {
         self.mapping_is_durable.store(false, Ordering::Relaxed);
     }
 
-    /// `Ok(None)`: a table is not in memory. Parts that lie together are joined.
+    /// Looks up the first part of a range. `Ok(None)` if a table is not in memory. Neighbouring parts are joined.
     pub(crate) fn lookup(&self, offset: u64, length: u64) -> Result<Option<Mapped>, BadEntry> {
         if self.check_range(offset, length).is_err() || self.is_stopped() {
             return Ok(None);
@@ -92,14 +91,14 @@ impl Inner {
                 Ok(Some(more)) if follows(&mapped, &more) => {
                     mapped.length_bytes = mapped.length_bytes.saturating_add(more.length_bytes);
                 }
-                // Whoever asks for the rest learns what is wrong there.
+                // A lookup of the rest will report what is wrong there.
                 _ => break,
             }
         }
         Ok(Some(mapped))
     }
 
-    /// The first part of a range that lies in one place and in one slice.
+    /// Looks up the first part of a range that lies in one place and in one slice.
     #[inline]
     fn lookup_in_slice(&self, offset: u64, length: u64) -> Result<Option<Mapped>, BadEntry> {
         let geometry = &self.geometry;
@@ -148,14 +147,14 @@ impl Inner {
         Ok(Some(Mapped { extent, length_bytes: bytes.min(length) }))
     }
 
-    /// Whether a table may lie where an L2 entry says that data lie. If data have a file of their own, none does.
+    /// Whether a table may lie where an L2 entry refers to data. In an external data file there are no tables.
     #[inline]
     pub(crate) fn may_hold_table(&self, host: u64) -> bool {
         !self.geometry.data_file && self.table_bits.may_hold_table(self.geometry.cluster_of(host))
     }
 
-    /// The entry of the one cluster that holds the range, and where the range begins in it. Zero if there is no table.
-    /// `None` if one look at an entry is not enough.
+    /// Returns the entry of the cluster that holds the range, and the range's offset in it. The entry is zero if there
+    /// is no table. `None` if one look at an entry is not enough.
     #[inline]
     fn plain_entry(&self, offset: u64, length: u64) -> Option<(u64, u64)> {
         let geometry = &self.geometry;
@@ -173,8 +172,8 @@ impl Inner {
         view.is_valid().then_some((raw, in_cluster))
     }
 
-    /// The table of a cluster, if only this disk uses it. A table that a snapshot shares does not say what is the
-    /// disk's own.
+    /// Returns the table of a cluster, if only this disk uses it. If a snapshot shares the table, its entries do not
+    /// say what only this disk uses.
     #[inline]
     fn own_table(&self, cluster: u64) -> Option<Table> {
         self.table(self.geometry.l1_index(cluster)).ok().flatten().filter(|table| table.copied)
@@ -215,7 +214,7 @@ impl Inner {
     }
 }
 
-/// Whether `more` goes on where `first` ends, `distance` bytes after its start.
+/// Whether `more` continues `first`, `distance` bytes after its start.
 fn continues(first: Result<Cluster, BadEntry>, more: Result<Cluster, BadEntry>, distance: u64) -> bool {
     match (first, more) {
         (Ok(Cluster::Unallocated), Ok(Cluster::Unallocated)) => true,
@@ -225,7 +224,7 @@ fn continues(first: Result<Cluster, BadEntry>, more: Result<Cluster, BadEntry>, 
     }
 }
 
-/// Whether `more` goes on where `mapped` ends.
+/// Whether `more` continues `mapped`.
 fn follows(mapped: &Mapped, more: &Mapped) -> bool {
     match (mapped.extent, more.extent) {
         (Extent::Zero, Extent::Zero) | (Extent::Backing, Extent::Backing) => true,
@@ -261,7 +260,7 @@ mod tests {
                 let whole = inner.lookup(512, 4096).unwrap().is_some() && inner.lookup_overwrite(512, 4096).is_some();
                 sender.send((plain, whole)).unwrap();
             });
-            // Let go before the thread is waited for, also where this fails.
+            // The lock is released before the thread is waited for, even if this fails.
             let answer = answers.recv_timeout(Duration::from_secs(20));
             drop(held);
             assert_eq!(answer.expect("a lookup waits for the image's lock"), (true, true));

@@ -1,7 +1,7 @@
-//! Where the image's own tables lie, so that nothing else is ever written there, whatever the image says.
+//! Maps the image's own tables, so that nothing else is ever written there, whatever the image says.
 //!
-//! The places are collected from the header, the refcount table, L1 and the snapshots before the image is first written
-//! to, and kept up to date. Under the mutex the answer is exact. The path without a lock asks [`TableBits`], which may
+//! Before the image's first write, the places are collected from the header, the refcount table, L1 and the snapshots.
+//! They are kept up to date. Under the mutex the answer is exact. The path without a lock asks [`TableBits`], which may
 //! say "perhaps" too often.
 
 use block::sync::{AtomicU64, Ordering};
@@ -9,7 +9,7 @@ use foldhash::{HashMap, HashMapExt};
 use std::fmt;
 use std::ops::Range;
 
-/// What a table is.
+/// The kind of a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Owner {
@@ -41,7 +41,7 @@ impl Owner {
         1u16.wrapping_shl(self as u32)
     }
 
-    /// The first owner of a set.
+    /// Returns the first owner in a set of bits.
     fn first_of(bits: u16) -> Option<Self> {
         Self::ALL.into_iter().find(|owner| bits & owner.bit() != 0)
     }
@@ -63,16 +63,16 @@ impl fmt::Display for Owner {
     }
 }
 
-/// Two tables of one kind: neither may be changed.
+/// Two tables of one kind share a cluster: neither may be changed.
 const TWICE: u16 = 1 << 15;
 
-/// Host clusters that hold tables, and the owner of each.
+/// The host clusters that hold tables, and each one's owners.
 #[derive(Debug, Default)]
 pub(crate) struct MetadataMap {
     /// The hash is quick: a large image has tens of thousands of tables, and all are collected before its first write.
-    /// An image decides where its tables lie, but it does not know the seed.
+    /// An image decides where its tables lie, but it does not know the hash's seed.
     owners: HashMap<u64, u16>,
-    /// Some tables lie so far behind that they share bits with clusters in front.
+    /// Whether some tables share their bits with clusters in front.
     has_far: bool,
 }
 
@@ -88,7 +88,7 @@ impl MetadataMap {
     pub(crate) fn add(&mut self, bits: &TableBits, owner: Owner, clusters: Range<u64>) {
         for cluster in clusters {
             let found = self.owners.entry(cluster).or_default();
-            // Snapshots share their tables with each other.
+            // Snapshots share L2 tables.
             let shared = owner == Owner::SnapshotL2;
             *found |= if *found & owner.bit() != 0 && !shared { TWICE } else { owner.bit() };
             self.has_far |= !bits.has_own(cluster);
@@ -102,7 +102,7 @@ impl MetadataMap {
             *found &= !owner.bit();
             if *found == 0 {
                 self.owners.remove(&cluster);
-                // A bit that another table may need stays: whoever asks under the mutex gets the right answer.
+                // A bit that another table may need stays set: the mutex holder gets the right answer anyway.
                 if !self.has_far {
                     bits.clear(cluster);
                 }
@@ -110,20 +110,20 @@ impl MetadataMap {
         }
     }
 
-    /// From now on nobody overwrites this cluster in place without the mutex, table or not.
+    /// Bars anybody from overwriting this cluster in place without the mutex, table or not.
     pub(crate) fn bar(&mut self, bits: &TableBits, cluster: u64) {
         self.has_far |= !bits.has_own(cluster);
         bits.set(cluster);
     }
 
-    /// Undoes [`MetadataMap::bar`]. A bit that a table may need stays.
+    /// Undoes [`MetadataMap::bar`]. A bit that a table may need stays set.
     pub(crate) fn unbar(&self, bits: &TableBits, cluster: u64) {
         if !self.has_far && bits.has_own(cluster) && !self.holds_table(cluster) {
             bits.clear(cluster);
         }
     }
 
-    /// The first table in `clusters` that is not `writer`'s alone, and the cluster where it is.
+    /// Returns the first table in `clusters` that does not belong to `writer` alone, and its cluster.
     pub(crate) fn stranger(&self, writer: Option<Owner>, clusters: Range<u64>) -> Option<(u64, Owner)> {
         let own = writer.map_or(0, Owner::bit);
         let strange = |cluster| {
@@ -135,14 +135,14 @@ impl MetadataMap {
     }
 }
 
-/// One bit for each host cluster. Clusters behind the last bit share the bits of those in front. The path without a
-/// lock asks this before it overwrites data in place.
+/// One bit for each host cluster. Clusters behind the last bit share bits with those in front. The path without a lock
+/// asks this before it overwrites data in place.
 #[derive(Debug)]
 pub(crate) struct TableBits {
     words: Box<[AtomicU64]>,
 }
 
-/// Bits for a small file, with room to grow, and for the largest.
+/// The number of bits for a small file, with room to grow, and for the largest.
 const BITS_MIN: u64 = 1 << 16;
 const BITS_MAX: u64 = 1 << 23;
 
@@ -169,7 +169,7 @@ impl TableBits {
         cluster >> 6 < self.words.len() as u64
     }
 
-    /// Nothing that has this bit may hold a table.
+    /// Clears a cluster's bit. No cluster with this bit may hold a table.
     fn clear(&self, cluster: u64) {
         if let Some((word, bit)) = self.place(cluster) {
             word.fetch_and(!bit, Ordering::Release);

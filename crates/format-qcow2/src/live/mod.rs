@@ -1,7 +1,7 @@
 //! An open image: where a range lies, how space is prepared and committed, and how metadata become durable.
 //!
-//! `image` is what queues ask. `lookup` answers without a lock. `write`, `part_write`, `zero` and `packing` change the
-//! mapping under the mutex of `state`; `allocator` finds them space; `flush` makes it all durable in order.
+//! Queues use `image`. `lookup` answers without a lock. `write`, `part_write`, `zero` and `packing` change the mapping
+//! under the mutex of `state`; `allocator` finds space for them; `flush` makes everything durable in order.
 
 mod allocator;
 mod bitmap_bits;

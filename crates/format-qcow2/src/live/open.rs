@@ -1,5 +1,5 @@
-//! Opening an image: the header, the L1 table and, for writing, the refcount table are read. All else is read when it is
-//! asked for.
+//! Opens an image. Reads the header, the L1 table and, for writing, the refcount table. Everything else is read when it
+//! is needed.
 
 use crate::check::repair_at_open::repair_at_open;
 use crate::layout::entry::{entries, more_than_data};
@@ -18,7 +18,7 @@ use memory::AlignedBuf;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
-/// The header of version 3 without what was added to it later.
+/// Length of a version 3 header without later additions.
 const HEADER_BYTES_MIN: u64 = 104;
 
 impl Qcow2 {
@@ -39,7 +39,7 @@ impl Qcow2 {
         let geometry = header.geometry();
         let reader = TableReader { io, name: &name, file_bytes };
         let mut l1 = reader.read("L1 table", header.l1_offset, u64::from(header.l1_entries).saturating_mul(8)).await?;
-        // A snapshot of a shorter disk has fewer entries.
+        // A snapshot of a smaller disk has fewer entries.
         l1.resize(l1.len().max(usize::try_from(geometry.l1_entries()).unwrap_or(0)), 0);
         let (table, tracking) = match read_only {
             true => (Vec::new(), None),
@@ -85,7 +85,7 @@ impl Qcow2 {
     }
 }
 
-/// Reads the tables that an image cannot be opened without.
+/// Reads the tables that opening needs.
 struct TableReader<'a> {
     io: &'a MetaIo,
     name: &'a str,
@@ -113,7 +113,7 @@ impl TableReader<'_> {
     }
 }
 
-/// The state of an image that nobody has used yet.
+/// Makes the state of an image that nobody has used yet.
 fn new_state(cluster: &[u8], refcounts: Refcounts, space: Space) -> State {
     let sector = cluster.get(..HEADER_SECTOR_BYTES).and_then(|bytes| bytes.try_into().ok());
     State {
@@ -138,8 +138,8 @@ fn new_state(cluster: &[u8], refcounts: Refcounts, space: Space) -> State {
     }
 }
 
-/// The first cluster, the header in it, and how long the file is. An image that was left dirty is repaired before it is
-/// written to.
+/// Returns the first cluster, its header, and the length of the file. Before it is opened for writing, an image that
+/// was left dirty is repaired.
 async fn read_header(io: &MetaIo, file: &FileInfo, name: &str, read_only: bool) -> Result<(AlignedBuf, Header, u64)> {
     let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the header"), error);
     let cluster = read_first_cluster(io).await.map_err(failed)?;
@@ -163,8 +163,8 @@ async fn read_header(io: &MetaIo, file: &FileInfo, name: &str, read_only: bool) 
     Ok((cluster, header, file_bytes))
 }
 
-/// Where space comes from at first. A file that can grow gives it behind its end. Another file gives it behind all that
-/// refcount blocks count, and where the scan finds some.
+/// Decides where space comes from at first. A file that can grow gives space behind its end. Another file gives space
+/// behind everything that refcount blocks count, and where the scan finds some.
 fn space_at_open(file: &FileInfo, file_bytes: u64, geometry: &Geometry, refcounts: &Refcounts) -> Space {
     let grows = file.can_grow && !file.block_device;
     let frontier = match grows {

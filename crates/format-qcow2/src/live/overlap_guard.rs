@@ -1,7 +1,7 @@
-//! The overlap guard: none of our writes lands in somebody else's table.
+//! The overlap guard: no write of ours overwrites a table that it should not.
 //!
-//! It is asked before space is handed out, before a table is changed, before data are overwritten in place, and once
-//! more for every piece of metadata on its way to the file. A *yes* means that the image contradicts itself, and that
+//! It checks before space is handed out, before a table is changed, and before data are overwritten in place. It checks
+//! again every piece of metadata on its way to the file. An overlap means that the image contradicts itself, and that
 //! going on would destroy it. Then the write is refused, the log names both owners and their offsets, the corrupt bit
 //! is set, and every later request fails. Harmless damage (an entry that breaks the specification) fails only its own
 //! requests.
@@ -20,7 +20,7 @@ use block::{FileOp, IoError, IoErrorKind, IoResult, MetaIo, PastEnd};
 use memory::{AlignedBuf, IoBuf};
 use std::ops::Range;
 
-/// L1 tables of snapshots are read for the guard up to this many bytes in all.
+/// The most bytes of snapshots' L1 tables that are read for the guard.
 const SNAPSHOT_L1_BYTES_MAX: u64 = 64 << 20;
 
 const CORRUPT: IoError = IoError::new(IoErrorKind::Corrupt);
@@ -53,12 +53,12 @@ impl Inner {
             self.name
         );
         self.stopped.store(true, Ordering::Release);
-        // Requests on the path without a lock go the slow way, and are refused there.
+        // Requests on the path without a lock then take the slow path, which refuses them.
         self.header_ready.store(false, Ordering::Release);
         Err(CORRUPT)
     }
 
-    /// Refuses to hand out space that a table lies in.
+    /// Refuses to hand out space where a table lies.
     pub(crate) fn guard_run(&self, state: &mut State, run: Run) -> Step<()> {
         Ok(self.guard(state, None, run.first..run.end())?)
     }
@@ -69,12 +69,12 @@ impl Inner {
         Ok(self.guard(state, Some(Owner::L2), cluster..cluster.saturating_add(1))?)
     }
 
-    /// Refuses to write or free what an L2 entry leads to if that is a table.
+    /// Refuses to write or free what an L2 entry refers to if that is a table.
     pub(crate) fn guard_entry(&self, state: &mut State, entry: &Cluster) -> Step<()> {
         Ok(self.guard(state, None, entry.host_clusters(&self.geometry))?)
     }
 
-    /// The last look before metadata are written.
+    /// Checks pieces of metadata just before they are written.
     pub(crate) fn guard_pieces(&self, owner: Owner, pieces: &[Piece]) -> IoResult {
         let mut state = self.lock();
         for piece in pieces {
@@ -85,7 +85,7 @@ impl Inner {
     }
 
     /// Sets the corrupt bit of an image that was stopped (version 3 has one). Only the leader of a flush calls this, so
-    /// no other write to the header is in flight. Memory is not trusted any more, so the sector is read again.
+    /// no other write of the header is in flight. Memory is not trusted any more, so the sector is read again.
     pub(crate) async fn mark_corrupt(&self, io: &MetaIo) {
         if self.geometry.version < 3 || self.marked.swap(true, Ordering::AcqRel) {
             return;
@@ -103,7 +103,7 @@ impl Inner {
         }
     }
 
-    /// Adds the tables of snapshots to those that are known. What cannot be read is not guarded.
+    /// Adds the tables of snapshots to the map. Tables that cannot be read are not guarded.
     pub(crate) async fn collect_snapshots(&self, io: &MetaIo) {
         if self.header.snapshots == 0 {
             return;
@@ -172,7 +172,8 @@ impl Inner {
 impl Inner {
     fn collect_tables(&self, state: &State) -> MetadataMap {
         let geometry = &self.geometry;
-        // A disk of a terabyte has thousands. They are counted first, so that the map does not grow step by step.
+        // A disk of a terabyte has thousands of tables. They are counted first, so that the map does not grow step by
+        // step.
         let used = self.l1.iter().filter(|entry| entry.load(Ordering::Relaxed) != 0).count();
         let expected = used.saturating_add(state.refcounts.block_offsets().count());
         let mut tables = MetadataMap::with_capacity(expected);

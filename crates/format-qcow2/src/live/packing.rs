@@ -1,7 +1,7 @@
-//! Writes of compressed clusters. They are packed without gaps into host clusters. A host cluster has one reference for
-//! each compressed cluster that touches it (qcow2 specification, "Compressed Clusters Descriptor").
+//! Writes compressed clusters, packed without gaps into host clusters. A host cluster has one reference for each
+//! compressed cluster that touches it (qcow2 specification, "Compressed Clusters Descriptor").
 //!
-//! Like any write, this has two steps: space is reserved, and, when the caller has written the data, the entries are
+//! Like any write, this has two steps: space is reserved; then the caller writes the data, and the entries are
 //! published. The space behind the last compressed cluster stays open for the next one as long as its host cluster is
 //! in use.
 
@@ -14,20 +14,20 @@ use block::{Error, ErrorKind, IoError, IoErrorKind, IoResult, MetaIo, Result};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What is kept for compressed clusters at once: this part of the file, and at most so many clusters.
+/// How much is set aside for compressed clusters at once: this part of the file, and at most so many clusters.
 const KEPT_SHARE: u64 = 64;
 const KEPT_CLUSTERS_MAX: u64 = 16;
 
-/// A guest cluster, compressed.
+/// A compressed guest cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackedCluster {
     /// First byte of the disk, at a cluster boundary.
     pub guest_offset: u64,
-    /// What it was compressed to: less than a cluster.
+    /// Its compressed length: less than a cluster.
     pub length_bytes: u32,
 }
 
-/// Where one lies.
+/// The place of a compressed cluster.
 #[derive(Debug, Clone, Copy)]
 struct Placed {
     cluster: u64,
@@ -39,10 +39,10 @@ struct Placed {
 /// Space for compressed clusters, invisible until [`Qcow2::commit_compressed`]. Dropping it gives the space back.
 #[derive(Debug)]
 pub struct PackedAllocation {
-    /// The first byte in the file of each cluster, in the order in which they were asked for.
+    /// The first byte in the file of each cluster, in the order of the request.
     pub file_offsets: Vec<u64>,
     guest: Range<u64>,
-    /// Not published yet; the last comes first.
+    /// Clusters to be published, the last one first.
     unpublished: Vec<Placed>,
     inner: Arc<Inner>,
 }
@@ -68,7 +68,7 @@ impl Drop for PackedAllocation {
 }
 
 impl Qcow2 {
-    /// Compresses clusters as this image wants them: one for each thread.
+    /// Returns a compressor of the image's type. Each thread needs its own.
     pub fn compressor(&self) -> Result<Compressor> {
         if self.inner.geometry.data_file {
             let what =
@@ -78,8 +78,8 @@ impl Qcow2 {
         Compressor::new(self.inner.header.compression)
     }
 
-    /// Reserves space for compressed clusters. They follow each other in the file if that is possible. They are given
-    /// in the order of the disk and noted as written. Nobody else may write them until they are committed.
+    /// Reserves space for compressed clusters, which follow each other in the file if possible. The clusters are in the
+    /// order of the disk, and are noted as written. Nobody else may write them until they are committed.
     pub async fn prepare_compressed(&self, io: &MetaIo, clusters: &[PackedCluster]) -> IoResult<PackedAllocation> {
         let inner = &*self.inner;
         let (Some(first), Some(last)) = (clusters.first(), clusters.last()) else {
@@ -121,7 +121,7 @@ impl Qcow2 {
         Ok(allocation)
     }
 
-    /// Publishes compressed clusters whose data have been written. They need not be durable: flush sees to that.
+    /// Publishes compressed clusters whose data have been written. The data need not be durable: a flush sees to that.
     pub async fn commit_compressed(&self, io: &MetaIo, mut allocation: PackedAllocation) -> IoResult {
         while let Some(placed) = allocation.unpublished.last().copied() {
             self.inner.run(io, |state| self.inner.publish(state, placed)).await?;
@@ -140,7 +140,7 @@ fn claim(state: &mut State, guest: &Range<u64>) -> Step<()> {
 }
 
 impl Inner {
-    /// Finds room for `length` bytes, less than a cluster: in what is left of the last host cluster, and one more.
+    /// Finds room for `length` bytes, less than a cluster, in the rest of the last host cluster and one more.
     fn place(&self, state: &mut State, length: u64) -> Step<(u64, Placed)> {
         let geometry = &self.geometry;
         let end = state.refcounts.packed_end();
@@ -157,8 +157,7 @@ impl Inner {
         let mut start = end;
         if length > room {
             let run = self.allocate_packed(state)?;
-            // The block that counts the open cluster may have left memory meanwhile. Then the cluster is not open any
-            // more.
+            // The open cluster's refcount block may have left memory meanwhile. Then the cluster is not open any more.
             let goes_on = run.first == host.saturating_add(1)
                 && references.take().is_some_and(|count| state.refcounts.set(host, count).is_ok());
             if !goes_on {
@@ -175,8 +174,8 @@ impl Inner {
         Ok((start, Placed { cluster: 0, raw, first_host, end_host }))
     }
 
-    /// Takes one host cluster from a stretch that is kept for compressed clusters. Other allocations come behind the
-    /// stretch, so compressed clusters go on following each other.
+    /// Takes a host cluster from those set aside for compressed clusters. Other allocations come behind these, so
+    /// compressed clusters keep following each other.
     fn allocate_packed(&self, state: &mut State) -> Step<Run> {
         if state.refcounts.is_crowded() {
             return Err(Stop::Need(Need::Flush));
@@ -191,7 +190,7 @@ impl Inner {
             }
             let is_free = match state.refcounts.get(first) {
                 Ok(count) => count == 0,
-                // The block that counts it may have left memory meanwhile.
+                // Its refcount block may have left memory meanwhile.
                 Err(absent) => return Err(self.stop_for(absent)),
             };
             let run = Run { first, count: 1, zeroed: false };
@@ -235,7 +234,7 @@ mod tests {
 
     async fn discard(qcow2: &Qcow2, io: &MetaIo, guest: u64) {
         qcow2.discard(io, guest * CLUSTER, CLUSTER).await.unwrap();
-        // The first makes it durable that nothing leads there, the second gives the space back.
+        // The first flush makes durable that nothing refers to it; the second frees the space.
         qcow2.flush(io).await.unwrap();
         qcow2.flush(io).await.unwrap();
     }

@@ -1,4 +1,4 @@
-//! Writes, zeroes and discards in images with extended L2 entries: as in `write` and `zero`, by parts of clusters.
+//! Writes, zeroes and discards in images with extended L2 entries: as `write` and `zero`, by parts of clusters.
 
 use crate::layout::entry::{COPIED, Cluster};
 use crate::layout::extended_entry::{ALL_ZERO, Extended, PARTS, Part, mask};
@@ -11,7 +11,7 @@ use block::IoError;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Where new parts go: whole parts, of which the request may cover only some bytes.
+/// The place of new parts. These are whole parts; the request may cover them only partly.
 struct Room {
     start: u64,
     end: u64,
@@ -25,7 +25,7 @@ struct Room {
 }
 
 impl Qcow2 {
-    /// As `try_prepare`. Nothing of the range's first cluster is in flight.
+    /// As `try_prepare`. No write to the range's first cluster is in flight.
     pub(crate) fn try_prepare_parts(&self, state: &mut State, offset: u64, length: u64) -> Step<Prepared> {
         let inner = &*self.inner;
         let geometry = &inner.geometry;
@@ -77,7 +77,7 @@ impl Qcow2 {
 }
 
 impl Inner {
-    /// The host cluster that a guest cluster has for itself. Notes in the table when it turns out to be its own.
+    /// Returns the host cluster that only this guest cluster uses. If the refcount shows that, sets the entry's flag.
     fn owned_host(&self, state: &mut State, slice: u64, cluster: u64) -> Step<Option<u64>> {
         let entry = self.extended(slice, cluster)?;
         self.guard_entry(state, &entry.cluster)?;
@@ -95,7 +95,7 @@ impl Inner {
         })
     }
 
-    /// Parts that the guest clusters' own host clusters do not hold yet.
+    /// Finds parts that the guest clusters' own host clusters do not hold yet.
     fn kept_parts(&self, state: &mut State, slice: u64, host: u64, range: Range<u64>, limit: u64) -> Step<Room> {
         let geometry = &self.geometry;
         let first = geometry.cluster_of(range.start);
@@ -128,7 +128,7 @@ impl Inner {
         Ok(Room { start, end, host, clusters: first..cluster, fresh: false, zeroed: false, head, tail })
     }
 
-    /// New host clusters, and what must be copied to them from the old ones.
+    /// Allocates host clusters, and finds what must be copied to them from the old ones.
     fn new_parts(&self, state: &mut State, slice: u64, offset: u64, request_end: u64, limit: u64) -> Step<Room> {
         let geometry = &self.geometry;
         let first = geometry.cluster_of(offset);
@@ -149,7 +149,7 @@ impl Inner {
         let end_part = self.parts_wanted(last, request_end).max(end_held(&last_entry));
         let start = geometry.start_of(first).saturating_add(geometry.part_start(start_part));
         let end_bytes = geometry.start_of(last).saturating_add(geometry.part_start(end_part));
-        // If more is copied than the request's own parts, those may be of any kind.
+        // If more than the request's own parts is copied, those parts may be of any kind.
         let head = match start_part < geometry.part_of(offset) {
             true => Fill::Copy,
             false => self.fill_part(slice, offset, zeroed)?,
@@ -163,7 +163,7 @@ impl Inner {
         Ok(Room { start, end: end_bytes, host, clusters: first..end, fresh, zeroed, head, tail })
     }
 
-    /// How many parts of a cluster a range that reaches it, and ends at `end`, touches.
+    /// Returns how many parts of a cluster a range touches that reaches the cluster and ends at `end`.
     fn parts_wanted(&self, cluster: u64, end: u64) -> u32 {
         let left = end.saturating_sub(self.geometry.start_of(cluster));
         match left >= self.geometry.cluster_bytes() {
@@ -172,7 +172,8 @@ impl Inner {
         }
     }
 
-    /// `behind`: what lies behind the end of the disk.
+    /// Adjusts how the parts before and behind the request are filled. `behind` is for parts behind the end of the
+    /// disk.
     fn fillings(&self, start: u64, end: u64, range: &Range<u64>, head: Fill, tail: Fill, behind: Fill) -> (Fill, Fill) {
         let head = if range.start == start { Fill::None } else { head };
         let tail = match tail {
@@ -183,7 +184,7 @@ impl Inner {
         (head, tail)
     }
 
-    /// How the rest of the part that holds `offset` must be filled in its new place.
+    /// Returns how to fill the rest of the part that holds `offset` in its new place.
     fn fill_part(&self, slice: u64, offset: u64, zeroed: bool) -> Step<Fill> {
         let entry = self.extended(slice, self.geometry.cluster_of(offset))?;
         let zeros = if zeroed { Fill::None } else { Fill::Zero };
@@ -194,7 +195,7 @@ impl Inner {
         })
     }
 
-    /// As the rest of `try_commit`: publishes the parts of an allocation.
+    /// Publishes the parts of an allocation: the rest of `try_commit`.
     pub(crate) fn commit_parts(&self, state: &mut State, slice: u64, allocation: &Allocation) -> Step<()> {
         let geometry = &self.geometry;
         let skip = geometry.offset_in_cluster(allocation.guest_offset);
@@ -205,7 +206,7 @@ impl Inner {
             let old = self.extended(slice, cluster)?;
             let first = if cluster == allocation.guest.start { geometry.part_of(skip) } else { 0 };
             let parts = mask(first, self.parts_wanted(cluster, end));
-            // What the old host cluster holds has been copied.
+            // The data of the old host cluster have been copied.
             let alloc = if old.host() == Some(host) { old.alloc | parts } else { parts };
             let new = match allocation.without_data {
                 true => old,
@@ -226,8 +227,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Zeroes or discards the parts in a range of bytes that begins and ends with one, as far as one slice goes; returns
-    /// where to go on. Compressed clusters that are covered in part are left as they are.
+    /// Zeroes or discards the parts of a range, up to the end of a slice. The range begins and ends with whole parts.
+    /// Compressed clusters that are covered only partly stay as they are. Returns where to go on.
     pub(crate) fn change_parts(&self, state: &mut State, range: Range<u64>, goal: Goal) -> Step<u64> {
         let geometry = &self.geometry;
         let first = geometry.cluster_of(range.start);
@@ -266,7 +267,7 @@ impl Inner {
         Ok(part_end)
     }
 
-    /// The new entry, or `None` where the old one will do.
+    /// Returns the new entry, or `None` if the old one will do.
     fn changed_parts(&self, old: &Extended, parts: u32, goal: Goal) -> Option<(u64, u64)> {
         if goal == Goal::Revealed {
             let says_something = old.cluster != Cluster::Unallocated || old.zero != 0;
@@ -278,7 +279,7 @@ impl Inner {
         let Cluster::Data { host, copied } = old.cluster else {
             return match old.cluster {
                 Cluster::Compressed { .. } => (parts == u32::MAX).then_some((0, gone)),
-                // What reads as zeros already stays so.
+                // A part that reads as zeros stays as it is.
                 _ if !shows_backing => None,
                 _ => {
                     let new = Extended { zero: old.zero | parts, ..*old };
@@ -289,7 +290,7 @@ impl Inner {
         let new = Extended { alloc: old.alloc & !parts, zero: old.zero | parts, ..*old };
         let keeps = goal == Goal::Zeroed && (copied || self.geometry.data_file);
         if new.alloc == 0 && !keeps {
-            // Nothing of the host cluster is left.
+            // No part lies in the host cluster any more.
             let zero = if zero_needed { new.bitmap() } else { 0 };
             return Some((0, zero));
         }
@@ -298,7 +299,7 @@ impl Inner {
     }
 }
 
-/// The first part that a host cluster (or a compressed one) holds.
+/// Returns the first part that a host cluster (or a compressed one) holds.
 fn first_held(entry: &Extended) -> u32 {
     match entry.cluster {
         Cluster::Compressed { .. } => 0,
@@ -306,7 +307,7 @@ fn first_held(entry: &Extended) -> u32 {
     }
 }
 
-/// The end of the last one.
+/// Returns the end of the last such part.
 fn end_held(entry: &Extended) -> u32 {
     match entry.cluster {
         Cluster::Compressed { .. } => PARTS,

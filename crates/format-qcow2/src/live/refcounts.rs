@@ -1,7 +1,7 @@
-//! Reference counts of host clusters: the refcount table in memory, refcount blocks cached on demand.
+//! Refcounts of host clusters: the refcount table in memory, refcount blocks cached on demand.
 //!
-//! All of this lives under the image's mutex. What it reads and changes is in memory; a block that isn't is named to the
-//! caller, who loads it without the mutex and tries again.
+//! All of this is protected by the image's mutex, and only uses what is in memory. If a block is missing, its number is
+//! returned to the caller, who loads it without the mutex and tries again.
 
 use crate::layout::entry::decode_refcount_table;
 use crate::layout::geometry::Geometry;
@@ -11,34 +11,34 @@ use std::ops::Range;
 
 const CACHED_BLOCKS_MIN: usize = 16;
 
-/// Runs of free clusters that are looked for at once.
+/// The most runs of free clusters that are looked for at once.
 const FREE_RUNS_MAX: usize = 256;
 
 /// A block is written in parts of this size, so that a flush after a small write stays small.
 const PART_BYTES: usize = 4096;
 
-/// Why a refcount could not be had.
+/// Why a refcount is not available.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Absent {
-    /// The block isn't in memory: load it.
+    /// The block is not in memory: load it.
     NotLoaded(u64),
-    /// There is no block: nothing that it would count is in use.
+    /// There is no block: nothing in its range is in use.
     NoBlock(u64),
-    /// The table's entry breaks the specification.
+    /// The table entry breaks the specification.
     Corrupt(u64),
 }
 
-/// The value does not fit the image's refcount width, or would fall below zero.
+/// The refcount would exceed the image's refcount width, or fall below zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Overflow;
 
 #[derive(Debug)]
 pub(crate) struct Block {
-    /// As on disk.
+    /// The bytes as on disk.
     bytes: Box<[u8]>,
     /// Parts that differ from the file.
     dirty: BTreeSet<usize>,
-    /// On its way to the file.
+    /// Parts on their way to the file.
     writing: BTreeSet<usize>,
     used: u64,
 }
@@ -52,21 +52,21 @@ impl Block {
 #[derive(Debug)]
 pub(crate) struct Refcounts {
     geometry: Geometry,
-    /// The refcount table, as the image means it now (the file may be behind).
+    /// The refcount table in memory; the file may be behind.
     table: Vec<u64>,
     table_offset: u64,
     /// Entries that differ from the file.
     table_dirty: BTreeSet<usize>,
     table_writing: BTreeSet<usize>,
-    /// The table itself lies in a new place that the header does not name yet.
+    /// Whether the table lies in a new place that the header does not name yet.
     moved: bool,
     blocks: HashMap<u64, Block>,
     dirty_blocks: BTreeSet<u64>,
     writing_blocks: BTreeSet<u64>,
     clock: u64,
-    /// Clean blocks beyond this many bytes are dropped.
+    /// The limit of clean blocks in bytes; more are dropped.
     cache_bytes: u64,
-    /// Where the last compressed cluster ends: more may follow in the same host cluster, unless this is a cluster's
+    /// The end of the last compressed cluster. More may follow in the same host cluster, unless this is a cluster's
     /// start.
     packed_end: u64,
 }
@@ -96,7 +96,7 @@ impl Refcounts {
         }
     }
 
-    /// Where a block lies in the file.
+    /// Returns where a block lies in the file.
     pub(crate) fn block_offset(&self, block: u64) -> Result<u64, Absent> {
         let raw = usize::try_from(block).ok().and_then(|index| self.table.get(index)).copied().unwrap_or(0);
         match decode_refcount_table(raw, &self.geometry) {
@@ -114,17 +114,17 @@ impl Refcounts {
         self.table_offset
     }
 
-    /// Blocks that the table has room for.
+    /// Returns how many blocks the table has room for.
     pub(crate) fn table_entries(&self) -> u64 {
         self.table.len() as u64
     }
 
-    /// The last block there is.
+    /// Returns the last block.
     pub(crate) fn last_block(&self) -> Option<u64> {
         self.table.iter().rposition(|raw| *raw != 0).map(|index| index as u64)
     }
 
-    /// The offsets of all blocks.
+    /// Returns the offsets of all blocks.
     pub(crate) fn block_offsets(&self) -> impl Iterator<Item = u64> {
         self.table.iter().copied().filter(|raw| *raw != 0)
     }
@@ -133,9 +133,9 @@ impl Refcounts {
         self.blocks.contains_key(&block)
     }
 
-    /// Puts a block that was read from the file (or is new) into memory.
+    /// Puts a block into memory that is new or was read from the file.
     pub(crate) fn install(&mut self, block: u64, bytes: Box<[u8]>) {
-        // Room is made before, so that the new block is never the one to go.
+        // Room is made first, so that the new block is never the one that is dropped.
         let limit = self.geometry.cluster_of(self.cache_bytes).max(CACHED_BLOCKS_MIN as u64);
         if self.blocks.len() as u64 >= limit {
             let victim = self.blocks.iter().filter(|(_, b)| b.is_clean()).min_by_key(|(_, b)| b.used).map(|(k, _)| *k);
@@ -152,7 +152,7 @@ impl Refcounts {
         cluster & 1u64.wrapping_shl(self.geometry.block_bits()).saturating_sub(1)
     }
 
-    /// The refcount of a host cluster.
+    /// Returns the refcount of a host cluster.
     pub(crate) fn get(&mut self, cluster: u64) -> Result<u64, Absent> {
         let block = self.geometry.block_of(cluster);
         let index = self.index_in_block(cluster);
@@ -167,8 +167,8 @@ impl Refcounts {
         }
     }
 
-    /// The first free host cluster behind `cluster` that its block counts. If there is none, the first cluster that the
-    /// next block counts. The block is in memory.
+    /// Returns the first free host cluster behind `cluster` that the same block counts. If there is none, returns the
+    /// first cluster of the next block. The block is in memory.
     pub(crate) fn next_free(&self, cluster: u64) -> u64 {
         let number = self.geometry.block_of(cluster);
         let Some(block) = self.blocks.get(&number) else { return cluster.saturating_add(1) };
@@ -178,8 +178,8 @@ impl Refcounts {
         behind.find(|other| read_entry(&block.bytes, self.index_in_block(*other), order) == 0).unwrap_or(end)
     }
 
-    /// The runs of free host clusters between two clusters that one block counts, and how far was looked: where there are
-    /// very many, not to the end.
+    /// Returns the runs of free host clusters between two clusters of one block, and how far it looked. If there are
+    /// very many runs, it stops early.
     pub(crate) fn free_runs(&mut self, from: u64, to: u64) -> Result<(Vec<Range<u64>>, u64), Absent> {
         let mut runs: Vec<Range<u64>> = Vec::new();
         if from >= to {
@@ -204,7 +204,7 @@ impl Refcounts {
         Ok((runs, to))
     }
 
-    /// How many host clusters are in use between two that one block counts.
+    /// Counts the used host clusters between two clusters of one block.
     pub(crate) fn count_used(&mut self, from: u64, to: u64) -> Result<u64, Absent> {
         self.get(from)?;
         let order = self.geometry.refcount_order;
@@ -213,7 +213,7 @@ impl Refcounts {
         Ok((from..to).filter(is_used).count() as u64)
     }
 
-    /// The largest count that there is room for.
+    /// Returns the highest refcount of the image's width.
     pub(crate) fn max(&self) -> u64 {
         max_count(self.geometry.refcount_order)
     }
@@ -233,7 +233,7 @@ impl Refcounts {
             return Err(Overflow);
         }
         if value == 0 && cluster == self.geometry.cluster_of(self.packed_end) {
-            // The cluster may soon be somebody else's.
+            // Something else may soon use the cluster.
             self.packed_end = 0;
         }
         let (number, index) = (self.geometry.block_of(cluster), self.index_in_block(cluster));
@@ -244,7 +244,7 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Adds a new, empty block at `offset`; its table entry is published by the next flush.
+    /// Adds a new, empty block at `offset`. The next flush publishes its table entry.
     pub(crate) fn add_block(&mut self, block: u64, offset: u64) {
         let Ok(index) = usize::try_from(block) else { return };
         let Some(entry) = self.table.get_mut(index) else { return };
@@ -269,22 +269,22 @@ impl Refcounts {
         !self.dirty_blocks.is_empty() || !self.table_dirty.is_empty() || self.moved
     }
 
-    /// Whether the header does not name the table's new place yet.
+    /// Whether the table has a new place that the header does not name yet.
     pub(crate) fn has_moved(&self) -> bool {
         self.moved
     }
 
-    /// Whether so much waits for a flush that one should run soon.
+    /// Whether so many changes wait for a flush that one should run soon.
     pub(crate) fn is_crowded(&self) -> bool {
         self.is_filled(1)
     }
 
-    /// Whether so much waits for a flush that only allocations should add more. Frees can wait.
+    /// Whether so many changes wait for a flush that only allocations should add more. Frees can wait.
     pub(crate) fn is_half_crowded(&self) -> bool {
         self.is_filled(2)
     }
 
-    /// Whether what waits for a flush takes more than the room divided by `parts`.
+    /// Whether the changes that wait for a flush take more than the room divided by `parts`.
     fn is_filled(&self, parts: u64) -> bool {
         let count = self.dirty_blocks.len() as u64;
         let dirty = count.saturating_mul(self.geometry.cluster_bytes());
@@ -296,7 +296,7 @@ impl Refcounts {
         self.blocks.len()
     }
 
-    /// Copies of what has to be written, which is *being written* from now on.
+    /// Copies what has to be written, and marks it as *being written*.
     pub(crate) fn begin_writing(&mut self) -> RefcountWrites {
         let mut writes = RefcountWrites::default();
         self.writing_blocks = std::mem::take(&mut self.dirty_blocks);
@@ -319,7 +319,7 @@ impl Refcounts {
         writes
     }
 
-    /// Ends what [`Refcounts::begin_writing`] began; what failed is dirty again.
+    /// Ends what [`Refcounts::begin_writing`] began. What was not written becomes dirty again.
     pub(crate) fn end_writing(&mut self, written: bool, moved: bool) {
         for number in std::mem::take(&mut self.writing_blocks) {
             let Some(block) = self.blocks.get_mut(&number) else { continue };
@@ -342,24 +342,24 @@ fn decode_entry_of(table: &[u64], block: u64, geometry: &Geometry) -> Result<u64
     decode_refcount_table(raw, geometry).ok().flatten().ok_or(())
 }
 
-/// What a flush writes of the refcounts.
+/// The writes of a flush for the refcounts.
 #[derive(Debug, Default)]
 pub(crate) struct RefcountWrites {
     pub(crate) blocks: Vec<Piece>,
-    /// Sectors of the table in its old place.
+    /// Changed sectors of the table in its old place.
     pub(crate) entries: Vec<Piece>,
-    /// Or the whole table in a new one.
+    /// The whole table in a new place, instead of `entries`.
     pub(crate) moved_table: Option<MovedTable>,
 }
 
-/// A table that the header must be pointed to.
+/// A table that the header must be changed to name.
 #[derive(Debug)]
 pub(crate) struct MovedTable {
     pub(crate) piece: Piece,
     pub(crate) clusters: u32,
 }
 
-/// The named parts of a block, neighbours joined.
+/// Returns these parts of a block as pieces, with neighbours joined.
 fn parts(bytes: &[u8], numbers: &BTreeSet<usize>, offset: u64) -> Vec<Piece> {
     let mut pieces: Vec<Piece> = Vec::new();
     for number in numbers {
@@ -375,8 +375,8 @@ fn parts(bytes: &[u8], numbers: &BTreeSet<usize>, offset: u64) -> Vec<Piece> {
     pieces
 }
 
-/// The sectors of a table of 64-bit entries in which `dirty` ones lie, neighbours joined. What the table does not have
-/// is zero.
+/// Returns the sectors of a table of 64-bit entries that hold `dirty` ones, with neighbours joined. Entries that the
+/// table lacks are zero.
 pub(crate) fn sectors(dirty: &BTreeSet<usize>, table_offset: u64, entry: impl Fn(usize) -> Option<u64>) -> Vec<Piece> {
     const ENTRIES: usize = 64;
     let mut pieces: Vec<Piece> = Vec::new();

@@ -1,8 +1,8 @@
-//! What all queues share, and how slow operations take turns.
+//! The state that all queues share, and how slow operations take turns.
 //!
-//! Everything that changes metadata happens under one mutex, in one step that is never suspended. A step that misses
-//! something (a table in memory, room, a range that another write holds) changes nothing more, says what it needs, and
-//! is tried again from the start once that is there.
+//! All metadata change under one mutex, in steps that are never suspended. A step may miss something: a table in
+//! memory, room, or a range that another write holds. Then it changes nothing more and names its need. Once that is
+//! met, the step is tried again from the start.
 
 use crate::layout::entry::{BadEntry, Table, decode_l1};
 use crate::layout::geometry::Geometry;
@@ -19,26 +19,26 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Something that a step cannot do without.
+/// Something that a step needs.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) enum Need {
-    /// A slice of an L2 table in memory.
+    /// A slice of an L2 table has to be in memory.
     Slice(u64),
-    /// A refcount block in memory.
+    /// A refcount block has to be in memory.
     Block(u64),
-    /// Zeroed space behind the end of the file.
+    /// Zeroed space is needed behind the end of the file.
     Extension,
-    /// The header says that this image has been written to by us.
+    /// The header has to be made ready for our first write.
     HeaderReady,
-    /// Guest clusters that another write is allocating.
+    /// No other write may be allocating these guest clusters.
     Idle(Range<u64>),
-    /// Dirty tables written, so that there is room for others.
+    /// Dirty tables have to be written, to make room for others.
     Flush,
-    /// The header says that refcounts may be stale.
+    /// The header has to say that refcounts may be stale.
     DirtyBit,
 }
 
-/// Why a step did not get to its end.
+/// Why a step did not end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Stop {
     Need(Need),
@@ -53,22 +53,23 @@ impl From<IoError> for Stop {
 
 pub(crate) type Step<T> = Result<T, Stop>;
 
-/// How often one step is tried again after a flush where no space was left: operations in flight may still keep some.
+/// How often a step that found no space is tried again after a flush: operations in flight may still hold some.
 const RECLAIMS_MAX: u32 = 4;
 
-/// Host clusters whose reference is gone from the tables in memory.
+/// Host clusters that lost a reference in the tables in memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Freed {
     pub(crate) clusters: Range<u64>,
-    /// Operations resolved until then may still use them.
+    /// Operations resolved up to this epoch may still use them.
     pub(crate) epoch: u64,
-    /// The table that lies there. It is guarded until then: the file may still lead to it, or its copy not be made yet.
+    /// The kind of table that lies there. It is guarded until then: the file may still refer to it, or its copy may be
+    /// pending.
     pub(crate) table: Option<Owner>,
-    /// The clusters are barred until then: a write resolved before may ask late whether it may overwrite them.
+    /// Whether the clusters are barred until then: a write resolved before may ask late whether it may overwrite them.
     pub(crate) barred: bool,
 }
 
-/// What a slice of an L2 table that was never written holds.
+/// The content of an L2 table that was never written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FreshTable {
     Zeros,
@@ -76,36 +77,36 @@ pub(crate) enum FreshTable {
     CopyOf(u64),
 }
 
-/// Where new space comes from.
+/// The sources of new space.
 #[derive(Debug, Default)]
 pub(crate) struct Space {
     pub(crate) free: FreeRuns,
-    /// Free, but being punched out of the file: not to be handed out.
+    /// Free space that is being punched out of the file, so it must not be handed out.
     pub(crate) quarantine: FreeRuns,
-    /// Host clusters from here on were never handed out. This only grows, unless space that was kept turns out not to
-    /// be used.
+    /// Host clusters from here on were never handed out. This only grows, unless space that was set aside turns out not
+    /// to be used.
     pub(crate) frontier: u64,
-    /// Host clusters from the frontier up to here read as zeros, also after a power cut.
+    /// Host clusters from the frontier to here read as zeros, even after a power cut.
     pub(crate) zeroed_end: u64,
-    /// Up to here, a flush has made that durable.
+    /// Host clusters to here read as zeros, and a flush has made that durable.
     pub(crate) blank_end: u64,
-    /// Nothing at or behind the frontier has a refcount.
+    /// Whether nothing at or behind the frontier has a refcount.
     pub(crate) settled: bool,
     /// Whether the file can be made longer with zeros.
     pub(crate) can_extend: bool,
-    /// Host clusters below have been looked at for free ones, up to the frontier at the time.
+    /// The scan has read the refcounts of the clusters below this one. It ends at `scan_limit`.
     pub(crate) scanned_end: u64,
     pub(crate) scan_limit: u64,
-    /// The next are looked at when the frontier is here.
+    /// The frontier at which the next step of the scan is due.
     pub(crate) next_scan: u64,
-    /// Clusters in front of this are handed out first: the file is to end here.
+    /// Clusters in front of this one are handed out first: the file is to end here.
     pub(crate) ceiling: Option<u64>,
-    /// Kept for compressed clusters: found free, and not counted yet.
+    /// Clusters set aside for compressed clusters: found free, and not counted yet.
     pub(crate) for_packed: Range<u64>,
 }
 
 impl Space {
-    /// Clusters without a refcount may be handed out, but for those that are being punched, or kept for something.
+    /// Adds clusters without a refcount to the free ones, except those that are being punched or are set aside.
     pub(crate) fn found_free(&mut self, clusters: Range<u64>) {
         let kept = self.for_packed.clone();
         let before = clusters.start..clusters.end.min(kept.start);
@@ -118,7 +119,7 @@ impl Space {
         }
     }
 
-    /// Lets go of what was kept for compressed clusters.
+    /// Releases the clusters set aside for compressed clusters.
     pub(crate) fn release_packed(&mut self) {
         let Range { start, end } = std::mem::take(&mut self.for_packed);
         if start == end {
@@ -135,13 +136,13 @@ impl Space {
 /// The dirty bit of an image with lazy refcounts.
 #[derive(Debug, Default)]
 pub(crate) struct DirtyBit {
-    /// It is set in the file, durably, and stays so until `wanted` is taken back.
+    /// Whether the bit is set in the file, durably. It stays so until `wanted` is cleared.
     pub(super) set: bool,
-    /// Refcounts may be postponed once it is set.
+    /// Whether refcounts may be postponed once the bit is set.
     pub(super) wanted: bool,
 }
 
-/// What the mutex guards.
+/// Everything that the mutex protects.
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) book: SliceBook,
@@ -153,56 +154,56 @@ pub(crate) struct State {
     pub(crate) space: Space,
     /// Guest clusters that are being allocated: first -> end.
     pub(crate) in_flight: BTreeMap<u64, u64>,
-    /// The first of the guest clusters of a move that has not begun to copy: whoever wants one of them gives the move up.
+    /// The first guest cluster of a move that has not begun to copy. Whoever wants one of its clusters gives up the
+    /// move.
     pub(crate) tentative: Option<u64>,
-    /// What is being loaded.
+    /// Needs that are being met.
     pub(crate) busy: HashSet<Need>,
-    /// Waits for the flush that makes its unlinking durable.
+    /// Clusters that wait for the flush which makes their unlinking durable.
     pub(crate) unlinked: Vec<Freed>,
-    /// How many clusters were added to it since the last flush.
+    /// How many clusters were unlinked since the last flush.
     pub(crate) unlinked_clusters: u64,
-    /// Unlinked for good (or never linked): decremented once its epoch is over.
+    /// Clusters that are durably unlinked, or were never linked. They are decremented once their epoch is over.
     pub(crate) retired: Vec<Freed>,
     pub(crate) flushes: FlushQueue,
     pub(crate) dirty: DirtyBit,
-    /// Something that changed tables lead to must be durable before they are.
+    /// Whether something that changed tables refer to must become durable before them.
     pub(crate) needs_order: bool,
     pub(crate) header_sector: [u8; HEADER_SECTOR_BYTES],
-    /// Where the tables lie; collected on first use.
+    /// The places of the tables; collected on first use.
     pub(crate) tables: Option<MetadataMap>,
-    /// Those of snapshots are among them.
+    /// Whether these include the tables of snapshots.
     pub(crate) snapshots_known: bool,
 }
 
 impl State {
-    /// Whether the file says all that memory does.
+    /// Whether the file has everything that memory has.
     pub(crate) fn is_all_written(&self) -> bool {
         let rest = !self.refcounts.has_dirty() && self.unlinked.is_empty() && self.retired.is_empty();
         self.is_mapping_written() && rest
     }
 
-    /// Whether the file says all that memory does of where data lie. A flush that is running may still have to make it
-    /// durable.
+    /// Whether the file has the whole mapping that memory has. A running flush may still have to make it durable.
     pub(crate) fn is_mapping_written(&self) -> bool {
         !self.book.has_dirty() && self.l1_dirty.is_empty() && self.fresh_tables.is_empty()
     }
 
-    /// Whether there is space that a flush may free.
+    /// Whether a flush may free space.
     pub(crate) fn has_unlinked(&self) -> bool {
         !self.unlinked.is_empty() || !self.retired.is_empty()
     }
 
-    /// The first range in flight that overlaps `range`.
+    /// Returns the first range in flight that overlaps `range`.
     pub(crate) fn overlapping(&self, range: &Range<u64>) -> Option<Range<u64>> {
         let (first, end) = self.in_flight.range(..range.end).next_back()?;
         if *end <= range.start {
             return None;
         }
-        // Several may overlap. It does not matter which one is waited for first.
+        // If several ranges overlap, any of them may be waited for first.
         Some(*first..*end)
     }
 
-    /// Gives up a move that has not begun to copy, and is in the way.
+    /// Gives up a move that overlaps `range`, if it has not begun to copy. Returns whether it did.
     pub(crate) fn give_way(&mut self, range: &Range<u64>) -> bool {
         let Some(first) = self.tentative else { return false };
         let is_in_the_way = first < range.end && self.in_flight.get(&first).is_some_and(|end| *end > range.start);
@@ -213,58 +214,58 @@ impl State {
         is_in_the_way
     }
 
-    /// The first guest cluster in flight at or behind `cluster`.
+    /// Returns the first guest cluster in flight at or behind `cluster`.
     pub(crate) fn next_in_flight(&self, cluster: u64) -> u64 {
         self.in_flight.range(cluster..).next().map_or(u64::MAX, |(first, _)| *first)
     }
 }
 
-/// One open image.
+/// An open image.
 #[derive(Debug)]
 pub(crate) struct Inner {
     pub(crate) name: String,
     pub(crate) read_only: bool,
-    /// Refcounts may be postponed, under the dirty bit.
+    /// Whether refcounts may be postponed, under the dirty bit.
     pub(crate) lazy: bool,
     pub(crate) header: Header,
     pub(crate) geometry: Geometry,
     pub(crate) can_grow: bool,
     pub(crate) can_discard: bool,
     pub(crate) discard_zeroes: bool,
-    /// Clusters of a file that cannot grow.
+    /// The length in clusters of a file that cannot grow.
     pub(crate) file_clusters: u64,
     pub(crate) l1: Box<[AtomicU64]>,
     pub(crate) slices: SliceCache,
     /// See [`more_than_data`](crate::layout::entry::more_than_data).
     pub(crate) more_than_data: u64,
-    /// Slices that were read from the file.
+    /// How many slices were read from the file.
     pub(crate) slices_read: AtomicU64,
     pub(crate) epochs: Epochs,
     pub(crate) state: Mutex<State>,
-    /// Woken when something that was being loaded is there, or could not be loaded.
+    /// Woken when a load has ended or failed.
     pub(crate) loaded: WaitList,
     /// Woken when an allocation ends.
     pub(crate) idle: WaitList,
     /// Woken when a flush ends.
     pub(crate) flushed: WaitList,
-    /// Writes to tables and the header that are in flight.
+    /// Writes of tables and of the header in flight.
     pub(crate) table_writes: Arc<InFlightOps>,
-    /// Operations that make the file longer and are in flight.
+    /// Operations in flight that extend the file.
     pub(crate) extensions: Arc<InFlightOps>,
-    /// Bitmaps that are kept up to date, if the image is open for writing and has any.
+    /// The bitmaps that note writes, if the image is open for writing and has any.
     pub(crate) tracking: Option<Box<BitmapTracking>>,
-    /// Set while the header needs no change before the image is written to, and all tables are known.
+    /// Set while the header needs no change before a write, and all tables are known.
     pub(crate) header_ready: AtomicBool,
-    /// The file durably says all that the tables in memory say of where data lie. Cleared before an entry changes, and
-    /// set only by our own flushes. It is not set at open: what the file says then may be only in the host's cache,
-    /// left there by a process that was killed.
+    /// Whether the file durably has the whole mapping of the tables in memory. Cleared before an entry changes, and set
+    /// only by our own flushes. It is not set at open: the file's tables may be only in the host's cache, written by a
+    /// process that was killed.
     pub(crate) mapping_is_durable: AtomicBool,
     pub(crate) complained: AtomicBool,
-    /// The guard has found that the image contradicts itself: every request fails from now on.
+    /// Whether the guard has found that the image contradicts itself. Every request then fails.
     pub(crate) stopped: AtomicBool,
-    /// The corrupt bit has been seen to.
+    /// Whether setting the corrupt bit was tried.
     pub(crate) marked: AtomicBool,
-    /// Where tables may lie, for the path without a lock.
+    /// Says where tables may lie, for the path without a lock.
     pub(crate) table_bits: TableBits,
     pub(crate) skipped_barriers: AtomicU32,
 }
@@ -274,7 +275,7 @@ impl Inner {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Damage found in the image: told once to a person, each time to the guest.
+    /// Makes the error for damage in the image. It is logged once, and returned to the guest each time.
     pub(crate) fn corrupt(&self, what: std::fmt::Arguments<'_>) -> IoError {
         if !self.complained.swap(true, Ordering::Relaxed) {
             tracing::error!(
@@ -286,7 +287,7 @@ impl Inner {
         IoError::new(IoErrorKind::Corrupt)
     }
 
-    /// The L2 table that maps the guest clusters of an L1 entry.
+    /// Returns the L2 table of an L1 entry.
     pub(crate) fn table(&self, l1_index: u64) -> Result<Option<Table>, BadEntry> {
         let entry = usize::try_from(l1_index).ok().and_then(|index| self.l1.get(index)).ok_or(BadEntry)?;
         decode_l1(entry.load(Ordering::Acquire), &self.geometry)
@@ -296,7 +297,7 @@ impl Inner {
         self.table(l1_index).map_err(|_| self.corrupt(format_args!("L1 entry {l1_index} is invalid")))
     }
 
-    /// What a missing refcount means for a cluster that is in use.
+    /// Returns what a step needs if the refcount of a used cluster is not available.
     pub(crate) fn stop_for(&self, absent: Absent) -> Stop {
         match absent {
             Absent::NotLoaded(block) => Stop::Need(Need::Block(block)),
@@ -307,7 +308,7 @@ impl Inner {
         }
     }
 
-    /// The refcount of a cluster that a table names: at least one, or the image is damaged.
+    /// Returns the refcount of a cluster that a table refers to. It is at least one, or the image is damaged.
     pub(crate) fn refcount_in_use(&self, state: &mut State, cluster: u64) -> Step<u64> {
         match state.refcounts.get(cluster) {
             Ok(0) => {
@@ -318,7 +319,7 @@ impl Inner {
         }
     }
 
-    /// Tries `step` under the mutex until it gets to its end.
+    /// Tries `step` under the mutex until it ends. Meets its needs in between.
     pub(crate) async fn run<T>(&self, io: &MetaIo, mut step: impl FnMut(&mut State) -> Step<T>) -> IoResult<T> {
         let mut tries_left = RECLAIMS_MAX;
         loop {
@@ -337,7 +338,7 @@ impl Inner {
                 continue;
             }
             if self.is_stopped() {
-                // It marks the image and fails.
+                // The flush marks the image corrupt and fails.
                 let _ = self.flush(io).await;
             }
             return Err(error);

@@ -1,6 +1,6 @@
-//! Images with extended L2 entries: lookups and overwrites that end where a part of a cluster ends.
+//! Lookups and overwrites in images with extended L2 entries, which end at the end of a part of a cluster.
 //!
-//! The two words of an entry change one after the other. A reader without the mutex never believes a mix of two moments.
+//! The two words of an entry change one after the other. A reader without the mutex never uses words of two moments.
 
 use crate::layout::entry::{BadEntry, Cluster};
 use crate::layout::extended_entry::{CHANGING, Extended, PARTS, Part};
@@ -12,26 +12,27 @@ use block::{CompressedExtent, Extent, Mapped, SliceView};
 /// A run of parts of one kind.
 struct Found {
     kind: Part,
-    /// Where it lies in the file: its first byte. Nothing for a compressed cluster.
+    /// First byte in the file; `None` for a compressed cluster.
     host: Option<u64>,
     cluster: Cluster,
     bytes: u64,
 }
 
 impl Inner {
-    /// An entry, both words of one moment; `None` while it is being replaced.
+    /// Returns an entry with both words of one moment; `None` while it is being replaced.
     fn extended_in(&self, view: &SliceView<'_>, index: usize) -> Option<Result<Extended, BadEntry>> {
         let at = index.checked_mul(2)?;
         let descriptor = view.get(at)?;
         let bitmap = view.get(at.checked_add(1)?)?;
-        // A writer marks the descriptor before it changes the bitmap: if that has not changed, they belong together.
+        // A writer marks the descriptor before it changes the bitmap: if the descriptor has not changed, the words
+        // belong together.
         if descriptor == CHANGING || view.get(at)? != descriptor {
             return None;
         }
         Some(Extended::decode(descriptor, bitmap, &self.geometry))
     }
 
-    /// The entry of a guest cluster whose slice is in memory. Only under the mutex.
+    /// Returns the entry of a guest cluster whose slice is in memory. Only under the mutex.
     pub(crate) fn extended(&self, slice: u64, cluster: u64) -> Step<Extended> {
         let view = self.slices.view(slice);
         let found = view.and_then(|view| self.extended_in(&view, self.geometry.index_in_slice(cluster)));
@@ -59,7 +60,8 @@ impl Inner {
         state.book.mark_dirty(slice);
     }
 
-    /// The parts from `offset` on that are alike and lie together, as far as one slice goes. `Ok(None)`: look again.
+    /// Returns the parts from `offset` on that are of one kind and adjacent, up to the end of a slice. `Ok(None)`: look
+    /// again.
     fn parts_at(&self, offset: u64, length: u64) -> Result<Option<Found>, BadEntry> {
         let geometry = &self.geometry;
         let Some(view) = self.slices.view(geometry.slice_of(geometry.cluster_of(offset))) else { return Ok(None) };
@@ -100,7 +102,7 @@ impl Inner {
         Ok(found.map(|found| Found { bytes: found.bytes.min(length), ..found }))
     }
 
-    /// The lookup of one slice's part of a range. `Ok(None)`: not in memory, or being changed.
+    /// Looks up one slice's part of a range. `Ok(None)` if it is not in memory, or is being changed.
     pub(crate) fn lookup_parts(&self, offset: u64, length: u64) -> Result<Option<Mapped>, BadEntry> {
         let Some(found) = self.parts_at(offset, length)? else { return Ok(None) };
         let skip_bytes = self.geometry.offset_in_cluster(offset);
@@ -118,7 +120,7 @@ impl Inner {
         Ok(Some(Mapped { extent, length_bytes: found.bytes }))
     }
 
-    /// As [`crate::Qcow2::lookup_overwrite`]: one cluster's worth at most.
+    /// As [`crate::Qcow2::lookup_overwrite`]: adjacent parts in one slice.
     pub(crate) fn overwrite_parts(&self, offset: u64, length: u64) -> Option<Overwrite> {
         let geometry = &self.geometry;
         let cluster = geometry.cluster_of(offset);

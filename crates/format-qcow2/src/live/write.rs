@@ -10,23 +10,23 @@ use block::{Fill, IoError, IoResult, MetaIo};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Slices that may differ from the file: 32 MiB, as much as the memory for tables by default. A flush copies all of them
-/// in one moment, in which nobody else gets on.
+/// The most slices that may differ from the file: 32 MiB, the default of memory for tables. A flush copies all of them
+/// at one moment, while everybody else waits.
 pub(crate) const DIRTY_SLICES_MAX: usize = 8192;
 
 /// The largest allocation for one write.
 pub(crate) const ALLOCATION_BYTES_MAX: u64 = 2 << 20;
 
-/// Where a write may go.
+/// Where a write goes.
 pub type Prepared = block::Prepared<Allocation>;
 
 /// Space for whole guest clusters, invisible until [`Qcow2::commit_write`]. Dropping it gives the space back.
 #[derive(Debug)]
 pub struct Allocation {
-    /// First byte of the disk, at or before the request, where a cluster begins (or a part of one, where clusters are
-    /// allocated in parts).
+    /// First byte of the disk, at or before the request. A cluster begins here, or a part if clusters are allocated in
+    /// parts.
     pub guest_offset: u64,
-    /// Whole clusters (or parts). May end before the request does.
+    /// Whole clusters or parts. May end before the request does.
     pub length_bytes: u64,
     /// First byte in the file; contiguous.
     pub file_offset: u64,
@@ -36,12 +36,12 @@ pub struct Allocation {
     pub tail: Fill,
     /// The space reads as zeros: zeros need not be written to it.
     pub zeroed: bool,
-    /// The zeros are durable, and nothing else was ever there.
+    /// Whether the zeros are durable, and nothing else was ever there.
     pub(crate) blank: bool,
-    /// Only the place is published. If the format can say so, the entry says that nothing is in it.
+    /// Whether only the place is published. If the format allows it, the entry says that the place holds nothing.
     pub(crate) without_data: bool,
     pub(crate) guest: Range<u64>,
-    /// Host clusters that go back if this is dropped uncommitted; empty where the guest's cluster kept its own.
+    /// Host clusters that are freed if this is dropped uncommitted; empty if the guest's cluster kept its own.
     pub(crate) unpublished: Range<u64>,
     pub(crate) inner: Arc<Inner>,
 }
@@ -51,7 +51,7 @@ impl Drop for Allocation {
         let mut state = self.inner.lock();
         state.in_flight.remove(&self.guest.start);
         if !self.unpublished.is_empty() {
-            // A write to it may still be in flight, so it waits for its epoch like anything else.
+            // A write to it may still be in flight, so it waits for its epoch like other freed space.
             let epoch = self.inner.epochs.retire();
             state.retired.push(Freed { clusters: self.unpublished.clone(), epoch, table: None, barred: false });
         }
@@ -61,7 +61,8 @@ impl Drop for Allocation {
 }
 
 impl Qcow2 {
-    /// Where the first part of a write goes, which is noted as written. Waits while another write allocates the same place.
+    /// Reserves space for the first part of a write, or finds its place. The range is noted as written. Waits while
+    /// another write allocates the same place.
     pub async fn prepare_write(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult<Prepared> {
         self.inner.check_write(offset, length)?;
         let prepared = self.inner.run(io, |state| self.try_prepare(state, offset, length)).await?;
@@ -79,7 +80,8 @@ impl Qcow2 {
         self.inner.run(io, |state| self.try_prepare(state, offset, length)).await
     }
 
-    /// Publishes an allocation whose data and fillings have been written. They need not be durable: flush sees to that.
+    /// Publishes an allocation whose data and fillings have been written. These need not be durable: a flush sees to
+    /// that.
     pub async fn commit_write(&self, io: &MetaIo, mut allocation: Allocation) -> IoResult {
         self.inner.run(io, |state| self.inner.try_commit(state, &allocation)).await?;
         allocation.unpublished = 0..0;
@@ -157,11 +159,11 @@ impl Qcow2 {
 /// What a write to a guest cluster needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Target {
-    /// Nothing.
+    /// It has its own host cluster, at this offset: nothing is needed.
     Own(u64),
-    /// A new mapping to the host cluster that it has.
+    /// It keeps its host cluster, at this offset, but needs a new entry.
     Kept(u64),
-    /// New space.
+    /// It needs new space.
     New,
 }
 
@@ -177,7 +179,7 @@ impl Target {
 }
 
 impl Inner {
-    /// The L2 entry of a guest cluster whose slice is in memory.
+    /// Returns the L2 entry of a guest cluster whose slice is in memory.
     pub(crate) fn entry(&self, slice: u64, cluster: u64) -> Step<u64> {
         let view = self.slices.view(slice);
         view.and_then(|view| view.get(self.geometry.word_in_slice(cluster))).ok_or(Stop::Need(Need::Slice(slice)))
@@ -215,7 +217,7 @@ impl Inner {
         }
     }
 
-    /// Notes references that are gone from the tables in memory. Call it after the tables were changed.
+    /// Notes that the tables in memory have lost these references. Call it after the tables were changed.
     pub(crate) fn unlink(&self, state: &mut State, clusters: impl IntoIterator<Item = Range<u64>>) {
         self.unlink_from(state, clusters, None, false);
     }
@@ -254,8 +256,8 @@ impl Inner {
         state.unlinked_clusters = state.unlinked_clusters.saturating_add(count);
     }
 
-    /// Makes the slice that maps a guest cluster one that may be changed: there is an L2 table, it is this image's alone
-    /// (a snapshot's is copied), and the slice is in memory.
+    /// Makes the slice that maps a guest cluster writable. There must be an L2 table, only this disk may use it (a
+    /// snapshot's is copied), and the slice must be in memory.
     pub(crate) fn own_slice(&self, state: &mut State, cluster: u64) -> Step<u64> {
         self.refuse_if_stopped()?;
         if !self.header_ready.load(Ordering::Acquire) {
@@ -294,7 +296,8 @@ impl Inner {
         }
     }
 
-    /// What a write to a guest cluster needs. Notes in the table when a host cluster turns out to be ours alone.
+    /// Finds out what a write to a guest cluster needs. If the refcount shows that a host cluster is ours alone, sets
+    /// the entry's flag.
     fn target(&self, state: &mut State, slice: u64, cluster: u64) -> Step<Target> {
         let old = self.cluster(slice, cluster)?;
         self.guard_entry(state, &old)?;
@@ -320,7 +323,7 @@ impl Inner {
         })
     }
 
-    /// How the rest of a cluster's new place must be filled.
+    /// Returns how to fill the rest of a cluster's new place.
     fn fill(&self, slice: u64, cluster: u64, zeroed: bool) -> Step<Fill> {
         let zeros = if zeroed { Fill::None } else { Fill::Zero };
         Ok(match self.cluster(slice, cluster)? {

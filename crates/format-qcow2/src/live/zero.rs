@@ -1,4 +1,4 @@
-//! Write-zeroes and discard: whole clusters by the tables alone.
+//! Write-zeroes and discard: whole clusters are changed only in the tables.
 
 use crate::layout::entry::{COPIED, Cluster, ZERO};
 use crate::live::image::Qcow2;
@@ -6,38 +6,38 @@ use crate::live::state::{Inner, Need, State, Step, Stop};
 use block::{Extent, FileOp, IoResult, MetaIo, yield_now};
 use std::ops::Range;
 
-/// Tables that may be missing in a row before others get on.
+/// The most missing tables that one step skips, so that others can run in between.
 const TABLES_A_STEP: usize = 1024;
 
-/// What of a write-zeroes the tables could not do.
+/// The parts of a write-zeroes that the tables could not do.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ZeroOutcome {
-    /// Ranges of the disk that the caller must zero by ordinary writes: none, the ragged ends, or everything.
+    /// Ranges of the disk that the caller must zero by ordinary writes: none, the unaligned ends, or everything.
     pub by_writing: Vec<Range<u64>>,
 }
 
-/// What becomes of a cluster.
+/// What a cluster becomes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Goal {
-    /// Zeros. The space is kept if it belongs to this cluster alone.
+    /// Zeros. It keeps the space if the space belongs to this cluster alone.
     Zeroed,
-    /// Zeros, and the space is given back.
+    /// Zeros; the space is freed.
     ZeroedAndFreed,
-    /// Anything; the space is given back.
+    /// Anything; the space is freed.
     Discarded,
-    /// What the layer below holds; the space is given back.
+    /// What the layer below holds; the space is freed.
     Revealed,
 }
 
 impl Qcow2 {
-    /// Makes whole clusters of the range read as zeros and says what is left to do by writing.
+    /// Makes whole clusters of the range read as zeros. Returns what is left to be written.
     pub async fn write_zeroes(&self, io: &MetaIo, offset: u64, length: u64, may_unmap: bool) -> IoResult<ZeroOutcome> {
         let inner = &self.inner;
         inner.check_write(offset, length)?;
         inner.begin_change(io, offset, length).await?;
         let end = offset.saturating_add(length);
         if let Some(data) = io.data().filter(|_| inner.header.data_file_is_raw()) {
-            // What the file holds is what the guest sees, whatever the tables say.
+            // The guest sees the contents of the file, whatever the tables say.
             data.start(FileOp::WriteZeroes { offset, length, may_unmap }).await?;
             return Ok(ZeroOutcome::default());
         }
@@ -46,14 +46,14 @@ impl Qcow2 {
             inner.discard_data(io, &whole).await;
         }
         if inner.geometry.version < 3 && inner.geometry.has_backing {
-            // Version 2 cannot say "zero" above a layer that says something else.
+            // Version 2 has no zero flag, which would hide the layer below.
             return Ok(ZeroOutcome { by_writing: std::iter::once(offset..end).collect() });
         }
         let mut ragged: Vec<Range<u64>> = Vec::new();
         if inner.geometry.extended_l2 {
             let goal = if may_unmap { Goal::ZeroedAndFreed } else { Goal::Zeroed };
             let parts = inner.change_whole_parts(io, offset..end, goal).await?;
-            // A compressed cluster cannot be changed in part.
+            // A compressed cluster cannot be changed partly.
             let first_end = inner.geometry.start_of(whole.start).clamp(parts.start, parts.end);
             let last_start = inner.geometry.start_of(whole.end).clamp(first_end, parts.end);
             ragged.extend([offset..parts.start, parts.start..first_end, last_start..parts.end, parts.end..end]);
@@ -74,8 +74,8 @@ impl Qcow2 {
         Ok(ZeroOutcome { by_writing })
     }
 
-    /// Gives the space of whole clusters of the range back; they read as zeros afterwards. Version 2 cannot say that
-    /// above a backing file, so nothing is done there: what the layer below holds would come back to life.
+    /// Frees the space of whole clusters of the range, which then read as zeros. Version 2 has no zero flag. So above a
+    /// backing file nothing is done: the data of the layer below would reappear.
     pub async fn discard(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult {
         self.inner.check_write(offset, length)?;
         if self.inner.geometry.version < 3 && self.inner.geometry.has_backing {
@@ -97,8 +97,8 @@ impl Qcow2 {
         self.inner.change_clusters(io, whole, Goal::Discarded).await
     }
 
-    /// Forgets whole clusters of the range: the guest sees what the layer below holds there, or zeros where there is none.
-    /// For layers whose contents have gone to the one below: no bitmap notes a change, because there is none.
+    /// Forgets whole clusters of the range: the guest then sees the layer below, or zeros if there is none. For layers
+    /// whose data have gone to the layer below: the disk does not change, so no bitmap notes anything.
     pub async fn reveal(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult {
         self.inner.check_write(offset, length)?;
         let whole = self.inner.whole_clusters(offset, offset.saturating_add(length));
@@ -128,7 +128,8 @@ impl Qcow2 {
 }
 
 impl Inner {
-    /// The clusters that lie wholly in a range; the disk's last one counts as whole where the range reaches its end.
+    /// Returns the clusters that lie wholly in a range. The disk's last cluster counts as whole if the range reaches
+    /// the disk's end.
     fn whole_clusters(&self, offset: u64, end: u64) -> Range<u64> {
         let first = self.geometry.clusters_for(offset);
         let last = match end >= self.geometry.size_bytes {
@@ -138,23 +139,23 @@ impl Inner {
         first..last
     }
 
-    /// Gives back the space of clusters in an external data file, if that can be done. This comes before the tables are
-    /// changed, because afterwards the next write may already be there.
+    /// Frees the space of clusters in an external data file, if possible. This comes before the tables are changed:
+    /// afterwards the next write may already be there.
     async fn discard_data(&self, io: &MetaIo, clusters: &Range<u64>) {
         let Some(data) = io.data().filter(|_| !clusters.is_empty()) else { return };
         let offset = self.geometry.start_of(clusters.start);
         let length = self.geometry.start_of(clusters.end).min(self.geometry.size_bytes).saturating_sub(offset);
-        // Zeros are written, because a discard may leave anything there, and until the tables are durable they say that
-        // these are data. This is best effort: what cannot be given back stays where it is.
+        // Zeros are written, because a discard may leave anything there, and until the tables are durable they call it
+        // data. This is best effort: what cannot be freed stays.
         let _ = data.start(FileOp::WriteZeroes { offset, length, may_unmap: true }).await;
     }
 
-    /// Changes the parts of clusters that lie wholly in a range; returns which bytes those are.
+    /// Changes the parts of clusters that lie wholly in a range. Returns the range of these parts.
     async fn change_whole_parts(&self, io: &MetaIo, range: Range<u64>, goal: Goal) -> IoResult<Range<u64>> {
         let part_bytes = self.geometry.part_start(1);
         let start = range.start.next_multiple_of(part_bytes);
         let end = match range.end >= self.geometry.size_bytes {
-            // What is behind the end of the disk goes with it.
+            // The rest of a part behind the end of the disk goes with it.
             true => self.geometry.start_of(self.geometry.guest_clusters()),
             false => range.end.saturating_sub(range.end & part_bytes.saturating_sub(1)).max(start),
         };
@@ -185,7 +186,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Changes the first clusters of a range, as far as one slice goes; returns where to go on.
+    /// Changes the first clusters of a range, up to the end of a slice. Returns where to go on.
     fn change_step(&self, state: &mut State, clusters: Range<u64>, goal: Goal) -> Step<u64> {
         let first = clusters.start;
         let shows_backing = self.geometry.has_backing && goal != Goal::Revealed;
@@ -223,7 +224,7 @@ impl Inner {
         Ok(part.end)
     }
 
-    /// Where the first table of a range begins, as far as one step looks; nothing is mapped before.
+    /// Returns where the first table of a range begins, as far as one step looks. Nothing is mapped before.
     fn end_of_missing_tables(&self, clusters: &Range<u64>) -> Step<u64> {
         let mut at = clusters.start;
         for _ in 0..TABLES_A_STEP {
@@ -235,10 +236,10 @@ impl Inner {
         Ok(at)
     }
 
-    /// The new entry, or `None` where the old one will do.
+    /// Returns the new entry, or `None` if the old one will do.
     fn changed_entry(&self, old: Cluster, goal: Goal) -> Option<u64> {
         let has_zero_flag = self.geometry.version >= 3;
-        // Where nothing lies below, an unallocated cluster reads as zeros.
+        // Without a layer below, an unallocated cluster reads as zeros.
         let zero_flag_needed = has_zero_flag && (self.geometry.has_backing || goal != Goal::Discarded);
         let gone = if zero_flag_needed { ZERO } else { 0 };
         match (old, goal) {
@@ -261,7 +262,7 @@ mod tests {
     use std::future::{Future, poll_fn};
     use std::pin::pin;
 
-    /// How often a task comes up to its end: storage in memory never makes it wait.
+    /// Counts how often a task is polled until it ends. Storage in memory never makes it wait.
     fn turns<T>(task: impl Future<Output = T>) -> (T, u64) {
         let (mut task, mut polls) = (pin!(task), 0);
         let value = block_on(poll_fn(|context| {

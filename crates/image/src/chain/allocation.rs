@@ -1,8 +1,8 @@
-//! Space that a write is given, whatever the format of its layer.
+//! Space that a format reserves for a write.
 
 use block::{Fill, IoError, IoResult};
 
-/// Where a write may go.
+/// Where a write goes.
 pub(crate) type Prepared = block::Prepared<Allocation>;
 
 /// Space for whole units of the disk, invisible until it is committed. Dropping it gives the space back.
@@ -22,7 +22,7 @@ pub(crate) struct Allocation {
     of: Of,
 }
 
-/// Whose it is.
+/// The format that reserved the space.
 enum Of {
     Qcow2(format_qcow2::Allocation),
     Scratch(format_scratch::Allocation),

@@ -1,19 +1,22 @@
 //! Writes that go to two chains: the one that guests use, and the one that is going to take its place.
 //!
-//! A copy of a disk that is written to never ends by itself: guests may write faster than the copy goes. So for the last
-//! part of it each write goes to both chains, first to the one that guests read, then to the other. From then on what is
-//! left to copy only gets less.
+//! A copy of a disk that is written to may never end: guests may write faster than the copy goes. So for the last part
+//! of the copy, each write goes to both chains: first to the one that guests read, then to the other. From then on,
+//! what is left to copy only shrinks.
 //!
-//! * Writes that overlap, and copies of what they overlap, exclude each other: both chains get them in one order.
-//! * A guest may change its buffer while its write is in flight. Both chains get the same bytes: those of a copy.
+//! * Overlapping writes exclude each other, and so do copies of the same range: both chains get them in one order.
+//! * A guest may change its buffer while its write is in flight. So its bytes are copied first, and both chains get the
+//!   copy.
 //! * A flush covers both. So what guests know to be durable is durable in both, and the other chain can take over at any
 //!   moment, without a flush while guests wait.
-//! * A discard writes zeros, because what it leaves is not the same in all formats.
-//! * Where the other chain fails, or hangs and is given up, guests do not notice: the copy has failed, not the disk. From the moment on when a record
-//!   may name the other chain ([`BothSides::decide`]), its failures are the guests'.
+//! * A discard writes zeros, because what a discard leaves is not the same in all formats.
+//! * If the other chain fails, or hangs and is given up, guests do not notice: the copy has failed, not the disk. Once
+//!   a record may name the other chain ([`BothSides::decide`]), its failures are reported to guests.
+//! * A write to the other chain that was given up is dropped if nobody uses that chain afterwards. If its layers are
+//!   the disk's own, the write goes on in a task of its own, and whoever copies waits for it ([`LateCalls`]).
 
 use crate::chain::exchange::change_log::ChangeLog;
-use crate::chain::give_up::GiveUp;
+use crate::chain::give_up::{GiveUp, LateCalls, given_up};
 use crate::chain::guessed_raw::checked_head;
 use crate::chain::layers::Chain;
 use crate::chain::queue::Shared;
@@ -26,30 +29,32 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Written at once: as much is copied out of the guest's memory.
+/// The most bytes that one write to both chains copies out of the guest's memory.
 const PIECE_BYTES: usize = 1 << 20;
-/// Copied out of guests' memory at the same time, over all queues.
+/// The most bytes copied out of guests' memory at the same time, over all queues.
 const ROOM_BYTES: u64 = 8 << 20;
 
-/// Where the other chain stands.
+/// The state of the other chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Standing {
     /// It gets all writes, and guests do not depend on it.
     Follows,
-    /// It lacks some, and gets no more.
+    /// It lacks some writes, and gets no more.
     HasFailed(IoError),
     /// It gets all writes, and each has to succeed.
     Decides,
 }
 
-/// What the writes of a disk that go to two chains have in common.
+/// What a disk keeps, for all its queues, while its writes go to two chains.
 pub(crate) struct BothSides {
     /// The chain that is going to take over.
     pub(crate) next: Arc<Chain>,
-    /// Ends guests' waits for the other chain, where its storage hangs and guests do not depend on it.
+    /// Ends guests' waits for the other chain if its storage hangs and guests do not depend on it.
     give_up: Option<Arc<GiveUp>>,
+    /// Where the other chain's layers are the disk's own: what is not waited for any more.
+    late: Option<Arc<LateCalls>>,
     locks: RangeLocks,
-    /// Where the two may differ: a write went to one of them only.
+    /// Ranges in which the two chains may differ, because a write reached only one of them.
     differs: ChangeLog,
     standing: Mutex<Standing>,
     used_bytes: Mutex<u64>,
@@ -61,9 +66,10 @@ pub(crate) struct BothSides {
 }
 
 impl BothSides {
-    pub(crate) fn with(next: Arc<Chain>, give_up: Option<Arc<GiveUp>>) -> Self {
+    pub(crate) fn with(next: Arc<Chain>, give_up: Option<Arc<GiveUp>>, late: Option<Arc<LateCalls>>) -> Self {
         Self {
             give_up,
+            late,
             locks: RangeLocks::default(),
             differs: ChangeLog::new(next.size_bytes),
             next,
@@ -80,7 +86,7 @@ impl BothSides {
         self.standing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Why the other chain lacks something, if it does.
+    /// The error that left the other chain incomplete, if there was one.
     pub(crate) fn failure(&self) -> Option<IoError> {
         match *self.standing() {
             Standing::HasFailed(error) => Some(error),
@@ -88,7 +94,7 @@ impl BothSides {
         }
     }
 
-    /// From here on a write has succeeded only if it has on both sides. Refused if the other chain lacks something.
+    /// From here on, a write succeeds only if it succeeds on both chains. Refused if the other chain has failed.
     pub(crate) fn decide(&self) -> IoResult {
         let standing = &mut *self.standing();
         if let Standing::HasFailed(error) = *standing {
@@ -98,7 +104,7 @@ impl BothSides {
         Ok(())
     }
 
-    /// Guests do not depend on the other chain after all.
+    /// Undoes [`BothSides::decide`]: guests do not depend on the other chain any more.
     pub(crate) fn follow(&self) {
         let standing = &mut *self.standing();
         if *standing == Standing::Decides {
@@ -107,12 +113,37 @@ impl BothSides {
     }
 
     /// What the other chain says, or an error where that is given up.
-    async fn of_other(&self, call: impl Future<Output = IoResult>) -> IoResult {
-        let may_end = || *self.standing() != Standing::Decides;
-        GiveUp::or_end(self.give_up.as_deref(), may_end, call).await
+    async fn of_other(&self, ctx: &dyn ReactorCtx, call: impl Future<Output = IoResult> + 'static) -> IoResult {
+        match &self.late {
+            None => self.or_end(call).await,
+            Some(late) => self.or_end(LateCalls::run(late, ctx, call)).await,
+        }
     }
 
-    /// What a guest is told where the other chain has said this.
+    async fn or_end<T>(&self, call: impl Future<Output = IoResult<T>>) -> IoResult<T> {
+        GiveUp::or_end(self.give_up.as_deref(), || self.part(), call).await
+    }
+
+    /// Has the other chain get nothing more, unless guests depend on it.
+    fn part(&self) -> bool {
+        let standing = &mut *self.standing();
+        if *standing == Standing::Follows {
+            *standing = Standing::HasFailed(given_up());
+        }
+        *standing != Standing::Decides
+    }
+
+    /// What a write waits for so that both sides get it; `None` where the other side lacks something, or is given up: then
+    /// nobody else needs to wait either.
+    async fn unless_apart<T>(&self, wait: impl Future<Output = T>) -> Option<T> {
+        if self.failure().is_some() {
+            return None;
+        }
+        self.or_end(async { Ok(wait.await) }).await.ok()
+    }
+
+    /// Turns the other chain's result into the guest's. A failure that guests need not see is kept as
+    /// [`Standing::HasFailed`].
     fn answer(&self, result: IoResult) -> IoResult {
         let Err(error) = result else { return Ok(()) };
         let standing = &mut *self.standing();
@@ -128,12 +159,12 @@ impl BothSides {
         self.locks.lock(range).await
     }
 
-    /// Takes the ranges in which the two chains may differ although they were copied.
+    /// Takes the ranges that were written to one chain only, so that they have to be copied again.
     pub(crate) fn take_differences(&self) -> Vec<Range<u64>> {
         self.differs.take_ranges(self.next.size_bytes)
     }
 
-    /// How long each write waits from here on before it begins.
+    /// Sets how long each write waits before it begins.
     pub(crate) fn set_delay(&self, delay: Duration) {
         self.delay_us.store(micros(delay), Ordering::Relaxed);
     }
@@ -142,14 +173,14 @@ impl BothSides {
         Duration::from_micros(self.delay_us.load(Ordering::Relaxed))
     }
 
-    /// How long writes have waited to be slowed down, all together, and the longest time that one took longer than it would
-    /// have without the other chain.
+    /// Returns how long writes have waited in all because of the delay, and the longest time that the other chain added
+    /// to one write.
     pub(crate) fn waits(&self) -> (Duration, Duration) {
         let of = |count: &AtomicU64| Duration::from_micros(count.load(Ordering::Relaxed));
         (of(&self.waited_us), of(&self.longest_us))
     }
 
-    /// Waits until so many bytes may be copied out of guests' memory.
+    /// Waits until so many more bytes may be copied out of guests' memory.
     async fn room(&self, bytes: u64) -> Room<'_> {
         let take = || {
             let mut used = self.used_bytes.lock().unwrap_or_else(PoisonError::into_inner);
@@ -179,7 +210,7 @@ impl Drop for Room<'_> {
     }
 }
 
-/// A range that one chain has and the other may not have yet; noted if it is dropped before both have it.
+/// A range that one chain has and the other may lack. If dropped before both have it, the range is noted.
 struct OneSided<'a> {
     both: &'a BothSides,
     range: Range<u64>,
@@ -195,16 +226,16 @@ impl Drop for OneSided<'_> {
     }
 }
 
-/// What goes to both sides.
+/// What is written to both chains.
 enum Change {
     Bytes(Window, Priority),
     Zeros { may_unmap: bool },
 }
 
-/// A write on its way to both sides, and how long it has taken that it would not have taken otherwise.
+/// A write on its way to both chains, and the time that the second chain has added to it.
 struct Way<'a> {
     shared: &'a Shared,
-    other: &'a Shared,
+    other: &'a OtherSide,
     both: &'a BothSides,
     added: Duration,
 }
@@ -212,13 +243,15 @@ struct Way<'a> {
 impl Way<'_> {
     async fn change(&mut self, range: Range<u64>, change: Change) -> IoResult {
         let begun = Instant::now();
-        let _range = self.both.lock(range.clone()).await;
+        let _range = self.both.unless_apart(self.both.lock(range.clone())).await;
         let mut sides = OneSided { both: self.both, range: range.clone(), is_even: false };
         let locked = Instant::now();
         apply(self.shared, &range, &change).await?;
         let first = locked.elapsed();
         if self.both.failure().is_none() {
-            self.both.answer(self.both.of_other(apply(self.other, &range, &change)).await)?;
+            let (other, range) = (Rc::clone(&self.other.shared), range.clone());
+            let call = async move { apply(&other, &range, &change).await };
+            self.both.answer(self.both.of_other(&*self.other.ctx, call).await)?;
         }
         sides.is_even = true;
         self.added = self.added.saturating_add(begun.elapsed().saturating_sub(first));
@@ -230,9 +263,17 @@ impl Way<'_> {
         while done < data.length_bytes() {
             let length = data.length_bytes().saturating_sub(done).min(PIECE_BYTES);
             let begun = Instant::now();
-            let _room = self.both.room(length as u64).await;
-            let own = IoBuf::try_zeroed(length)?.whole();
-            own.copy_from(0, &data.slice(done, length));
+            let piece = data.slice(done, length);
+            let room = self.both.unless_apart(self.both.room(length as u64)).await;
+            let own = match &room {
+                Some(_) => {
+                    let own = IoBuf::try_zeroed(length)?.whole();
+                    own.copy_from(0, &piece);
+                    own
+                }
+                // It goes to one side only.
+                None => piece,
+            };
             self.added = self.added.saturating_add(begun.elapsed());
             let at = offset.saturating_add(done as u64);
             self.change(at..at.saturating_add(length as u64), Change::Bytes(own, priority)).await?;
@@ -249,6 +290,13 @@ async fn apply(shared: &Shared, range: &Range<u64>, change: &Change) -> IoResult
             shared.write_zeroes(range.start, range.end.saturating_sub(range.start), *may_unmap).await
         }
     }
+}
+
+/// The other chain as it is open on this reactor.
+#[derive(Clone)]
+pub(crate) struct OtherSide {
+    pub(crate) shared: Rc<Shared>,
+    pub(crate) ctx: Rc<dyn ReactorCtx>,
 }
 
 impl Shared {
@@ -285,19 +333,23 @@ impl Shared {
         self.flush_if(flags.is_fua()).await
     }
 
-    /// A hint that nobody can follow is not an error.
+    /// Whether a discard does anything. A hint that the file cannot follow is not an error.
     fn can_discard(&self) -> IoResult<bool> {
         let top = self.chain.top()?;
         Ok(top.mapping.has_tables() || top.file_info().can_discard)
     }
 
-    /// Makes what the other chain was given durable, where there is one that lacks nothing.
+    /// Makes what the other chain was given durable, if there is another chain and it has not failed.
     pub(crate) async fn flush_other_side(&self) -> IoResult {
-        let (Some(both), Some(other)) = (&self.chain.both, &self.other) else { return Ok(()) };
+        let (Some(both), Some(OtherSide { shared, ctx })) = (&self.chain.both, &self.other) else { return Ok(()) };
         if both.failure().is_some() {
             return Ok(());
         }
-        let meta = other.metas.first().ok_or(IoError::EIO)?;
-        both.answer(both.of_other(other.chain.top()?.mapping.flush(meta)).await)
+        let other = Rc::clone(shared);
+        let flush = async move {
+            let meta = other.metas.first().ok_or(IoError::EIO)?;
+            other.chain.top()?.mapping.flush(meta).await
+        };
+        both.answer(both.of_other(&**ctx, flush).await)
     }
 }

@@ -1,4 +1,5 @@
-//! Changes of a layer's persistent bitmaps and internal snapshots, and the end of a compaction, while it is closed and nobody uses it.
+//! Changes of a layer while it is closed and nobody uses it: its persistent bitmaps, its internal snapshots, and the
+//! end of a compaction.
 
 use super::layer::Layer;
 use super::mapping::Mapping;
@@ -11,18 +12,18 @@ use std::sync::Arc;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ClosedEdit {
-    /// Bitmaps, each named: all that is asked for, in order, or nothing.
+    /// Changes of bitmaps, each with the bitmap's name. All are made, in order, or none.
     Bitmaps(Vec<(String, BitmapAction)>),
     /// Take an internal snapshot.
     CreateSnapshot(NewSnapshot),
-    /// Take one that keeps the state of a machine, too.
+    /// Take an internal snapshot that also keeps the state of a machine.
     SaveState(NewSnapshot, StateSource),
-    /// Delete this one.
+    /// Delete this snapshot.
     DeleteSnapshot(SnapshotName),
-    /// Make the disk what it was when this one was taken.
+    /// Make the disk what it was when this snapshot was taken.
     ApplySnapshot(SnapshotName),
-    /// Move tables from the end of the file to its start, and cut it off behind what is in use. Of these host clusters, those
-    /// that count as free are nobody's, whatever they hold: a compaction has looked at all that could lead there.
+    /// Move tables from the end of the file to its start, and cut the file off behind the last used cluster. In this range
+    /// of host clusters, free clusters are cut off whatever they hold: a compaction has checked all entries that lead there.
     Shorten(Range<u64>),
 }
 
@@ -31,7 +32,7 @@ pub enum ClosedEdit {
 pub struct StateSource {
     /// The file.
     pub file: Arc<dyn File>,
-    /// Bytes of the state.
+    /// Length of the state.
     pub length_bytes: u64,
 }
 
@@ -44,7 +45,7 @@ impl PartialEq for StateSource {
 impl Eq for StateSource {}
 
 impl StateSource {
-    /// Fills `target` with the bytes from `offset` on; makes calls that block.
+    /// Fills `target` with the state's bytes from `offset` on. Blocks.
     fn read(&self, io: &MetaIo, offset: u64, target: &mut [u8]) -> Result<()> {
         let what = || format!("cannot read the machine's state from '{}'", self.file.info().name);
         let read = block_on(io.read(offset, target.len(), PastEnd::Fails));
@@ -65,7 +66,7 @@ impl Layer {
         }
     }
 
-    /// Whether its format has what `edit` changes.
+    /// Refuses `edit` if the layer's format cannot store what it changes.
     pub(crate) fn refuse_edit(&self, edit: &ClosedEdit) -> Result<()> {
         self.needs_qcow2(match edit {
             ClosedEdit::Bitmaps(_) => "bitmaps",
@@ -74,7 +75,8 @@ impl Layer {
         })
     }
 
-    /// Changes the layer, which is closed and which nobody uses, durably. A power cut leaves it before or after the change.
+    /// Changes the layer durably. The layer is closed and nobody uses it. A power cut leaves it before or after the
+    /// change.
     pub(crate) async fn edit_closed(&self, edit: &ClosedEdit) -> Result<()> {
         self.refuse_edit(edit)?;
         let (io, file, name) = (self.open_blocking()?, &*self.file, self.name.to_string());
@@ -98,7 +100,7 @@ impl Layer {
         }
     }
 
-    /// The persistent bitmaps as the file has them.
+    /// Reads the persistent bitmaps from the file.
     pub(crate) async fn bitmaps(&self) -> Result<Vec<Bitmap>> {
         match &self.mapping {
             Mapping::Raw(_) | Mapping::Scratch(_) => Ok(Vec::new()),
@@ -106,13 +108,13 @@ impl Layer {
         }
     }
 
-    /// The bits that the file has of a bitmap.
+    /// Reads a bitmap's bits from the file.
     pub(crate) async fn read_bitmap(&self, bitmap: &str) -> Result<BitmapBits> {
         self.needs_qcow2("bitmaps")?;
         format_qcow2::read_bitmap(&self.open_blocking()?, &self.name.to_string(), bitmap).await
     }
 
-    /// The internal snapshots as the file has them now.
+    /// Reads the internal snapshots from the file.
     pub(crate) async fn internal_snapshots(&self) -> Result<Vec<Snapshot>> {
         self.mapping.snapshots(&self.open_blocking()?, &self.name.to_string()).await
     }

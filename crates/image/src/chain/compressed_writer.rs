@@ -1,4 +1,4 @@
-//! Writing compressed clusters: for jobs that fill an image, off the path of requests.
+//! Writes compressed clusters for jobs that fill an image; not on the path of requests.
 
 use crate::chain::exchange::board::Pin;
 use crate::chain::image::Image;
@@ -13,7 +13,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Writes compressed clusters to the top layer, on one reactor. What it writes shows once it is written, and is durable
+/// Writes compressed clusters to the top layer, on one reactor. Readers see a cluster once it is written; it is durable
 /// after a flush of the disk.
 pub struct CompressedWriter {
     chain: Arc<Chain>,
@@ -24,7 +24,8 @@ pub struct CompressedWriter {
 }
 
 impl Image {
-    /// A writer of compressed clusters for a reactor; called on its thread. Unsupported where the format has none.
+    /// Opens a writer of compressed clusters; call it on the reactor's thread. Unsupported if the format has no
+    /// compressed clusters.
     pub fn compressed_writer(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<CompressedWriter> {
         let (chain, pin) = self.board.pin()?;
         let top = chain.layers.first().ok_or_else(unsupported)?;
@@ -39,14 +40,14 @@ fn unsupported() -> Error {
     Error::new(ErrorKind::Unsupported, "Compression not supported for this file format")
 }
 
-/// An operation's part in the image's epochs.
+/// An operation's place in the image's epochs.
 pub(crate) struct Begun {
     participant: Rc<RefCell<Participant>>,
     ticket: Ticket,
 }
 
 impl Begun {
-    /// From now until it is dropped.
+    /// Joins the epochs until dropped.
     pub(crate) fn now(participant: &Rc<RefCell<Participant>>, epochs: &Epochs) -> Self {
         let ticket = participant.borrow_mut().begin(epochs);
         Self { participant: Rc::clone(participant), ticket }
@@ -64,13 +65,13 @@ impl CompressedWriter {
         self.chain.layers.first().map(|top| &top.mapping)
     }
 
-    /// Compresses as the image wants it. Each task has its own.
+    /// Returns a compressor of the image's type. Each task needs its own.
     pub fn compressor(&self) -> Result<Compressor> {
         self.mapping().and_then(Mapping::compressor).ok_or_else(unsupported)?
     }
 
-    /// Writes clusters whose compressed bytes lie one behind the other in `data`. Nobody else may write these clusters of
-    /// the disk meanwhile.
+    /// Writes clusters whose compressed bytes lie one after the other in `data`. Nobody else may write these clusters
+    /// of the disk meanwhile.
     pub async fn write(&self, clusters: &[PackedCluster], data: &Window) -> IoResult {
         let mapping = self.mapping().ok_or(IoError::EIO)?;
         let begun = Rc::new(Begun::now(&self.participant, mapping.epochs().ok_or(IoError::EIO)?));
@@ -87,7 +88,7 @@ impl CompressedWriter {
             let offset = end.saturating_sub(length as u64);
             let part = data.slice(skip, length);
             let write = FileOp::Write { offset, data: part, fua: false };
-            // Should this task be dropped, the space stays taken until the write has ended.
+            // If this task is dropped, the space stays taken until the write has ended.
             started.push(self.file.start_keeping(write, Rc::clone(&begun) as _));
             (skip, length) = (skip.saturating_add(length), 0);
         }

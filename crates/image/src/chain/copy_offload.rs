@@ -1,5 +1,5 @@
-//! Copies by the host, from the file of a layer to the file of another image's top layer. Jobs that fill an image use
-//! them; they are not on the path of requests.
+//! Copies by the host, from a layer's file to the file of another image's top layer. For jobs that fill an image; not
+//! on the path of requests.
 
 use crate::chain::compressed_writer::Begun;
 use crate::chain::exchange::board::Pin;
@@ -12,14 +12,14 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Lets the host copy from one image to another, on one reactor. What it copied is durable after a flush of the target.
+/// Has the host copy from one image to another, on one reactor. What was copied is durable after a flush of the target.
 pub struct CopyOffload {
     source: Arc<Chain>,
     source_metas: Vec<MetaIo>,
     target: Arc<Chain>,
     file: Rc<dyn FileQueue>,
     meta: MetaIo,
-    /// If the target has epochs.
+    /// Set if the target has epochs.
     participant: Option<Rc<RefCell<Participant>>>,
     _pin: Pin,
 }
@@ -32,7 +32,7 @@ struct Found<'a> {
 }
 
 impl Found<'_> {
-    /// Whether the file reaches as far. The kernel does not copy what is behind its end.
+    /// Whether the file reaches to the end of the range. The kernel copies nothing behind the file's end.
     fn is_whole(&self) -> bool {
         let end = self.offset.saturating_add(self.length_bytes);
         self.file.length_bytes().is_ok_and(|length_bytes| end <= length_bytes)
@@ -40,7 +40,7 @@ impl Found<'_> {
 }
 
 impl Image {
-    /// Copies from `source` to this image; called on the reactor's thread.
+    /// Prepares copies from `source` to this image. Call it on the reactor's thread.
     pub fn copy_offload(&self, source: &Self, ctx: &Rc<dyn ReactorCtx>) -> Result<CopyOffload> {
         let source = source.chain();
         let metas = source.layers.iter().map(|layer| layer.open_queues(ctx).map(|(_, meta)| meta));
@@ -54,14 +54,14 @@ impl Image {
 }
 
 impl CopyOffload {
-    /// Copies a range of the source to `to`. This works only if the range lies in files as it is, and its place in the
-    /// target takes all of it. If not, it returns false, and part of the range may have been copied. An error comes
-    /// from the host: it will not copy the next range either. Nobody else may write there meanwhile.
+    /// Copies a range of the source to `to`. This works only if the range lies uncompressed in files and the target
+    /// needs no copies around it. Otherwise returns false, and part of the range may have been copied. An error comes
+    /// from the host, which will not copy the next range either. Nobody else may write there meanwhile.
     pub async fn copy(&self, from: u64, to: u64, length_bytes: u64) -> IoResult<bool> {
         self.source.check_range(from, length_bytes)?;
         self.target.check_range(to, length_bytes)?;
         if self.target.guessed_raw {
-            // What is written there must be inspected.
+            // Writes to a guessed raw image have to be looked at.
             return Ok(false);
         }
         let mut done = 0;
@@ -82,7 +82,7 @@ impl CopyOffload {
         Ok(true)
     }
 
-    /// Copies the start of what was found. Returns how many bytes.
+    /// Copies the start of what was found. Returns the number of bytes copied.
     async fn copy_extent(&self, found: Found<'_>, to: u64) -> IoResult<u64> {
         let mapping = &self.target.top()?.mapping;
         if mapping.needs_padding(to.saturating_add(found.length_bytes)) {

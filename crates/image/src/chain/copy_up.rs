@@ -1,4 +1,4 @@
-//! Copies of what a guest sees, made in the top layer without a guest's write.
+//! Copies what a guest sees into the top layer, without a write of the guest.
 
 use crate::chain::mapping::{Allocation, Prepared};
 use crate::chain::queue::Shared;
@@ -6,9 +6,9 @@ use block::{Extent, IoError, IoResult, Priority};
 use memory::IoBuf;
 
 impl Shared {
-    /// Gives the top layer its own copy of what the guest sees in a range of which it says nothing; how much of the range
-    /// has been dealt with. Guests write meanwhile: what they wrote stays, because nobody else changes a cluster between
-    /// its *prepare* and its *commit*, and what is copied is read in between.
+    /// Copies into the top layer what the guest sees in a range that the layer does not hold. Returns how many bytes of
+    /// the range are dealt with. Guests may write meanwhile, and their data stay. Nobody else changes a cluster between
+    /// its *prepare* and its *commit*, and the copy is read in between.
     pub(crate) async fn copy_up(&self, offset: u64, length_bytes: u64) -> IoResult<u64> {
         let mapping = &self.chain.top()?.mapping;
         let meta = self.metas.first().ok_or(IoError::EIO)?;
@@ -21,7 +21,7 @@ impl Shared {
         let end = start.checked_add(allocation.length_bytes).ok_or(IoError::EIO)?;
         let dealt_with = end.saturating_sub(offset).clamp(1, length_bytes);
         if !self.top_says_nothing_of_some(start, end).await? {
-            // Zeros, since then. The space goes back.
+            // It reads as zeros since then. The space goes back.
             return Ok(dealt_with);
         }
         self.fill_with_what_is_seen(&allocation).await?;

@@ -1,4 +1,4 @@
-//! What lies where in a whole chain: for tools, off the path of requests.
+//! Lists what lies where in a whole chain. For tools; not on the path of requests.
 
 use crate::chain::exchange::board::Board;
 use crate::chain::in_place::Places;
@@ -9,14 +9,14 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The most that is looked at in one step, so that steps that find little do not each walk all the rest.
+/// The most bytes that one step looks at. Without it, steps that find little would each walk all the rest.
 const LOOK_BYTES: u64 = 256 << 20;
 
-/// How often a layer is asked again that is being changed, and the time between.
+/// How often a layer that is being changed is asked again, and the time between.
 const TRIES: usize = 3000;
 const NAP: Duration = Duration::from_millis(10);
 
-/// Whether `next` continues `run` in the same way.
+/// Whether `next` continues `run`: same kind, and next in the file.
 fn is_continued_by(run: &Run, next: &Run) -> bool {
     let in_file = match (run.offset, next.offset) {
         (Some(offset), Some(after)) => offset.checked_add(run.length_bytes) == Some(after),
@@ -27,19 +27,19 @@ fn is_continued_by(run: &Run, next: &Run) -> bool {
     in_file && kind(run) == kind(next)
 }
 
-/// The runs of a disk, in order, each as long as it goes. Reads tables with blocking calls, so it belongs on a thread
-/// of its own; what is written meanwhile may or may not show.
+/// The runs of a disk, in order, each as long as possible. Reads tables with blocking calls, so it belongs on a thread
+/// of its own. Writes made meanwhile may or may not show.
 ///
-/// Each step is as a read in flight: what it finds does not become somebody else's meanwhile. Where a layer was closed to be
-/// changed, it asks the chain that comes.
+/// Each step has a place in the epochs, like a read in flight: the space it finds is not reused meanwhile. If a layer
+/// was closed to be changed, the step asks the next chain.
 pub(crate) struct Extents {
     board: Arc<Board>,
     chain: Arc<Chain>,
     metas: Vec<MetaIo>,
-    /// How many layers are asked, where there are as many.
+    /// How many layers are asked, at most.
     layers: usize,
-    /// If given, raw files may call what follows data also data, up to the next multiple of this. Long runs are then
-    /// told in parts.
+    /// If given, raw files may count what follows data as data, up to the next multiple of this. Long runs are then
+    /// reported in parts.
     granule_bytes: Option<u64>,
     at: u64,
     /// Where the walk ends.
@@ -56,7 +56,7 @@ impl Extents {
         Ok(Self { board, chain, metas, layers, granule_bytes: query.granule_bytes, at, end, pending: None })
     }
 
-    /// The run at `self.at`, perhaps not all of it.
+    /// Returns the run at `self.at`, or its first part.
     fn look(&mut self) -> Result<Run> {
         for _ in 0..TRIES {
             let asked = self.chain.layers.get(..self.layers).unwrap_or(&self.chain.layers);
@@ -86,7 +86,8 @@ impl Extents {
             if found.present {
                 return Ok(found);
             }
-            // What no layer holds belongs to the lowest layer that reaches here, with the space that it keeps for it.
+            // A range that no layer holds belongs to the lowest layer that reaches here, with the space that the layer
+            // keeps for it.
             match self.chain.layers.get(depth.saturating_add(1)) {
                 None => return Ok(Run { zero: true, ..found }),
                 Some(below) if below.size_bytes <= self.at => return Ok(Run { zero: true, ..found }),
@@ -141,7 +142,7 @@ impl Extents {
     }
 }
 
-/// The tables of the layers that are asked.
+/// Opens the tables of the first `layers` layers.
 fn metas_of(chain: &Chain, layers: usize) -> Result<Vec<MetaIo>> {
     chain.layers.iter().take(layers).map(|layer| layer.open_blocking()).collect()
 }
@@ -154,7 +155,8 @@ impl Iterator for Extents {
             let run = match self.look() {
                 Ok(run) => run,
                 Err(error) => {
-                    // The walk ends with the error. If a run is told first, the error comes again after it.
+                    // The walk ends with the error. If a pending run is reported first, the next call meets the error
+                    // again.
                     if let Some(done) = self.pending.take() {
                         return Some(Ok(done));
                     }

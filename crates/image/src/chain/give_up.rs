@@ -1,17 +1,18 @@
-//! Calls on storage that hangs, given up.
+//! Lets a job give up calls on storage that hangs.
 //!
-//! A job makes calls that block. The call of a thread that waits for its storage cannot be ended. So each file of such a job
-//! has a thread of its own for its calls, and the job waits for that thread, or until somebody gives up. The call then ends
-//! with an error, and the thread stays until its storage answers. A late read lands in a buffer of the
-//! thread's own: bytes are copied on the way.
+//! A job makes calls that block. A thread that waits for its storage cannot be interrupted. So each file of such a job
+//! has a thread for its calls. The job waits for that thread, or until somebody gives up. The call then ends with an
+//! error, and the thread stays until its storage answers. Bytes are copied on the way, so a late read lands in the
+//! thread's own buffer.
 //!
-//! A late write lands where it was to. So a write is given up only where nobody uses the file any more afterwards: the
-//! target of a copy.
+//! A late write still lands at its place in the file. So a write is given up only if nobody uses the file afterwards:
+//! the target of a copy. A write to a layer of the disk always ends: the job's thread waits for its own writes, and those
+//! of guests go on without their guests ([`LateCalls`]). A write keeps its space and its locks until it has ended.
 
 use super::layer::Layer;
 use block::{
-    Done, Error, ErrorKind, File, FileIo, FileOp, FileQueue, IoError, IoResult, MetaIo, PastEnd, Result, WaitList,
-    Waiter, block_on, reclaim,
+    Done, Error, ErrorKind, File, FileIo, FileOp, FileQueue, IoError, IoResult, MetaIo, PastEnd, ReactorCtx, Result,
+    Task, WaitList, Waiter, block_on, reclaim,
 };
 use memory::{AlignedBuf, IoBuf};
 use std::cell::Cell;
@@ -19,22 +20,26 @@ use std::future::Future;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::task::Poll;
 use std::time::Duration;
 
-/// How often who waits for a call looks whether it was given up.
+/// How often a waiting job checks whether its calls were given up.
 const LOOK: Duration = Duration::from_millis(50);
+/// After so many waits, those that are over are forgotten.
+const WAITS_KEPT: u64 = 1024;
 /// ETIMEDOUT.
 const TIMED_OUT: i32 = 110;
 
-/// Whether the calls of a job are given up.
+/// Says whether the calls of a job are given up.
 #[derive(Debug, Default)]
 pub(crate) struct GiveUp {
     is_given_up: AtomicBool,
     /// Tasks on reactors that wait for the same storage.
     tasks: WaitList,
+    /// How often somebody began to wait.
+    waits: AtomicU64,
 }
 
 /// Which calls end when they are given up.
@@ -54,18 +59,21 @@ impl GiveUp {
         self.is_given_up.load(Ordering::Acquire)
     }
 
-    /// Forgets the tasks that wait no more.
+    /// Drops the wakers of tasks that have stopped waiting.
     pub(crate) fn tidy(&self) {
         self.tasks.wake_all();
     }
 
     /// What `call` says, or an error as soon as it is given up and `may_end` says that it may be.
-    pub(crate) async fn or_end(
+    pub(crate) async fn or_end<T>(
         this: Option<&Self>,
         may_end: impl Fn() -> bool,
-        call: impl Future<Output = IoResult>,
-    ) -> IoResult {
+        call: impl Future<Output = IoResult<T>>,
+    ) -> IoResult<T> {
         let Some(this) = this else { return call.await };
+        if this.waits.fetch_add(1, Ordering::Relaxed) % WAITS_KEPT == WAITS_KEPT - 1 {
+            this.tidy();
+        }
         let may_end = &may_end;
         let mut call = pin!(call);
         let mut end = pin!(this.tasks.until(move || (this.is_given_up() && may_end()).then_some(())));
@@ -77,11 +85,53 @@ impl GiveUp {
     }
 }
 
-fn given_up() -> IoError {
+/// Writes and flushes on reactors that nobody waits for any more, and that have to end before anything of theirs is let go.
+#[derive(Default)]
+pub(crate) struct LateCalls {
+    count: AtomicU64,
+    ended: WaitList,
+}
+
+impl LateCalls {
+    /// Runs a call in a task of its own, which goes on if its end is not waited for.
+    pub(crate) fn run<C: Future<Output = IoResult> + 'static>(
+        this: &Arc<Self>,
+        ctx: &dyn ReactorCtx,
+        call: C,
+    ) -> impl Future<Output = IoResult> + use<C> {
+        this.count.fetch_add(1, Ordering::AcqRel);
+        let (waiter, late) = (Waiter::new(), LateCall(Arc::clone(this)));
+        let done = Done::Waiter(waiter.clone());
+        ctx.spawn(Task::new(async move {
+            let result = call.await;
+            drop(late);
+            done.complete(result);
+        }));
+        Waiter::wait(&waiter)
+    }
+
+    /// Waits until all have ended.
+    pub(crate) async fn end(&self) {
+        self.ended.until(|| (self.count.load(Ordering::Acquire) == 0).then_some(())).await;
+    }
+}
+
+/// Counted until it is dropped.
+struct LateCall(Arc<LateCalls>);
+
+impl Drop for LateCall {
+    fn drop(&mut self) {
+        if self.0.count.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.0.ended.wake_all();
+        }
+    }
+}
+
+pub(crate) fn given_up() -> IoError {
     IoError::from_errno(TIMED_OUT)
 }
 
-/// A layer's files, for calls that block until they end or are given up.
+/// Opens a layer's files for calls that block until they end or are given up.
 pub(crate) fn open_blocking(layer: &Layer, give_up: Option<&Arc<GiveUp>>, ends: Ends) -> Result<MetaIo> {
     let Some(give_up) = give_up else { return layer.open_blocking() };
     let meta = MetaIo::new(Calls::begin(&layer.file, give_up, ends)?);
@@ -91,7 +141,7 @@ pub(crate) fn open_blocking(layer: &Layer, give_up: Option<&Arc<GiveUp>>, ends: 
     }
 }
 
-/// An operation whose bytes can go from one thread to another.
+/// An operation that owns its bytes, so that another thread can carry it out.
 enum Call {
     Read {
         offset: u64,
@@ -103,7 +153,7 @@ enum Call {
         data: AlignedBuf,
         fua: bool,
     },
-    /// One without bytes.
+    /// A call without bytes.
     Other(Bare),
 }
 
@@ -115,7 +165,7 @@ enum Bare {
     SetLength { length: u64 },
 }
 
-/// What a read has found; nothing for others.
+/// A call's result; a read's bytes.
 type End = IoResult<Option<AlignedBuf>>;
 
 impl Call {
@@ -138,7 +188,7 @@ impl Call {
         })
     }
 
-    /// Makes it; blocks.
+    /// Carries out the call. Blocks.
     fn carry_out(self, queue: &dyn FileQueue) -> End {
         let run = |op| {
             let waiter = Waiter::new();
@@ -165,11 +215,11 @@ impl Call {
     }
 }
 
-/// The calls of one file, made by a thread of its own.
+/// The calls of one file, and the thread that makes them.
 struct Calls {
     calls: Sender<Call>,
     ends: Receiver<End>,
-    /// An end is still to come that nobody waits for.
+    /// The end of a call that was given up is still to come.
     is_out_of_step: Cell<bool>,
     give_up: Arc<GiveUp>,
     may_end: Ends,
@@ -180,7 +230,7 @@ impl Calls {
         let ((calls, asked), (end, ends), file) = (channel::<Call>(), channel(), Arc::clone(file));
         let (opened, is_open) = channel();
         let run = move || {
-            // Whoever asks may be gone at any time.
+            // The job that asks may be gone at any time.
             let queue = match file.open_blocking() {
                 Ok(queue) => queue,
                 Err(error) => return opened.send(Err(error)).unwrap_or(()),
@@ -202,7 +252,7 @@ impl Calls {
 
     fn wait(&self, op: &FileOp) -> IoResult {
         let may_end = self.may_end == Ends::All || matches!(op, FileOp::Read { .. });
-        // Nothing more after a call that was given up: its end would be taken for another's.
+        // No call follows one that was given up: it would get the earlier call's end.
         if self.give_up.is_given_up() && (may_end || self.is_out_of_step.get()) {
             return Err(given_up());
         }
@@ -252,7 +302,7 @@ mod tests {
         assert_eq!(queue.wait(&read), Err(given_up()));
         later.join().unwrap();
         assert!(matches!(asked.try_recv(), Ok(Call::Read { length_bytes: 4, .. })));
-        // Its late end changes nothing.
+        // The late end of the read changes nothing.
         end.send(Ok(Some(AlignedBuf::copy_of(&[1; 4])))).unwrap();
         assert_eq!(queue.wait(&FileOp::Flush), Err(given_up()));
         assert!(data.is_zero() && asked.try_recv().is_err());

@@ -1,11 +1,11 @@
-//! What a guest may write to the start of a disk whose format nobody said.
+//! Checks what a guest writes to the start of a disk whose format was guessed.
 
 use crate::guess::{PROBE_BYTES, forms_a_header};
 use block::{IoError, IoErrorKind, IoResult};
 use memory::{IoBuf, Window};
 
-/// A guest of a disk that was only guessed to be raw must not give it a header: the next guess would believe it. What was
-/// looked at is what is written: the bytes that a guess looks at are taken out of the guest's reach.
+/// Refuses a write that would give a guessed raw disk another format's header: the next guess would believe it. Returns
+/// a copy of the bytes that a guess looks at, so that the guest cannot change them after the check.
 pub(crate) fn checked_head(offset: u64, data: &Window) -> IoResult<Option<Window>> {
     let Some(room) = (PROBE_BYTES as u64).checked_sub(offset).filter(|room| *room > 0) else { return Ok(None) };
     let length = usize::try_from(room).unwrap_or(PROBE_BYTES).min(data.length_bytes());

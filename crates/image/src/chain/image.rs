@@ -17,13 +17,14 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};
 
-/// An open image, shared by its queues. Its chain of layers may be exchanged while it is served: see [`crate::put_overlay`].
+/// An open image, shared by its queues. Its chain of layers may be exchanged while it serves: see
+/// [`crate::put_overlay`].
 pub struct Image {
     pub(crate) board: Arc<Board>,
     pub(crate) listeners: Listeners,
-    /// What the disk was when it was opened. Guests know it, so a new chain changes only the size.
+    /// The disk's properties when it was opened. Guests know them, so a new chain changes only the size.
     opened_as: DiskInfo,
-    /// Files that the disk was opened anew from while they stayed the same: these descriptors have their locks.
+    /// Former descriptors of files that were opened anew. They hold the files' locks.
     pub(crate) locked_by: Mutex<Vec<Arc<dyn File>>>,
 }
 
@@ -33,23 +34,24 @@ impl Image {
         Self { board: Board::new(chain), listeners: Listeners::default(), opened_as, locked_by: Mutex::default() }
     }
 
-    /// The chain that requests begin on now.
+    /// Returns the chain on which requests begin at present.
     pub(crate) fn chain(&self) -> Arc<Chain> {
         self.board.chain()
     }
 
-    /// Whose part of the memory for buffers its requests use: files of layers that are added later take the same.
+    /// Returns the account of buffer memory that the disk's requests use. Files of layers that are added later use the
+    /// same one.
     #[must_use]
     pub fn buffers(&self) -> BufferAccount {
         self.chain().buffers().clone()
     }
 
-    /// The names of the files of the chain, top first, external data files behind their images.
+    /// Returns the names of the chain's files, top first. An external data file follows its image.
     pub fn file_names(&self) -> impl Iterator<Item = FileName> + use<> {
         self.layer_file_names().flat_map(|(own, data)| std::iter::once(own).chain(data))
     }
 
-    /// The names of the layers' own files, top first: of the image, and of its external data file if it has one.
+    /// Returns the names of the layers' own files, top first: the image's, and its external data file's if it has one.
     pub fn layer_file_names(&self) -> impl Iterator<Item = (FileName, Option<FileName>)> + use<> {
         let chain = self.chain();
         let names =
@@ -57,46 +59,46 @@ impl Image {
         names.collect::<Vec<_>>().into_iter()
     }
 
-    /// The names of the files in which the layers' data lie, as the user and the images gave them, top first.
+    /// Returns the names of the files that hold the layers' data, as the user and the images gave them, top first.
     pub fn said_file_names(&self) -> impl Iterator<Item = FileName> + use<> {
         let chain = self.chain();
         let names = chain.layers.iter().map(|layer| layer.data.as_ref().map_or(&layer.said, |data| &data.said).clone());
         names.collect::<Vec<_>>().into_iter()
     }
 
-    /// The names of the layers' own files as the user and the images gave them, top first: by these they are opened again,
-    /// because what they name lies beside them.
+    /// Returns the names of the layers' own files as the user and the images gave them, top first. Layers are opened
+    /// again by these names, because relative names in the images start from there.
     pub fn said_image_names(&self) -> impl Iterator<Item = FileName> + use<> {
         let chain = self.chain();
         chain.layers.iter().map(|layer| layer.said.clone()).collect::<Vec<_>>().into_iter()
     }
 
-    /// The formats of the layers of the chain, top first.
+    /// Returns the formats of the chain's layers, top first.
     pub fn formats(&self) -> impl Iterator<Item = Format> + use<> {
         let chain = self.chain();
         chain.layers.iter().map(|layer| layer.format()).collect::<Vec<_>>().into_iter()
     }
 
-    /// The formats of the layers of the chain as the user and the images gave them, top first; `None` where it was
-    /// guessed, and has to be guessed again by whoever lets a guest's bytes into the layer.
+    /// Returns the formats of the chain's layers as the user and the images gave them, top first. `None` if a format
+    /// was guessed: whoever lets a guest's bytes into the layer has to guess again.
     pub fn said_formats(&self) -> impl Iterator<Item = Option<Format>> + use<> {
         let chain = self.chain();
         chain.layers.iter().map(|layer| (!layer.guessed).then(|| layer.format())).collect::<Vec<_>>().into_iter()
     }
 
-    /// Whether reactors copy all its bytes themselves: requests in flight at the same time gain nothing then.
+    /// Whether reactors copy all bytes themselves. Requests in flight at the same time then gain nothing.
     #[must_use]
     pub fn is_in_memory(&self) -> bool {
         self.chain().layers.iter().all(|layer| layer.file_info().in_memory)
     }
 
-    /// How many layers below the top are open for writing: tops that were, and may be again.
+    /// Returns how many layers below the top are open for writing: former tops, which may be tops again.
     #[must_use]
     pub fn former_tops(&self) -> usize {
         self.chain().layers.iter().skip(1).take_while(|layer| layer.writable).count()
     }
 
-    /// The files of the chain that are open for writing, by device and inode.
+    /// Returns the files of the chain that are open for writing, by device and inode.
     #[must_use]
     pub fn written_files(&self) -> Vec<(u64, u64)> {
         let chain = self.chain();
@@ -108,7 +110,7 @@ impl Image {
             .collect()
     }
 
-    /// Gives up what is in flight, as far as the files can ([`block::File::cancel`]).
+    /// Gives up what is in flight, as far as the files can do so ([`block::File::cancel`]).
     pub fn cancel(&self) {
         for layer in &self.chain().layers {
             let files = [Some(&layer.file), layer.data.as_ref().map(|data| &data.file)];
@@ -118,31 +120,31 @@ impl Image {
         }
     }
 
-    /// The format of the top layer.
+    /// Returns the format of the top layer.
     #[must_use]
     pub fn format(&self) -> Option<Format> {
         self.formats().next()
     }
 
-    /// The top layer's header, where that is qcow2.
+    /// Returns the top layer's header if the layer is qcow2.
     #[must_use]
     pub fn qcow2_header(&self) -> Option<format_qcow2::Header> {
         self.chain().layers.first()?.mapping.header().cloned()
     }
 
-    /// One line a layer: format, file and what serves it.
+    /// Describes each layer in a line: format, file, and the engine that serves it.
     #[must_use]
     pub fn describe_layers(&self) -> Vec<String> {
         self.chain().layers.iter().map(|layer| layer.describe()).collect()
     }
 
-    /// What the tables in memory are and did so far, over all layers.
+    /// Returns the state and the counters of the tables in memory, over all layers.
     #[must_use]
     pub fn cache_stats(&self) -> TableCacheStats {
         self.chain().cache_stats()
     }
 
-    /// Looks up where the first part of a range lies, as requests do, as a number to compare: for benchmarks.
+    /// For benchmarks: looks up the first part of a range as requests do, and returns its place as a number to compare.
     #[doc(hidden)]
     pub fn lookups_for_bench(&self) -> impl Fn(u64, u64) -> Option<u64> + use<> {
         let chain = self.chain();
@@ -155,7 +157,7 @@ impl Image {
         }
     }
 
-    /// Reads all tables that lookups need: for benchmarks.
+    /// For benchmarks: reads all tables that lookups need.
     #[doc(hidden)]
     pub fn warm_up_for_bench(&self) -> Result<()> {
         let chain = self.chain();
@@ -171,7 +173,7 @@ impl Image {
         Ok(())
     }
 
-    /// For tests of the tests: leaves an ordering barrier of the top layer's format out.
+    /// For tests of the tests: leaves out an ordering barrier of the top layer's format.
     #[doc(hidden)]
     pub fn skip_barrier_for_test(&self, barrier: format_qcow2::Barrier) {
         if let Some(top) = self.chain().layers.first() {
@@ -179,7 +181,7 @@ impl Image {
         }
     }
 
-    /// For tests of the tests: one queue begins requests on its old chain although it was told of so many others.
+    /// For tests of the tests: makes one queue stay on its old chain for the next `count` chains.
     #[doc(hidden)]
     pub fn miss_chains_for_test(&self, count: u64) {
         self.board.miss_chains_for_test(count);
@@ -193,37 +195,37 @@ impl Image {
         meanwhile()
     }
 
-    /// The size of the disk that the top layer rests on; `None` where it rests on nothing.
+    /// Returns the size of the disk below the top layer; `None` if there is none.
     #[must_use]
     pub fn backing_bytes(&self) -> Option<u64> {
         self.chain().layers.get(1).map(|layer| layer.size_bytes)
     }
 
-    /// Whether a cluster of the top layer can be marked as zero: not before version 3 of qcow2.
+    /// Whether a cluster of the top layer can be marked as zero. Versions of qcow2 before 3 cannot.
     #[must_use]
     pub fn can_say_zero(&self) -> bool {
         self.chain().layers.first().is_some_and(|top| top.mapping.can_say_zero())
     }
 
-    /// Whether the top layer can be emptied: it is of a format in which the layer below shows through.
+    /// Whether the top layer can be emptied, so that the layer below shows through. This depends on the format.
     #[must_use]
     pub fn can_reveal(&self) -> bool {
         self.chain().layers.first().is_some_and(|top| top.mapping.can_reveal())
     }
 
-    /// Makes the top layer forget whole clusters of a range, so that what lies below shows. Blocks; not durable before
+    /// Makes the top layer forget whole clusters of a range, so that the layer below shows. Blocks. Durable only when
     /// the image is closed. No queue may be open.
     pub fn reveal(&self, offset: u64, length_bytes: u64) -> Result<()> {
         let chain = self.chain();
         let Some(top) = chain.layers.first().filter(|top| top.mapping.can_reveal()) else {
-            return Err(Error::new(ErrorKind::Unsupported, "a raw image cannot be emptied"));
+            return Err(Error::new(ErrorKind::Unsupported, "an image without tables cannot be emptied"));
         };
         let io = top.open_blocking()?;
         let what = format!("cannot empty at byte {offset}");
         block_on(top.mapping.reveal(&io, offset, length_bytes)).map_err(|error| top.failed(&what, error))
     }
 
-    /// As [`Image::close`], of an image that was made new: nothing is left behind its last cluster.
+    /// As [`Image::close`], for a newly made image: also cuts the file off behind its last cluster.
     pub fn close_new(&self) -> Result<()> {
         self.close()?;
         let chain = self.chain();
@@ -232,15 +234,15 @@ impl Image {
         block_on(top.mapping.trim(&io)).map_err(|error| top.failed("cannot cut to its length", error))
     }
 
-    /// Writes what is still in memory and flushes. Call it when no queue is open any more; blocks. A change of the chain
-    /// that is under way is waited for.
+    /// Writes what is still in memory and flushes. Blocks. Call it when no queue is open any more. Waits for an
+    /// exchange of the chain that is under way.
     pub fn close(&self) -> Result<()> {
         let _turn = block_on(self.board.turn());
         let chain = self.chain();
         if chain.disk.read_only {
             return Ok(());
         }
-        // A former top that could not be made durable is tried once more.
+        // A former top that could not be made durable gets another try.
         let count = if chain.is_handing_over() { 2 } else { 1 };
         for layer in chain.layers.iter().take(count).rev() {
             block_on(layer.close())?;
@@ -249,7 +251,7 @@ impl Image {
     }
 }
 
-/// What the disk of a chain is.
+/// Returns the disk's properties with this chain.
 fn info_of(chain: &Chain) -> DiskInfo {
     let writable = !chain.disk.read_only;
     let mut info = DiskInfo {
@@ -268,7 +270,7 @@ fn info_of(chain: &Chain) -> DiskInfo {
     info.topology.physical_block_bytes = file.offset_alignment_bytes.max(info.logical_block_bytes);
     match top.mapping.cluster_bytes() {
         None => {
-            // What lies where on the disk lies there in the file.
+            // Offsets on the disk are offsets in the file, so the file's topology holds.
             let physical = info.topology.physical_block_bytes;
             info.topology = top.file.topology();
             info.topology.physical_block_bytes = info.topology.physical_block_bytes.max(physical);
@@ -304,7 +306,7 @@ impl Disk for Image {
     }
 
     fn may_pin_memory(&self) -> bool {
-        // What is not of direct I/O takes memory at any address.
+        // Files without direct I/O take memory at any address.
         let is_direct = |layer: &Arc<Layer>| layer.file_info().memory_alignment_bytes > 1;
         self.chain().layers.iter().any(is_direct)
     }
@@ -312,7 +314,7 @@ impl Disk for Image {
     fn set_volatile_cache(&self, volatile: bool) {
         let chain = self.chain();
         if let (false, Some(top)) = (volatile, chain.layers.first()) {
-            // The next durable write takes along what the guest has not flushed.
+            // The next durable write also flushes what the guest has not flushed.
             top.mapping.flush_with_next_write();
         }
         if chain.disk.volatile_cache.swap(volatile, Ordering::AcqRel) != volatile {

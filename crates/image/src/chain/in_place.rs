@@ -1,10 +1,9 @@
-//! What the image holds, where it lies, for who makes no requests; and pages of a scratch overlay that are filled beside the
-//! disk and taken over.
+//! Shows ranges of an image in memory, without requests. Also takes over pages of a scratch overlay that were filled
+//! outside the disk.
 //!
-//! A map of what is read has a place in the epochs of each layer. So space that is freed while the map lives is not used
-//! again, and the map never shows a stranger's data. A chain that is exchanged meanwhile does not wait for it: the layers
-//! that it was looked up in still hold what the range held then. A layer that is closed does not wait for it either: the map
-//! fails then.
+//! A map of a range to read has a place in the epochs of each layer. So space that is freed while the map lives is not
+//! reused, and the map never shows data of another range. An exchange of the chain does not wait for the map: the old
+//! layers still hold what the range held then. Closing a layer does not wait for it either: the map then fails.
 
 use super::layer::Layer;
 use super::layers::Chain;
@@ -13,14 +12,14 @@ use block::{Extent, IoError, IoResult, Keep, MapPiece, MetaIo, Participant, Prom
 use format_scratch::Staged;
 use std::sync::Arc;
 
-/// The most pieces of one map. What lies in more is read instead.
+/// The most pieces of one map. A range in more pieces is read instead.
 const MAX_PIECES: usize = 1024;
 
 impl Chain {
-    /// Shows a range where it lies; `None` where some of it does not lie in memory, or where a table would have to be read.
+    /// Maps a range where it lies. `None` if part of it does not lie in memory, or if a table would have to be read.
     pub(crate) fn map_read(&self, offset: u64, length_bytes: usize) -> Option<ReadMap> {
         self.check_range(offset, length_bytes as u64).ok()?;
-        // Before anything is looked up.
+        // The epochs are joined before anything is looked up.
         let places = Places::in_layers(&self.layers)?;
         let end = offset.checked_add(length_bytes as u64)?;
         let mut pieces = Vec::with_capacity(1);
@@ -45,7 +44,7 @@ impl Chain {
         Some(ReadMap::new(pieces, Box::new(places)))
     }
 
-    /// Space of the top layer for the new bytes of a range.
+    /// Reserves space of the top layer for the new bytes of a range.
     pub(crate) fn map_write(&self, offset: u64, length_bytes: usize) -> Option<WriteMap> {
         if self.disk.read_only || !self.takes_over() {
             return None;
@@ -59,12 +58,12 @@ impl Chain {
         Some(WriteMap::in_space(offset, range, Box::new(staged)))
     }
 
-    /// Whether writes may become the top layer's without passing through a request.
+    /// Whether the top layer may take over pages without a request.
     fn takes_over(&self) -> bool {
         !self.looks_at_writes && !self.guessed_raw && self.both.is_none()
     }
 
-    /// Whether the space of a map is the top layer's, to be taken over as it is.
+    /// Whether the map's space was reserved in the present top layer, so that it can be taken over.
     pub(crate) fn owns(&self, map: &WriteMap) -> bool {
         let staged = map.claim().and_then(|claim| claim.downcast_ref::<Staged>());
         let top = self.layers.first();
@@ -72,11 +71,11 @@ impl Chain {
     }
 }
 
-/// Places in the epochs of layers, in which something has begun that makes no requests. It ends with them.
+/// Places in the epochs of layers, for something that makes no requests. Dropping them ends it.
 pub(crate) struct Places(Vec<(Participant, Promise)>);
 
 impl Places {
-    /// `None` if one of the layers is closed, and is about to be replaced.
+    /// Joins the epochs of all layers. `None` if a layer is closed and about to be replaced.
     pub(crate) fn in_layers(layers: &[Arc<Layer>]) -> Option<Self> {
         let mut places = Vec::with_capacity(layers.len());
         for layer in layers {
@@ -97,7 +96,7 @@ impl Keep for Places {
 }
 
 impl Mapping {
-    /// Space for whole pages of a range, where the format has pages that can be taken over.
+    /// Reserves space for whole pages of a range, if the format has pages that can be taken over.
     fn try_stage(&self, offset: u64, length_bytes: u64) -> Option<Staged> {
         match self {
             Self::Raw(_) | Self::Qcow2(_) => None,

@@ -1,4 +1,4 @@
-//! One layer of a chain: a file, and where its guest's bytes lie in it.
+//! One layer of a chain: its files, and the mapping that says where the guest's bytes lie.
 
 use super::mapping::Mapping;
 use crate::file_name::FileName;
@@ -8,24 +8,24 @@ use format_qcow2::{EditWatch, ResizeOptions};
 use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 
-/// The file in which a layer keeps its guest's data, where that is another than its tables'.
+/// The external data file of a layer.
 pub(crate) struct DataFile {
     /// Canonical name.
     pub(crate) name: FileName,
-    /// As the image names it, from where the user named the image.
+    /// The name that the image gives, completed by the name that the user gave the image.
     pub(crate) said: FileName,
     pub(crate) file: Arc<dyn File>,
 }
 
-/// A file and where its guest bytes lie.
+/// A layer's files and its mapping.
 pub(crate) struct Layer {
     /// Canonical name.
     pub(crate) name: FileName,
     /// As the user or the layer above named it, for tools that show it.
     pub(crate) said: FileName,
-    /// The files were opened for writing: the layer is the top one, was it, or may be again.
+    /// Whether the files are open for writing: the layer is the top, was the top, or may be the top again.
     pub(crate) writable: bool,
-    /// The format was not said by anybody.
+    /// Whether the format was guessed.
     pub(crate) guessed: bool,
     pub(crate) file: Arc<dyn File>,
     pub(crate) data: Option<DataFile>,
@@ -36,7 +36,7 @@ pub(crate) struct Layer {
 }
 
 impl Layer {
-    /// The same files with another mapping.
+    /// Returns a layer with the same files and another mapping.
     pub(crate) fn with_mapping(&self, mapping: Mapping) -> Self {
         let data = self.data.as_ref();
         let data = data.map(|DataFile { name, said, file }| DataFile {
@@ -57,38 +57,38 @@ impl Layer {
         }
     }
 
-    /// One line: format, file and what serves it.
+    /// Describes the layer in a line: format, file, and the engine that serves it.
     pub(crate) fn describe(&self) -> String {
         format!("{} '{}': {}", self.format(), self.name, self.file_info().engine)
     }
 
-    /// The error for something that failed with this layer.
+    /// Returns the error for an operation on this layer that failed.
     pub(crate) fn failed(&self, what: &str, error: IoError) -> Error {
         Error::with_source(ErrorKind::Io, format!("'{}': {what}", self.name), error)
     }
 
-    /// Writes what is still in memory and flushes, by calls that block. Nobody writes to the layer meanwhile.
+    /// Writes what is still in memory and flushes, with calls that block. Nobody writes to the layer meanwhile.
     pub(crate) async fn close(&self) -> Result<()> {
         self.close_by(&self.open_blocking()?).await
     }
 
-    /// As [`Layer::close`], by these calls.
+    /// As [`Layer::close`], through `io`.
     pub(crate) async fn close_by(&self, io: &MetaIo) -> Result<()> {
         let what = if self.mapping.has_tables() { "cannot write its tables" } else { "cannot flush it" };
         self.mapping.close(io).await.map_err(|error| self.failed(what, error))
     }
 
-    /// Makes what was written durable, by calls that block.
+    /// Makes what was written durable, with calls that block.
     pub(crate) async fn flush(&self) -> Result<()> {
         self.flush_by(&self.open_blocking()?).await
     }
 
-    /// As [`Layer::flush`], by these calls.
+    /// As [`Layer::flush`], through `io`.
     pub(crate) async fn flush_by(&self, io: &MetaIo) -> Result<()> {
         self.mapping.flush(io).await.map_err(|error| self.failed("cannot flush it", error))
     }
 
-    /// Changes the size of the layer, which is closed and which nobody uses.
+    /// Changes the size of the layer. The layer is closed and nobody uses it.
     pub(crate) async fn resize_closed(&self, options: &ResizeOptions, watch: &mut EditWatch<'_>) -> Result<()> {
         let io = self.open_blocking()?;
         self.mapping.resize_closed(&io, self.file.as_ref(), &self.name.to_string(), options, watch).await
@@ -98,8 +98,8 @@ impl Layer {
         self.mapping.format()
     }
 
-    /// Whether many of its clusters take no space in the file, because only their tables were made in advance. Then it pays
-    /// to look for holes where data should be. Found out once, as qemu-img does it.
+    /// Whether many clusters take no space in the file, because only their tables were made in advance. Looking for
+    /// holes in the data then pays. Found out once, as qemu-img does.
     pub(crate) async fn has_empty_clusters(&self, io: &MetaIo) -> bool {
         if let Some(found) = self.empty_clusters.get() {
             return *found;
@@ -111,17 +111,17 @@ impl Layer {
         *self.empty_clusters.get_or_init(|| found)
     }
 
-    /// The file in which the guest's data lie.
+    /// Returns the file that holds the guest's data.
     pub(crate) fn data_file(&self) -> &Arc<dyn File> {
         self.data.as_ref().map_or(&self.file, |data| &data.file)
     }
 
-    /// What the file in which the guest's data lie is.
+    /// Returns the properties of the file that holds the guest's data.
     pub(crate) fn file_info(&self) -> &FileInfo {
         self.data_file().info()
     }
 
-    /// The layer's files on a reactor: the guest's data, and the tables.
+    /// Opens the layer's files on a reactor: the guest's data, and the tables.
     pub(crate) fn open_queues(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<(Rc<dyn FileQueue>, MetaIo)> {
         let file = self.file.open_queue(ctx)?;
         let meta = MetaIo::new(Rc::clone(&file));
@@ -130,7 +130,7 @@ impl Layer {
         Ok((Rc::clone(&data), meta.with_data(data)))
     }
 
-    /// The tables, for calls that block.
+    /// Opens the tables for calls that block.
     pub(crate) fn open_blocking(&self) -> Result<MetaIo> {
         let meta = MetaIo::of_file(&*self.file)?;
         match &self.data {

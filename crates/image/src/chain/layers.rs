@@ -3,7 +3,7 @@
 use super::both_sides::BothSides;
 use super::exchange::board::Over;
 use super::exchange::change_log::ChangeLog;
-use super::give_up::GiveUp;
+use super::give_up::{GiveUp, LateCalls};
 use super::layer::Layer;
 use super::lower_map::{Known, LowerMap};
 use super::mapping::Plain;
@@ -13,23 +13,23 @@ use memory::BufferAccount;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// What belongs to a disk, whatever chain it has.
+/// What belongs to a disk, whatever its chain.
 pub(crate) struct Constants {
     pub(crate) read_only: bool,
     pub(crate) serial: String,
     pub(crate) volatile_cache: AtomicBool,
-    /// The memory for tables that the user gives, over all layers.
+    /// The user's limit of memory for tables, over all layers.
     pub(crate) table_cache: TableCacheSetting,
-    /// How often a guest tried to make a guessed raw image look like another format.
+    /// Writes refused because they would have made a guessed raw image look like another format.
     pub(crate) refused_headers: AtomicU64,
     pub(crate) hits: Hits,
 }
 
-/// The memory for tables that the user gives. It changes only while no queue submits.
+/// The user's limit of memory for tables, in bytes. It changes only while no queue submits.
 pub(crate) struct TableCacheSetting(AtomicU64);
 
 impl TableCacheSetting {
-    /// What stands for no limit of the user's.
+    /// Stands for no limit.
     const NONE: u64 = u64::MAX;
 
     pub(crate) fn new(bytes: Option<u64>) -> Self {
@@ -45,24 +45,24 @@ impl TableCacheSetting {
     }
 }
 
-/// The layers that a disk consists of for a while, immutable but for the mappings' own state. All that begins on a chain
+/// The layers of a disk, until the next exchange. Immutable but for the mappings' own state. All that begins on a chain
 /// ends on it; see [`super::exchange`].
 pub(crate) struct Chain {
     /// Top first; never empty.
     pub(crate) layers: Vec<Arc<Layer>>,
     pub(crate) size_bytes: u64,
-    /// The end of what may be used: the size of the disk, or 0 where nothing may be.
+    /// Requests must end here: the size of the disk, or 0 if every request is to fail.
     limit_bytes: u64,
     pub(crate) disk: Arc<Constants>,
-    /// The layer that is written to was taken for raw by guess only: a guest must not turn it into something else.
+    /// Whether a writable layer was guessed to be raw: a guest must not turn it into another format.
     pub(crate) guessed_raw: bool,
-    /// Writes have to be looked at before they begin: they are refused, or noted.
+    /// Whether writes are checked before they begin: they are refused, or noted.
     pub(crate) looks_at_writes: bool,
-    /// What the layers below the top one say, where there are several with tables.
+    /// The merged answers of the layers below the top one, if several have tables.
     below: Option<LowerMap>,
     /// Set while requests that began on the chain before may still write to the layer below the top one.
     handover: Option<Arc<Over>>,
-    /// Where what is written is noted.
+    /// Notes what is written.
     pub(crate) log: Option<ChangeLog>,
     /// Another chain that gets all writes, too.
     pub(crate) both: Option<BothSides>,
@@ -77,17 +77,17 @@ pub(crate) struct Place {
 }
 
 impl Chain {
-    /// The chain of these layers, top first.
+    /// Makes a chain of these layers, top first.
     pub(crate) fn new(layers: Vec<Arc<Layer>>, disk: &Arc<Constants>) -> Self {
         let below = lower_map(&layers, disk.table_cache.bytes());
         Self { below, ..Self::plain(layers, disk) }
     }
 
-    /// The same without a memory of what the layers below say.
+    /// Makes a chain that does not merge the answers of its lower layers.
     pub(crate) fn plain(layers: Vec<Arc<Layer>>, disk: &Arc<Constants>) -> Self {
         let top = layers.first();
         let size_bytes = top.map_or(0, |top| top.size_bytes);
-        // Also of a layer that may be the top again: what is on top of it goes there then.
+        // This includes a layer that may be the top again: data from above it go there then.
         let guessed_raw = layers.iter().any(|layer| layer.writable && layer.guessed && !layer.mapping.has_tables());
         let disk = Arc::clone(disk);
         let looks_at_writes = disk.read_only;
@@ -106,59 +106,60 @@ impl Chain {
         }
     }
 
-    /// A chain whose second layer is still written to by requests that began before: nothing is remembered of it, nothing
-    /// copied from it until they are over.
+    /// Makes a chain whose second layer still gets writes of earlier requests. Until those are over, nothing of that
+    /// layer is remembered or copied.
     pub(crate) fn handing_over(layers: Vec<Arc<Layer>>, disk: &Arc<Constants>, over: Arc<Over>) -> Self {
         Self { handover: Some(over), ..Self::plain(layers, disk) }
     }
 
-    /// A chain that notes what is written.
+    /// Makes a chain that notes what is written.
     pub(crate) fn noting(layers: Vec<Arc<Layer>>, disk: &Arc<Constants>) -> Self {
         let chain = Self::new(layers, disk);
         Self { log: Some(ChangeLog::new(chain.size_bytes)), looks_at_writes: true, ..chain }
     }
 
-    /// A chain whose writes go to another one, too.
+    /// Makes a chain whose writes also go to another chain.
     pub(crate) fn on_both_sides(
         layers: Vec<Arc<Layer>>,
         disk: &Arc<Constants>,
         next: &Arc<Chain>,
         give_up: Option<Arc<GiveUp>>,
+        late: Option<Arc<LateCalls>>,
     ) -> Self {
-        let both = Some(BothSides::with(Arc::clone(next), give_up));
+        let both = Some(BothSides::with(Arc::clone(next), give_up, late));
         Self { both, looks_at_writes: true, ..Self::new(layers, disk) }
     }
 
-    /// A chain on which every request fails that touches data.
+    /// Makes a chain on which every request that touches data fails.
     pub(crate) fn dead(layers: Vec<Arc<Layer>>, disk: &Arc<Constants>) -> Self {
         Self { limit_bytes: 0, ..Self::plain(layers, disk) }
     }
 
-    /// Whose part of the memory for buffers requests use.
+    /// Returns the account of buffer memory that requests use.
     pub(crate) fn buffers(&self) -> &BufferAccount {
         self.layers.first().map_or(&BufferAccount::UNLIMITED, |top| top.file.buffers())
     }
 
-    /// Whether the layer below the top one may still change, and has to be flushed too.
+    /// Whether the layer below the top one may still change, so that it has to be flushed too.
     pub(crate) fn is_handing_over(&self) -> bool {
         self.handover.is_some()
     }
 
-    /// Whether a write that overwrites a place of the top layer is durable by itself: as one that says so it takes along
-    /// what was not flushed before, so not while that may lie in two layers.
+    /// Whether an overwrite in the top layer can be made durable by itself, as a write with FUA. Such a write also
+    /// covers what was not flushed before. That must not lie in two layers.
     #[inline]
     pub(crate) fn is_durable_in_place(&self) -> bool {
         self.handover.is_none() && self.layers.first().is_some_and(|top| top.mapping.is_mapping_durable())
     }
 
-    /// Waits until what lies below the top layer changes no more, so that it can be copied.
+    /// Waits until the layers below the top one change no more, so that they can be copied.
     pub(crate) async fn below_is_quiet(&self) {
         if let Some(over) = &self.handover {
             over.wait().await;
         }
     }
 
-    /// Looks at a write before it begins.
+    /// Checks a write before it begins, and notes it.
     #[cold]
     pub(crate) fn look_at_write(&self, offset: u64, length_bytes: u64) -> IoResult {
         if self.disk.read_only {
@@ -170,7 +171,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Each time that their number has doubled: a guest must not fill the log.
+    /// Logs a refused header each time their number has doubled: a guest must not fill the log.
     pub(crate) fn log_refused_header(&self, offset: u64) {
         let times = self.disk.refused_headers.fetch_add(1, Ordering::Relaxed).saturating_add(1);
         if times.is_power_of_two() {
@@ -190,7 +191,7 @@ impl Chain {
         self.layers.get(index).ok_or(IoError::EIO)
     }
 
-    /// Where the first part of the range lies; `None` if some layer has to read a table.
+    /// Returns where the first part of the range lies; `None` if a layer has to read a table.
     #[inline]
     pub(crate) fn lookup(&self, offset: u64, length_bytes: u64) -> Option<Place> {
         let Some(below) = &self.below else { return self.ask(0, offset, length_bytes) };
@@ -211,8 +212,8 @@ impl Chain {
         }
     }
 
-    /// The answer that most reads get, in few steps: in which layer's file all of the range lies in one piece, where, and
-    /// what a read means behind the file's end. `None` says nothing.
+    /// Answers most reads, in few steps. Returns the layer whose file holds the whole range in one piece, the offset
+    /// there, and what a read behind the file's end means. `None` if [`Chain::lookup`] has to be asked.
     #[inline]
     pub(crate) fn lookup_data(&self, offset: u64, length_bytes: u64) -> Option<(usize, u64, PastEnd)> {
         let found = |index: usize, place| Some((index, place, self.layers.get(index)?.mapping.past_end(place)));
@@ -231,7 +232,7 @@ impl Chain {
         }
     }
 
-    /// As [`Chain::lookup`], asking layer after layer from `first` on.
+    /// As [`Chain::lookup`], asking each layer from `first` on.
     fn ask(&self, first: usize, offset: u64, length_bytes: u64) -> Option<Place> {
         let mut walk = Walk::new(offset, length_bytes);
         for (index, layer) in self.layers.iter().enumerate().skip(first) {
@@ -243,7 +244,7 @@ impl Chain {
         Some(walk.nowhere())
     }
 
-    /// As [`Chain::lookup`], reading tables as needed.
+    /// As [`Chain::lookup`], but reads tables as needed.
     pub(crate) async fn resolve(&self, metas: &[MetaIo], offset: u64, length_bytes: u64) -> IoResult<Place> {
         let mut walk = Walk::new(offset, length_bytes);
         for (index, layer) in self.layers.iter().enumerate() {
@@ -253,7 +254,7 @@ impl Chain {
                 self.learn(index, offset);
                 return Ok(place);
             }
-            // The layers below are asked only if what they say is not known yet, so their tables need not be read.
+            // If the merged map knows the answer, the layers below need not read their tables.
             if index == 0
                 && let Some(Known::At(place)) = self.below.as_ref().map(|below| below.lookup(offset, walk.length_bytes))
             {
@@ -264,8 +265,8 @@ impl Chain {
         Ok(walk.nowhere())
     }
 
-    /// Keeps what the layers below the top one say, now that their tables are in memory. `found` is the layer that
-    /// decided.
+    /// Stores the answer of the layers below the top one in the merged map, while their tables are in memory. `found`
+    /// is the layer that decided.
     fn learn(&self, found: usize, offset: u64) {
         if let Some(below) = self.below.as_ref().filter(|_| found > 0) {
             below.learn(offset, |start, length| self.ask(1, start, length));
@@ -276,7 +277,7 @@ impl Chain {
         self.below.as_ref()
     }
 
-    /// Refuses what lies outside the disk.
+    /// Refuses a range outside the disk.
     #[inline]
     pub(crate) fn check_range(&self, offset: u64, length_bytes: u64) -> IoResult {
         match offset.checked_add(length_bytes) {
@@ -286,7 +287,7 @@ impl Chain {
     }
 }
 
-/// One walk down a chain: how much of the range the layers seen so far left to those below.
+/// A walk down a chain: the range that the layers so far leave to those below.
 struct Walk {
     offset: u64,
     length_bytes: u64,
@@ -297,8 +298,8 @@ impl Walk {
         Self { offset, length_bytes }
     }
 
-    /// How much of the rest lies inside `layer`; `None` where the layer ends before (everything below is cut off too:
-    /// a layer is never read past its own end).
+    /// Returns how much of the range lies inside `layer`; `None` if the layer ends before it. Such a layer also cuts
+    /// off everything below: a layer is never read past its own end.
     #[inline]
     fn enter(&self, layer: &Layer) -> Option<u64> {
         let inside = layer.size_bytes.saturating_sub(self.offset).min(self.length_bytes);

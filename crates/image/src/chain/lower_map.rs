@@ -3,24 +3,25 @@
 //!
 //! Layers below the top are read-only, so their answer for a place never changes. The layers are asked once, one after
 //! the other. The answer is kept for each granule (their smallest cluster) in a cache of slices like those of L2
-//! tables: read without a lock, changed under a mutex that nobody waits for. Some granules have no single answer,
-//! because of compressed clusters or a layer that ends inside. They are marked, and the layers are asked each time.
+//! tables. The cache is read without a lock, and changed under a mutex that nobody waits for. Some granules have no
+//! single answer, because of compressed clusters or a layer that ends inside. They are marked, and the layers are asked
+//! each time.
 
 use crate::chain::layers::Place;
 use block::sync::{Mutex, PoisonError};
 use block::{CacheStats, Extent, SliceBook, SliceCache};
 
-/// Entries that are cached together, as a power of two: 4 KiB.
+/// Entries that are cached together, as a power of two: a slice has 4 KiB.
 const SLICE_BITS: u32 = 9;
 const SLICE_ENTRIES: usize = 1 << SLICE_BITS;
-/// Granules are at least this large: the map of a disk with tiny clusters would be larger than what it replaces.
+/// The smallest granule. Below it, the map of a disk with tiny clusters would be larger than the tables it replaces.
 const GRANULE_BITS_MIN: u32 = 12;
-/// At most so many slices cover the disk, so granules of large disks are larger. An image says how large it is, and the
-/// index of slices takes memory.
+/// The most slices of a map; larger disks get larger granules. The image says how large the disk is, and the index of
+/// slices takes memory.
 const SLICES_MAX: u64 = 1 << 24;
 
-/// An entry, from its low bits up: a kind, the layer's file, the offset in that file at its own place, the layer. Zero:
-/// not known.
+/// An entry, from its low bits up: a kind, the index of the layer's file, the offset in that file, the layer. Zero: not
+/// known.
 const KIND_MASK: u64 = 3;
 const KIND_ZERO: u64 = 1;
 const KIND_DATA: u64 = 2;
@@ -30,10 +31,10 @@ const FILE_MASK: u64 = 0x7f;
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 const LAYER_SHIFT: u32 = 56;
 
-/// What the map knows of a place.
+/// What the map knows of a granule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Known {
-    /// Where it is.
+    /// The place is known.
     At(Place),
     /// The layers must be asked.
     Ask,
@@ -50,7 +51,7 @@ pub(crate) struct LowerMap {
 }
 
 impl LowerMap {
-    /// A map of at most `cache_bytes` for a disk over layers whose smallest cluster is `cluster_bits`.
+    /// Makes a map of at most `cache_bytes`, for a disk over layers whose smallest cluster is `cluster_bits`.
     pub(crate) fn new(size_bytes: u64, cluster_bits: u32, cache_bytes: u64) -> Self {
         let granule_bits = Self::granule_bits(size_bytes, cluster_bits);
         let slices = Self::slices(size_bytes, granule_bits);
@@ -58,7 +59,7 @@ impl LowerMap {
         Self { granule_bits, size_bytes, cache, book: Mutex::default() }
     }
 
-    /// The bytes of a map of the whole disk.
+    /// Returns how many bytes a map of the whole disk takes.
     pub(crate) fn wanted_bytes(size_bytes: u64, cluster_bits: u32) -> u64 {
         let slices = Self::slices(size_bytes, Self::granule_bits(size_bytes, cluster_bits));
         slices.saturating_mul(SLICE_ENTRIES as u64).saturating_mul(8)
@@ -91,7 +92,7 @@ impl LowerMap {
         (offset.wrapping_shr(self.granule_bits) & (SLICE_ENTRIES as u64).saturating_sub(1)) as usize
     }
 
-    /// The first part of a range.
+    /// Looks up the first part of a range.
     #[inline]
     pub(crate) fn lookup(&self, offset: u64, length_bytes: u64) -> Known {
         let Some(view) = self.cache.view(self.slice_of(offset)) else { return Known::Nothing };
@@ -126,8 +127,8 @@ impl LowerMap {
         }
     }
 
-    /// The answer that most reads get, in few steps, for a range in one granule: the layer, and the place in its file.
-    /// `None` says nothing.
+    /// Answers most reads, in few steps, for a range in one granule: the layer, and the offset in its file. `None` if
+    /// [`LowerMap::lookup`] has to be asked.
     #[inline]
     pub(crate) fn lookup_data(&self, offset: u64, length_bytes: u64) -> Option<(usize, u64)> {
         let skip = offset & self.granule_bytes().saturating_sub(1);
@@ -140,12 +141,12 @@ impl LowerMap {
         known.then_some((entry.wrapping_shr(LAYER_SHIFT) as usize, (entry & OFFSET_MASK).saturating_add(skip)))
     }
 
-    /// Notes what the layers say about the granule of `offset`. `ask` asks them for the first part of a range. It gives
-    /// `None` if a table must be read first. If another queue is noting something, this one does not wait.
+    /// Stores the layers' answer for the granule of `offset`. `ask` asks the layers for the first part of a range. It
+    /// returns `None` if a table must be read first. If another queue is storing something, this one does not wait.
     pub(crate) fn learn(&self, offset: u64, ask: impl FnOnce(u64, u64) -> Option<Place>) {
         let start = offset & !self.granule_bytes().saturating_sub(1);
         let length = self.granule_bytes();
-        // The disk may grow. What its present end cuts short says nothing about the time after that.
+        // The disk may grow. A granule cut short by its present end says nothing about the time after that.
         let whole = start.checked_add(length).is_some_and(|end| end <= self.size_bytes);
         let raw = match whole {
             false => KIND_ASK,
@@ -167,7 +168,7 @@ impl LowerMap {
     }
 }
 
-/// `None` if an entry cannot say it.
+/// Encodes a place; `None` if an entry cannot hold it.
 fn encode(place: &Place) -> Option<u64> {
     match place.extent {
         Extent::Zero | Extent::Backing => Some(KIND_ZERO),

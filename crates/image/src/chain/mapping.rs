@@ -1,7 +1,7 @@
-//! All that depends on a layer's format: where its guest's bytes lie, how space is made, how it becomes durable.
+//! Everything that depends on a layer's format: where the guest's bytes lie, how space is made, how it becomes durable.
 //!
-//! Nothing else in this crate asks which format an open layer has. A format that is added gets a variant of [`Mapping`]
-//! and an arm in the methods below. Dispatch is a match, so that the fast path has no virtual call here.
+//! Nothing else in this crate asks for the format of an open layer. A new format gets a variant of [`Mapping`] and an
+//! arm in the methods below. Dispatch is a match, so that the fast path has no virtual call here.
 
 use crate::guess::Format;
 use block::{
@@ -21,17 +21,18 @@ pub(crate) use super::allocation::{Allocation, Prepared};
 pub(crate) use block::Fill;
 pub(crate) use format_qcow2::{Overwrite, Plain};
 
-/// Where the guest's bytes of a layer lie in its file.
+/// Maps a layer's guest bytes to its file.
 pub(crate) enum Mapping {
     Raw(Raw),
     Qcow2(Qcow2),
-    /// What is thrown away is made in place, over layers that are open (`open/temporary.rs`). What is kept is an image.
+    /// A temporary scratch overlay is made directly over open layers (`open/temporary.rs`). A kept one is opened as an
+    /// image.
     Scratch(Scratch),
 }
 
-/// Opening, and what the layer says of itself.
+/// Opening, and properties of the layer.
 impl Mapping {
-    /// Opens the mapping of the image `name` in `file`, which has the length that `info` says; blocks.
+    /// Opens the mapping of the image `name` in `file`, whose length is in `info`. Blocks.
     pub(crate) fn open(
         name: String,
         file: &dyn File,
@@ -73,7 +74,7 @@ impl Mapping {
         }
     }
 
-    /// The size of the layer's disk.
+    /// Returns the size of the layer's disk.
     pub(crate) fn size_bytes(&self) -> u64 {
         match self {
             Self::Raw(raw) => raw.size_bytes(),
@@ -82,7 +83,7 @@ impl Mapping {
         }
     }
 
-    /// The image as qcow2, for what only that format has: its header, changes while nobody uses it.
+    /// Returns the image if it is qcow2, for what only that format has: its header, and changes while nobody uses it.
     pub(crate) fn qcow2(&self) -> Option<&Qcow2> {
         match self {
             Self::Raw(_) | Self::Scratch(_) => None,
@@ -94,7 +95,7 @@ impl Mapping {
         self.qcow2().map(Qcow2::header)
     }
 
-    /// A scratch overlay that is kept says what it is.
+    /// Returns the header of a kept scratch overlay.
     pub(crate) fn kept_header(&self) -> Option<&format_scratch::Header> {
         match self {
             Self::Raw(_) | Self::Qcow2(_) => None,
@@ -102,7 +103,7 @@ impl Mapping {
         }
     }
 
-    /// The name of the file in which the guest's data lie, if that is another one.
+    /// Returns the name of the external data file, if there is one.
     pub(crate) fn data_file(&self) -> Option<&str> {
         if let Some(header) = self.kept_header() {
             return Some(&header.data_file);
@@ -111,7 +112,7 @@ impl Mapping {
         header.data_file.as_deref()
     }
 
-    /// The name of the layer below, and its format if the image says it.
+    /// Returns the name of the layer below, and its format if the image records it.
     pub(crate) fn backing(&self) -> Option<(&str, Option<&str>)> {
         if let Some(header) = self.kept_header() {
             return Some((&header.backing_file, header.backing_format.as_deref()));
@@ -120,7 +121,7 @@ impl Mapping {
         Some((header.backing_file.as_deref()?, header.backing_format.as_deref()))
     }
 
-    /// The unit in which space is allocated, where the format has one.
+    /// Returns the unit of allocation, if the format has one.
     pub(crate) fn cluster_bytes(&self) -> Option<u32> {
         match self {
             Self::Scratch(_) => Some(format_scratch::PAGE_BYTES as u32),
@@ -130,7 +131,7 @@ impl Mapping {
         }
     }
 
-    /// Whether data are found through tables that are written on their own.
+    /// Whether data are found through tables, which are written separately.
     #[inline]
     pub(crate) fn has_tables(&self) -> bool {
         match self {
@@ -139,12 +140,12 @@ impl Mapping {
         }
     }
 
-    /// Whether a cluster can be marked as zero, so that it hides what lies below without data of its own.
+    /// Whether a cluster can be marked as zero, hiding the layers below without data of its own.
     pub(crate) fn can_say_zero(&self) -> bool {
         self.header().is_none_or(|header| header.version >= 3)
     }
 
-    /// The internal snapshots that the image has.
+    /// Reads the image's internal snapshots.
     pub(crate) async fn snapshots(&self, io: &MetaIo, name: &str) -> Result<Vec<Snapshot>> {
         match self {
             Self::Raw(_) | Self::Scratch(_) => Ok(Vec::new()),
@@ -152,12 +153,12 @@ impl Mapping {
         }
     }
 
-    /// Whether the layer below shows where this one says nothing, so that this one can be emptied.
+    /// Whether this layer can be emptied, so that the layer below shows.
     pub(crate) fn can_reveal(&self) -> bool {
         self.qcow2().is_some() || self.kept_header().is_some()
     }
 
-    /// In these the queues take part, where space that is freed is used again.
+    /// Returns the epochs in which queues take part, if the format reuses freed space.
     #[inline]
     pub(crate) fn epochs(&self) -> Option<&Epochs> {
         match self {
@@ -168,9 +169,10 @@ impl Mapping {
     }
 }
 
-/// Where things are.
+/// Lookups.
 impl Mapping {
-    /// Where the first part of the range lies; `None` if that takes a read. The range lies inside the layer.
+    /// Returns where the first part of the range lies; `None` if a table has to be read. The range lies inside the
+    /// layer.
     #[inline]
     pub(crate) fn lookup(&self, offset: u64, length_bytes: u64) -> Option<Mapped> {
         match self {
@@ -180,7 +182,7 @@ impl Mapping {
         }
     }
 
-    /// The answer that most lookups get, in few steps. `None` says nothing, ask [`Mapping::lookup`].
+    /// Answers most lookups, in few steps. `None` if [`Mapping::lookup`] has to be asked.
     #[inline]
     pub(crate) fn lookup_plain(&self, offset: u64, length_bytes: u64) -> Option<Plain> {
         match self {
@@ -196,7 +198,7 @@ impl Mapping {
         }
     }
 
-    /// As `lookup`, reading the tables that it takes.
+    /// As `lookup`, but reads tables as needed.
     pub(crate) async fn resolve(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult<Mapped> {
         match self {
             Self::Raw(raw) => Ok(raw.lookup(offset, length_bytes)),
@@ -205,21 +207,21 @@ impl Mapping {
         }
     }
 
-    /// What a read of data mapped to `offset` means behind the end of the file: a cluster that was allocated and never
-    /// written, or a raw file that was cut off under us.
+    /// Says what a read at `offset` of the file means behind the file's end. That is an allocated cluster that was
+    /// never written, or a raw file that somebody cut off.
     #[inline]
     pub(crate) fn past_end(&self, offset: u64) -> PastEnd {
         match self {
             Self::Raw(raw) => raw.past_end(offset),
             Self::Qcow2(_) => PastEnd::Zeros,
-            // What a kept overlay names was there when it was flushed: what is not is lost.
+            // All that a kept overlay maps was there when it was flushed: what is missing is lost.
             Self::Scratch(scratch) if scratch.header().is_some() => PastEnd::Fails,
             Self::Scratch(_) => PastEnd::Zeros,
         }
     }
 
-    /// For a range in which a layer with tables holds no data: the space that its first part keeps all the same, and how
-    /// long that part is.
+    /// For a range without data in a layer with tables: the space that its first part keeps all the same, and the
+    /// length of that part.
     pub(crate) fn empty_space(&self, offset: u64, length_bytes: u64) -> (Option<u64>, u64) {
         match self {
             Self::Raw(_) | Self::Scratch(_) => (None, length_bytes),
@@ -227,7 +229,7 @@ impl Mapping {
         }
     }
 
-    /// How much memory it takes to read the cluster that `extent` lies in.
+    /// Returns how many bytes of memory it takes to read the cluster of `extent`.
     pub(crate) fn decompress_bytes(&self, extent: &CompressedExtent) -> u64 {
         match self {
             Self::Raw(_) | Self::Scratch(_) => 0,
@@ -235,7 +237,7 @@ impl Mapping {
         }
     }
 
-    /// The whole cluster that `extent` lies in, decompressed.
+    /// Reads and decompresses the whole cluster of `extent`.
     pub(crate) async fn read_compressed(&self, io: &MetaIo, extent: CompressedExtent) -> IoResult<AlignedBuf> {
         match self {
             Self::Raw(_) | Self::Scratch(_) => Err(IoError::EIO),
@@ -246,8 +248,8 @@ impl Mapping {
 
 /// Writing.
 impl Mapping {
-    /// The answer that most writes get, in few steps: where all of the range may be overwritten in one piece; it is noted
-    /// as written. `None` says nothing.
+    /// Answers most writes, in few steps: where the whole range may be overwritten in one piece. The range is noted as
+    /// written. `None` if [`Mapping::lookup_overwrite`] has to be asked.
     #[inline]
     pub(crate) fn begin_overwrite(&self, offset: u64, length_bytes: u64) -> Option<u64> {
         match self {
@@ -260,7 +262,7 @@ impl Mapping {
         }
     }
 
-    /// The first part of the range that may be overwritten where it lies, at once.
+    /// Looks up the first part of the range that may be overwritten in place, at once.
     #[inline]
     pub(crate) fn lookup_overwrite(&self, offset: u64, length_bytes: u64) -> Overwrite {
         match self {
@@ -275,7 +277,7 @@ impl Mapping {
         }
     }
 
-    /// Whether what was looked up before this call is durably where it was found.
+    /// Whether the tables behind all earlier lookups are durable.
     #[inline]
     pub(crate) fn is_mapping_durable(&self) -> bool {
         match self {
@@ -285,7 +287,7 @@ impl Mapping {
         }
     }
 
-    /// Where the first part of a write goes, which is noted as written.
+    /// Reserves space for the first part of a write, or finds its place. The range is noted as written.
     pub(crate) async fn prepare_write(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult<Prepared> {
         match self {
             Self::Raw(_) => Ok(Prepared::InPlace { offset, length_bytes }),
@@ -294,7 +296,7 @@ impl Mapping {
         }
     }
 
-    /// As `prepare_write`, for a copy of what the guest sees: nothing is noted as written.
+    /// As `prepare_write`, for a copy of what the guest sees: the range is not noted as written.
     pub(crate) async fn prepare_copy(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult<Prepared> {
         match self {
             Self::Raw(_) => Ok(Prepared::InPlace { offset, length_bytes }),
@@ -303,7 +305,7 @@ impl Mapping {
         }
     }
 
-    /// Publishes an allocation whose data and fillings have been written.
+    /// Publishes an allocation after its data and fillings have been written.
     pub(crate) async fn commit_write(&self, io: &MetaIo, allocation: Allocation) -> IoResult {
         match self {
             Self::Raw(_) => Err(IoError::EIO),
@@ -312,7 +314,7 @@ impl Mapping {
         }
     }
 
-    /// Whether the file must be made longer before something that ends at `end` is written.
+    /// Whether the file must be made longer before a write that ends at `end`.
     #[inline]
     pub(crate) fn needs_padding(&self, end: u64) -> bool {
         match self {
@@ -321,8 +323,8 @@ impl Mapping {
         }
     }
 
-    /// Makes a raw file that ends within a sector as long as its disk before that sector is written: if the length could
-    /// be lost without the data, a power cut would tear the sector.
+    /// If a raw file ends within a sector, extends it to the disk's size before that sector is written. If the length
+    /// could be lost without the data, a power cut would tear the sector.
     pub(crate) async fn pad(&self, io: &MetaIo, end: u64) -> IoResult {
         if let Self::Raw(raw) = self
             && raw.needs_padding(end)
@@ -342,7 +344,7 @@ impl Mapping {
         }
     }
 
-    /// Makes a range read as zeros; returns what is left to be zeroed by ordinary writes.
+    /// Makes a range read as zeros. Returns the parts that ordinary writes have to zero.
     pub(crate) async fn write_zeroes(
         &self,
         io: &MetaIo,
@@ -361,8 +363,7 @@ impl Mapping {
         }
     }
 
-    /// Changes the size of an image that is closed and that nobody uses; to be opened again afterwards, also where this
-    /// fails.
+    /// Changes the size of a closed image that nobody uses. Open the image again afterwards, even if this fails.
     pub(crate) async fn resize_closed(
         &self,
         io: &MetaIo,
@@ -386,7 +387,7 @@ impl Mapping {
         }
     }
 
-    /// Changes options of an image that is closed and that nobody uses.
+    /// Changes options of a closed image that nobody uses.
     pub(crate) async fn amend_closed(
         &self,
         io: &MetaIo,
@@ -404,7 +405,7 @@ impl Mapping {
         }
     }
 
-    /// Forgets whole clusters of a range, so that what lies below shows.
+    /// Forgets whole clusters of a range, so that the layer below shows.
     pub(crate) async fn reveal(&self, io: &MetaIo, offset: u64, length_bytes: u64) -> IoResult {
         match self {
             Self::Raw(_) => Err(IoError::EIO),
@@ -420,12 +421,12 @@ impl Mapping {
         self.qcow2().is_some()
     }
 
-    /// Compresses as the image wants it; `None` where the format has no compressed clusters.
+    /// Returns a compressor of the image's type; `None` if the format has no compressed clusters.
     pub(crate) fn compressor(&self) -> Option<Result<Compressor>> {
         self.qcow2().map(Qcow2::compressor)
     }
 
-    /// Space for compressed clusters, invisible until [`Mapping::commit_compressed`].
+    /// Reserves space for compressed clusters, invisible until [`Mapping::commit_compressed`].
     pub(crate) async fn prepare_compressed(
         &self,
         io: &MetaIo,
@@ -452,12 +453,12 @@ impl Mapping {
         match self {
             Self::Raw(_) => io.flush().await,
             Self::Qcow2(qcow2) => qcow2.flush(io).await,
-            // Nothing, if it does not outlive this process.
+            // Does nothing if the overlay does not outlive this process.
             Self::Scratch(scratch) => scratch.flush(io).await,
         }
     }
 
-    /// The next durable write takes along what was not flushed.
+    /// Makes the next durable write also flush what was not flushed.
     pub(crate) fn flush_with_next_write(&self) {
         match self {
             Self::Raw(_) => {}
@@ -466,7 +467,7 @@ impl Mapping {
         }
     }
 
-    /// Brings everything to the file, durably. No operation is in flight; the mapping stays usable.
+    /// Writes everything to the file, durably. No operation is in flight. The mapping stays usable.
     pub(crate) async fn close(&self, io: &MetaIo) -> IoResult {
         match self {
             Self::Raw(_) => io.flush().await,
@@ -475,7 +476,7 @@ impl Mapping {
         }
     }
 
-    /// Cuts space that was made in advance off a new image that is closed.
+    /// Cuts off space that was allocated in advance behind the end of a new image, which is closed.
     pub(crate) async fn trim(&self, io: &MetaIo) -> IoResult {
         match self {
             Self::Raw(_) | Self::Scratch(_) => Ok(()),
@@ -484,19 +485,19 @@ impl Mapping {
     }
 }
 
-/// The memory for tables.
+/// Memory for tables.
 impl Mapping {
-    /// The bytes of the tables that say where data lie, for the whole disk.
+    /// Returns the bytes of the mapping tables of the whole disk.
     pub(crate) fn mapping_bytes(&self) -> u64 {
         self.qcow2().map_or(0, Qcow2::mapping_bytes)
     }
 
-    /// The smallest part that mostly lies in one place, as a power of two, where there are tables.
+    /// Returns the smallest part that mostly lies in one place, as a power of two, if there are tables.
     pub(crate) fn granule_bits(&self) -> Option<u32> {
         self.qcow2().map(Qcow2::granule_bits)
     }
 
-    /// Bounds the memory for tables; before the mapping is used.
+    /// Limits the memory for tables. Call it before the mapping is used.
     pub(crate) fn set_cache_bytes(&mut self, bytes: u64) {
         match self {
             Self::Raw(_) | Self::Scratch(_) => {}
@@ -504,18 +505,18 @@ impl Mapping {
         }
     }
 
-    /// What the cache of tables holds and did, where there are tables.
+    /// Returns the state and counters of the cache of tables, if there are tables.
     pub(crate) fn cache_stats(&self) -> Option<CacheStats> {
         self.qcow2().map(Qcow2::cache_stats)
     }
 
-    /// How many parts of tables were read so far.
+    /// Returns how many slices of tables were read so far.
     pub(crate) fn slices_read(&self) -> u64 {
         self.qcow2().map_or(0, Qcow2::slices_read)
     }
 }
 
-/// What becomes of space that is added to a raw image.
+/// Translates how space is added to a raw image.
 pub(crate) fn raw_space(space: GrowBy) -> Result<NewSpace> {
     match space {
         GrowBy::Nothing => Ok(NewSpace::Hole),
@@ -530,14 +531,14 @@ pub(crate) fn raw_space(space: GrowBy) -> Result<NewSpace> {
 
 /// For tests of the tests.
 impl Mapping {
-    /// Leaves an ordering barrier out.
+    /// Leaves out an ordering barrier.
     pub(crate) fn skip_barrier(&self, barrier: Barrier) {
         if let Self::Qcow2(qcow2) = self {
             qcow2.skip_barrier_for_test(barrier);
         }
     }
 
-    /// Holds the lock of the format, until what this returns is dropped.
+    /// Holds the format's lock until the returned value is dropped.
     pub(crate) fn hold_lock(&self) -> Option<impl Drop + '_> {
         self.qcow2().map(Qcow2::hold_lock_for_test)
     }

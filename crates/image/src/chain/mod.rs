@@ -1,5 +1,5 @@
-//! An open chain of layers, and the queues that serve it: where a range lies, splitting, copy-on-write, and the barrier at
-//! which the queues go over to another chain.
+//! An open chain of layers, and the queues that serve it: lookups, splitting, and copy-on-write. Queues go over to
+//! another chain at a barrier.
 
 mod allocation;
 pub(crate) mod both_sides;

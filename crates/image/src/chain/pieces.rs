@@ -14,7 +14,7 @@ impl<'a> Pieces<'a> {
         Self { offset, data, taken: 0 }
     }
 
-    /// Where the rest starts and how long it is; `None` when nothing is left.
+    /// Returns the offset and length of the rest; `None` if nothing is left.
     pub(crate) fn rest(&self) -> Option<(u64, u64)> {
         let left = self.data.length_bytes().saturating_sub(self.taken);
         (left > 0).then_some((self.offset.saturating_add(self.taken as u64), left as u64))

@@ -1,8 +1,8 @@
-//! Requests that have to wait for something: a table to be read, a cluster to be allocated, copied or decompressed.
+//! Requests that have to wait: a table must be read, or a cluster allocated, copied or decompressed.
 //!
-//! Writes to new space are two-step: the format *prepares* (space reserved, invisible), the data and the remainder of
-//! the first and last cluster are written, the format *commits* (mapping published). A task that is dropped in between
-//! gives the space back.
+//! Writes to new space have two steps. The format *prepares*: space is reserved, invisible. The data and the rest of
+//! the first and last cluster are written. The format *commits*: the mapping is published. A task that is dropped in
+//! between gives the space back.
 
 use crate::chain::layers::Place;
 use crate::chain::mapping::{Allocation, Fill, Mapping, Overwrite, Prepared};
@@ -27,7 +27,7 @@ pub(crate) enum Slow {
         flags: OpFlags,
         priority: Priority,
     },
-    /// Bytes that lie in space of the top layer already.
+    /// Publish bytes that already lie in space of the top layer.
     TakeOver {
         offset: u64,
         staged: Box<Staged>,
@@ -73,37 +73,37 @@ impl Slow {
     }
 }
 
-/// What a write needs to be durable.
+/// What has to be flushed to make a write durable.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Written {
-    /// Its data: all tables that lead there are durable.
+    /// Its data only: all tables that lead there are durable.
     InPlace,
-    /// Perhaps tables, too.
+    /// Its data, and perhaps tables.
     Anywhere,
 }
 
-/// Zeros to gather from: long paddings list it several times.
+/// The chunk of zeros that writes gather from. Long paddings list it several times.
 const ZERO_CHUNK_BYTES: usize = 64 << 10;
 
-/// Up to this size an allocation's old contents are read in one piece.
+/// The largest allocation whose old contents are read in one piece.
 const READ_THROUGH_BYTES: u64 = 128 << 10;
 
-/// Up to this size a write to new space is copied into what surrounds it.
+/// The largest write to new space that is copied into a buffer with its surroundings.
 const LAID_OVER_BYTES: usize = 16 << 10;
 
-/// How much of a read is looked for at once.
+/// The most bytes of a read that are looked up at once.
 const RESOLVE_BYTES: u64 = 16 << 20;
 
-/// How much of a write of zeros goes to the file at once.
+/// The most zeros that go to the file at once.
 const ZERO_WRITE_BYTES: u64 = 1 << 20;
 
 impl Shared {
-    /// Reads a range of the disk into `data`, which has its length.
+    /// Reads a range of the disk into `data`. The range is as long as `data`.
     pub(crate) async fn read(&self, offset: u64, data: Window, priority: Priority) -> IoResult {
         let (mut done, mut since_yield) = (0usize, 0usize);
         while done < data.length_bytes() {
             if since_yield >= turn::STEP_BYTES {
-                // All of it may be at hand, and no extent have to be waited for.
+                // All data may be in memory, so that no extent has to be waited for.
                 since_yield = 0;
                 yield_now().await;
             }
@@ -185,8 +185,8 @@ impl Shared {
         Ok(written)
     }
 
-    /// Writes to the top layer's file. A task that is dropped meanwhile leaves the write its place in the image's epochs
-    /// (which the sink holds then), so that nobody is given the space before the write has ended.
+    /// Writes to the top layer's file. If the task is dropped meanwhile, the sink holds the write's place in the
+    /// image's epochs. So the space is not reused before the write has ended.
     pub(super) async fn start_write(&self, offset: u64, data: Window, priority: Priority) -> IoResult {
         let file = self.files.first().ok_or(IoError::EIO)?;
         let write = FileOp::Write { offset, data, fua: false };
@@ -196,8 +196,8 @@ impl Shared {
         result
     }
 
-    /// Fills and publishes an allocation with the start of `data`, which belongs at `at`; returns how much of it. What is
-    /// copied around the data is read without a priority.
+    /// Fills and publishes an allocation with the start of `data`, which belongs at `at`. Returns how many bytes of
+    /// `data` it used. What is copied around the data is read without a priority.
     async fn write_new(
         &self,
         mapping: &Mapping,
@@ -226,7 +226,7 @@ impl Shared {
             }
             false => between_zeros(&allocation, head_bytes, data, tail_bytes),
         };
-        // The buffers keep what they need of it.
+        // The buffers keep their part of the grant.
         drop(grant);
         self.start_write(offset, data, priority).await?;
         let meta = self.metas.first().ok_or(IoError::EIO)?;
@@ -234,7 +234,7 @@ impl Shared {
         Ok(length)
     }
 
-    /// What is to be written for `data` in new space, and where.
+    /// Returns the bytes to write for `data` in new space, and their offset in the file.
     async fn with_copies(
         &self,
         allocation: &Allocation,
@@ -251,8 +251,8 @@ impl Shared {
         Ok((allocation.file_offset.saturating_add(skip), joined(head, data, tail)))
     }
 
-    /// Room for all that is copied around a write to new space, as soon as there is some. A buffer for one side while the
-    /// other waits could last for ever.
+    /// Waits for memory for all copies around a write to new space. If one side took its buffer and then waited for
+    /// the other's, it could wait for ever.
     async fn grant_for_copies(&self, allocation: &Allocation, head_bytes: u64, tail_bytes: u64) -> BufferGrant {
         let size = |bytes: u64| BufferGrant::size_of(usize::try_from(bytes).unwrap_or(usize::MAX));
         let copied = |fill, bytes: u64| if fill == Fill::Copy && bytes > 0 { size(bytes) } else { 0 };
@@ -266,9 +266,9 @@ impl Shared {
         counts_as(Part::Queue, pin!(self.chain.buffers().grant(BufferUse::Copy, bytes))).await
     }
 
-    /// The common case of a small write above data: what a whole allocation is to hold, from one read of the one place
-    /// where all of it lies now, with the write laid over it. `None` where it is not so simple, or where the read fails:
-    /// what lies under the write may be why, and is not needed.
+    /// Handles the common case of a small write above data. Reads the whole range of the allocation from the one place
+    /// where it lies, and lays the write over it. `None` if it lies in several places, or if the read fails: the
+    /// failure may lie under the write, where no data are needed.
     async fn laid_over(
         &self,
         allocation: &Allocation,
@@ -292,8 +292,8 @@ impl Shared {
         (copied == data.length_bytes()).then_some(whole)
     }
 
-    /// The bytes that go around a write into new clusters, each part given by its offset and length: as parts to gather,
-    /// `None` where nothing has to be written.
+    /// Returns the parts that go before and behind a write into new clusters, each given by its offset and length. The
+    /// result is parts to gather, or `None` if nothing has to be written.
     async fn surroundings(
         &self,
         allocation: &Allocation,
@@ -305,8 +305,8 @@ impl Shared {
         let head_fill = self.without_zeros(allocation.head, zeroed, head).await?;
         let tail_fill = self.without_zeros(allocation.tail, zeroed, tail).await?;
         let copies = |fill, (_, length): (u64, u64)| fill == Fill::Copy && length > 0;
-        // Both sides of a small write, from one read that takes what lies between along.
-        // Where that fails, what lies between may be why, and is not needed.
+        // Both sides of a small write come from one read, which also covers what lies between. If it fails, the failure
+        // may lie between, where no data are needed.
         if copies(head_fill, head)
             && copies(tail_fill, tail)
             && length_bytes <= READ_THROUGH_BYTES
@@ -321,7 +321,7 @@ impl Shared {
         Ok([head, self.filling(tail_fill, tail.0, tail.1, grant).await?])
     }
 
-    /// What is to be copied and reads as zeros needs no read, and in space that does so too no write.
+    /// Avoids the read if what is to be copied reads as zeros, and the write too if the new space reads as zeros.
     async fn without_zeros(&self, fill: Fill, zeroed: bool, (at, length_bytes): (u64, u64)) -> IoResult<Fill> {
         if fill != Fill::Copy || length_bytes == 0 {
             return Ok(fill);
@@ -339,7 +339,7 @@ impl Shared {
         Ok(if zeroed { Fill::None } else { Fill::Zero })
     }
 
-    /// One such part.
+    /// Returns one part of the surroundings.
     async fn filling(
         &self,
         fill: Fill,
@@ -364,7 +364,7 @@ impl Shared {
         }
     }
 
-    /// Makes the guest's data durable, but not what tables in memory have for the file.
+    /// Makes the guest's data durable, but not tables that are still in memory.
     async fn flush_data(&self) -> IoResult {
         let file = self.files.first().ok_or(IoError::EIO)?;
         counts_as(Part::Flush, pin!(file.start(FileOp::Flush))).await
@@ -409,7 +409,7 @@ impl Shared {
     }
 }
 
-/// What is to be written for `data` in new space where nothing is copied, and where.
+/// Returns the bytes to write for `data` in new space without copies, and their offset in the file.
 fn between_zeros(allocation: &Allocation, head_bytes: u64, data: Window, tail_bytes: u64) -> (u64, Window) {
     let side = |fill, bytes: u64| {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
@@ -420,7 +420,7 @@ fn between_zeros(allocation: &Allocation, head_bytes: u64, data: Window, tail_by
     (allocation.file_offset.saturating_add(skip), joined(head, data, tail))
 }
 
-/// A write and what surrounds it, as one.
+/// Joins a write and its surroundings into one window.
 fn joined(head: Option<Vec<Window>>, data: Window, tail: Option<Vec<Window>>) -> Window {
     match (head, tail) {
         (None, None) => data,
@@ -431,7 +431,7 @@ fn joined(head: Option<Vec<Window>>, data: Window, tail: Option<Vec<Window>>) ->
     }
 }
 
-/// Zeroes `data`, letting other work of the reactor come between.
+/// Zeroes `data` in steps, so that other work of the reactor comes between.
 async fn fill_in_steps(data: &Window) {
     for (done, length) in steps(data.length_bytes()) {
         data.slice(done, length).fill(0);
@@ -439,7 +439,7 @@ async fn fill_in_steps(data: &Window) {
     }
 }
 
-/// Fills `data` with as many bytes, in the same way.
+/// Copies `bytes` to `data` in the same way.
 async fn copy_in_steps(data: &Window, bytes: &[u8]) {
     for (done, length) in steps(data.length_bytes()) {
         let part = bytes.get(done..done.saturating_add(length)).unwrap_or_default();
@@ -448,7 +448,7 @@ async fn copy_in_steps(data: &Window, bytes: &[u8]) {
     }
 }
 
-/// The steps in which so many bytes are moved: where each begins, and its length.
+/// Returns the steps in which so many bytes are moved: the start and length of each.
 fn steps(length_bytes: usize) -> impl Iterator<Item = (usize, usize)> {
     let begins = (0..length_bytes).step_by(turn::STEP_BYTES);
     begins.map(move |done| (done, length_bytes.saturating_sub(done).min(turn::STEP_BYTES)))
@@ -458,7 +458,7 @@ thread_local! {
     static ZEROS: IoBuf = IoBuf::zeroed(ZERO_CHUNK_BYTES);
 }
 
-/// `length` zero bytes, as windows over one chunk that all requests of the thread share.
+/// Returns `length` zero bytes, as windows over one chunk that all requests of the thread share.
 fn zeros(length: usize) -> Vec<Window> {
     let chunk = ZEROS.try_with(IoBuf::clone).unwrap_or_else(|_| IoBuf::zeroed(ZERO_CHUNK_BYTES)).whole();
     let mut parts = Vec::with_capacity(length.div_ceil(ZERO_CHUNK_BYTES));

@@ -1,4 +1,4 @@
-//! How the memory for tables is divided over a chain, and what the caches did.
+//! Divides the memory for tables over a chain, and counts what the caches did.
 //!
 //! An image has one budget (`l2-cache-size`). By default it covers the tables of the whole chain, up to a limit. If it
 //! does not suffice, the layers below the top one get an eighth: their tables are read to fill the merged map. The top
@@ -14,23 +14,23 @@ use std::sync::Arc;
 
 /// The default: QEMU's limit on Linux.
 const DEFAULT_LIMIT_BYTES: u64 = 32 << 20;
-/// What each layer has at least: two slices.
+/// The least bytes of each layer: two slices.
 const LEAST_BYTES: u64 = 8 << 10;
-/// If so many layers with tables lie below the top one, their answers are merged.
+/// If at least so many layers with tables lie below the top one, their answers are merged.
 const MERGED_LAYERS_MIN: usize = 2;
 
-/// What the tables of an open image in memory are and did.
+/// The state and counters of an image's tables in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct TableCacheStats {
     /// Lookups of requests that tables in memory answered.
     pub hits: u64,
-    /// Parts of tables that had to be read for a lookup.
+    /// Slices of tables that had to be read for a lookup.
     pub misses: u64,
-    /// Parts that made room for others.
+    /// Slices that made room for others.
     pub evictions: u64,
     /// Bytes in memory.
     pub used_bytes: u64,
-    /// The limit: the budget, or what the image needs.
+    /// The limit in bytes: the budget, or less if the image needs less.
     pub limit_bytes: u64,
 }
 
@@ -43,7 +43,7 @@ pub(crate) struct Hits {
 impl Hits {
     pub(crate) fn join(&self) -> Arc<AtomicU64> {
         let mut queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner);
-        // The counts of queues that are gone are kept in one place.
+        // One entry holds the sum of the queues that are gone.
         let gone: u64 = queues.extract_if(.., |count| Arc::strong_count(count) == 1).map(|count| total(&count)).sum();
         let mine = Arc::new(AtomicU64::new(0));
         queues.push(Arc::clone(&mine));
@@ -62,7 +62,7 @@ fn total(count: &AtomicU64) -> u64 {
     count.load(Ordering::Relaxed)
 }
 
-/// What each part wants, and later what it gets.
+/// The bytes that each part wants, and later those it gets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Shares {
     top: u64,
@@ -91,7 +91,7 @@ impl Shares {
     }
 }
 
-/// Divides the memory for tables over these layers. Also gives the granule of the merged map, if there is one.
+/// Divides the memory for tables over these layers. Also returns the granule of the merged map, if there is one.
 fn divide(layers: &[&Layer], budget: Option<u64>) -> (Shares, Option<u32>) {
     let size_bytes = layers.first().map_or(0, |top| top.size_bytes);
     let lower = layers.get(1..).unwrap_or_default();
@@ -114,14 +114,14 @@ pub(crate) fn share_out(layers: &mut [Layer], budget: Option<u64>) {
     }
 }
 
-/// The share of a layer that is put on top of others. The others keep what they have.
+/// Sets the share of a layer that is put on top of others. The others keep theirs.
 pub(crate) fn share_of_top(top: &mut Layer, below: &[Arc<Layer>], budget: Option<u64>) {
     let layers: Vec<&Layer> = std::iter::once(&*top).chain(below.iter().map(|layer| &**layer)).collect();
     let (shares, _) = divide(&layers, budget);
     top.mapping.set_cache_bytes(shares.top);
 }
 
-/// The merged map of a chain, if it has one.
+/// Makes the merged map of a chain, if it is to have one.
 pub(crate) fn lower_map(layers: &[Arc<Layer>], budget: Option<u64>) -> Option<LowerMap> {
     let (shares, bits) = divide(&layers.iter().map(|layer| &**layer).collect::<Vec<_>>(), budget);
     let size_bytes = layers.first().map_or(0, |top| top.size_bytes);

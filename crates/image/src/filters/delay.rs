@@ -1,5 +1,5 @@
-//! A filter that makes a disk slow: each request waits before it begins, for a fixed time and for its turn on a link of
-//! limited bandwidth. It stands for storage that is far away, in tests and measurements.
+//! A filter that makes a disk slow. Each request waits before it begins: for its turn on a link of limited bandwidth,
+//! and for a fixed time. The filter stands for distant storage in tests and measurements.
 
 use crate::filters::Filter;
 use block::{Completion, DiskQueue, Op, Parts, ReactorCtx, Result, Tag, Timer};
@@ -9,28 +9,28 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// Requests for which a queue has room from the beginning.
+/// Requests for which a new queue has room.
 const ROOM: usize = 256;
 
-/// How slow a disk is to be.
+/// How a disk is slowed down.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct DelayOptions {
-    /// Each request begins so much later. Requests wait side by side.
+    /// The delay before each request begins. Requests wait at the same time.
     pub delay: Duration,
-    /// The data of reads and writes pass one after the other at so many bytes a second, those of all queues together;
-    /// `None` for no limit. The delay comes on top.
+    /// The bandwidth of the link, which all queues share: the data of reads and writes pass one after the other. `None`
+    /// for no limit. The delay comes on top.
     pub bytes_per_second: Option<u64>,
 }
 
 impl DelayOptions {
-    /// A delay alone.
+    /// Returns options with a delay and no other limit.
     #[must_use]
     pub fn of(delay: Duration) -> Self {
         Self { delay, ..Self::default() }
     }
 
-    /// Changes some of them: `DelayOptions::default().with(|options| ...)`.
+    /// Changes some of the options: `DelayOptions::default().with(|options| ...)`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
@@ -38,7 +38,7 @@ impl DelayOptions {
     }
 }
 
-/// See the module.
+/// The filter. See the module's documentation.
 #[derive(Debug)]
 pub struct Delay {
     delay: Duration,
@@ -46,7 +46,7 @@ pub struct Delay {
 }
 
 impl Delay {
-    /// A filter that makes a disk so slow.
+    /// Makes a filter with these options.
     #[must_use]
     pub fn new(options: DelayOptions) -> Self {
         let link = options.bytes_per_second.map(|rate| Arc::new(Link { rate: rate.max(1), ..Link::default() }));
@@ -61,18 +61,18 @@ impl Filter for Delay {
     }
 }
 
-/// What all queues share: a link that carries one transfer after the other.
+/// A link that all queues share. It carries one transfer after the other.
 #[derive(Debug, Default)]
 struct Link {
     /// Bytes a second.
     rate: u64,
-    /// From when `free_at_ns` counts.
+    /// The time from which `free_at_ns` counts.
     start: OnceLock<Instant>,
     free_at_ns: AtomicU64,
 }
 
 impl Link {
-    /// When `length_bytes` that are sent now have passed.
+    /// Returns when the last of `length_bytes`, sent now, has passed.
     fn carry(&self, now: Instant, length_bytes: u64) -> Instant {
         let start = *self.start.get_or_init(|| now);
         let now_ns = u64::try_from(now.saturating_duration_since(start).as_nanos()).unwrap_or(u64::MAX);
@@ -95,9 +95,9 @@ struct DelayQueue {
     below: Box<dyn DiskQueue>,
     delay: Duration,
     link: Option<Arc<Link>>,
-    /// The first to begin comes first: the delay is the same for all, and the link keeps the order.
+    /// In the order in which they begin: the delay is the same for all, and the link keeps the order.
     waiting: VecDeque<Late>,
-    /// Set for the first of them.
+    /// Set for the first request that waits.
     timer: Timer,
 }
 
@@ -108,7 +108,7 @@ impl DelayQueue {
             Some(link) => link.carry(now, payload_bytes(op)),
             None => now,
         };
-        // What is later than any time that there is never comes in any case.
+        // A time too large to represent never comes, so any far time will do.
         let far = || now.checked_add(Duration::from_secs(u64::from(u32::MAX))).unwrap_or(now);
         begins.checked_add(self.delay).unwrap_or_else(far)
     }

@@ -1,4 +1,4 @@
-//! A filter that fails chosen requests, and leaves all others alone: for testing what guests and monitors do when storage
+//! A filter that fails chosen requests and passes all others on. It tests what guests and monitors do when storage
 //! fails. A request that fails does not reach the disk below.
 
 use crate::filters::Filter;
@@ -24,7 +24,7 @@ pub enum RequestKind {
 }
 
 impl RequestKind {
-    /// All kinds and their names.
+    /// All kinds with their names.
     pub const NAMES: [(&'static str, Self); 5] = [
         ("read", Self::Read),
         ("write", Self::Write),
@@ -33,7 +33,7 @@ impl RequestKind {
         ("write-zeroes", Self::WriteZeroes),
     ];
 
-    /// The kind of `op`.
+    /// Returns the kind of `op`.
     #[must_use]
     pub fn of(op: &Op) -> Self {
         match op {
@@ -46,28 +46,28 @@ impl RequestKind {
     }
 }
 
-/// Which requests are to fail. Those that match are counted over all queues of the disk, in the order of their submission:
-/// the first `after` of them pass, of the others every `every`th fails, until `count` have failed.
+/// Which requests fail. Matching requests are counted over all queues of the disk, in the order of their submission.
+/// The first `after` of them pass. Of the others, every `every`th fails, until `count` have failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ErrorOptions {
     /// The kinds that match.
     pub kinds: Vec<RequestKind>,
-    /// Requests that touch these bytes of the disk match. A flush has no place: it matches where the range is the whole
+    /// Requests that touch these bytes of the disk match. A flush has no range: it matches only if this is the whole
     /// disk, `0..u64::MAX`.
     pub range: Range<u64>,
-    /// How many that match pass first.
+    /// How many matching requests pass first.
     pub after: u64,
-    /// Of so many that match then, the last fails; at least 1.
+    /// The last of each group of so many matching requests fails; at least 1.
     pub every: u64,
-    /// How many fail at most.
+    /// How many requests fail at most.
     pub count: u64,
-    /// What they fail with.
+    /// The error of requests that fail.
     pub error: IoError,
 }
 
 impl ErrorOptions {
-    /// Changes some of them: `ErrorOptions::default().with(|options| ...)`.
+    /// Changes some of the options: `ErrorOptions::default().with(|options| ...)`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
@@ -76,18 +76,18 @@ impl ErrorOptions {
 }
 
 impl Default for ErrorOptions {
-    /// Everything fails, with an I/O error.
+    /// Makes options with which all requests fail with an I/O error.
     fn default() -> Self {
         let kinds = RequestKind::NAMES.map(|(_, kind)| kind).to_vec();
         Self { kinds, range: 0..u64::MAX, after: 0, every: 1, count: u64::MAX, error: IoError::EIO }
     }
 }
 
-/// See the module.
+/// The filter. See the module's documentation.
 #[derive(Debug)]
 pub struct Errors(Arc<Rule>);
 
-/// What all queues share.
+/// The rule that all queues share.
 #[derive(Debug)]
 struct Rule {
     options: ErrorOptions,
@@ -95,7 +95,7 @@ struct Rule {
 }
 
 impl Errors {
-    /// A filter that fails such requests.
+    /// Makes a filter that fails the requests that match.
     #[must_use]
     pub fn new(options: ErrorOptions) -> Self {
         Self(Arc::new(Rule { options, matched: AtomicU64::new(0) }))
@@ -109,7 +109,7 @@ impl Filter for Errors {
 }
 
 impl Rule {
-    /// Whether this request is to fail; counts it if it matches.
+    /// Counts the request if it matches. Returns whether it has to fail.
     fn hits(&self, op: &Op) -> bool {
         let ErrorOptions { after, every, count, .. } = self.options;
         if !self.matches(op) {

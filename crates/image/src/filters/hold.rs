@@ -1,8 +1,8 @@
-//! A filter that holds requests which the storage fails: the guest waits instead of seeing an error, until somebody who has
-//! repaired the storage lets them be tried again.
+//! A filter that holds requests which the storage fails. The guest waits instead of seeing an error, until somebody has
+//! repaired the storage and lets the requests be tried again.
 //!
-//! Each request in flight is kept, so that it can be submitted again. A failed flush is always reported, and so is a write
-//! with a flush before it: the kernel tells of lost data once, and a second flush would claim that all is well.
+//! Each request in flight is kept, so that it can be submitted again. A failed flush is always reported, and so is a
+//! write with a flush before it. The kernel reports lost data once: a second flush would succeed without them.
 
 use crate::filters::Filter;
 use block::{Completion, DiskQueue, IoError, IoErrorKind, Op, OpFlags, Parts, ReactorCtx, Result, Tag, Timer};
@@ -12,11 +12,11 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// Requests for which a queue has room from the beginning.
+/// Requests for which a new queue has room.
 const ROOM: usize = 256;
-/// Times that are kept until somebody asks for them.
+/// The most timings that are kept until somebody takes them.
 const TIMINGS_MAX: usize = 2048;
-/// A queue that holds requests looks so often whether it may try again.
+/// How often a queue that holds requests checks whether to try again.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
 /// What happens when the storage fails a request.
@@ -30,33 +30,33 @@ pub enum ErrorPolicy {
 }
 
 impl ErrorPolicy {
-    /// All of them and their names.
+    /// All policies with their names.
     pub const NAMES: [(&'static str, Self); 2] = [("report", Self::Report), ("hold", Self::Hold)];
 }
 
-/// Requests that wait because the storage failed them.
+/// The requests that a disk holds because the storage failed them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HeldRequests {
-    /// How many.
+    /// How many there are.
     pub requests: usize,
-    /// The error of the last of them.
+    /// The error of the request that failed last.
     pub error: IoError,
 }
 
 /// Called when a disk begins to hold requests, on a reactor's thread: it must not wait.
 pub type HoldListener = Box<dyn Fn(IoError) + Send + Sync>;
 
-/// What queues of a disk share, and whoever manages it.
+/// The state that a disk's queues share with whoever manages the disk.
 #[derive(Default)]
 pub struct HoldControl {
     holds_errors: AtomicBool,
     holds_no_space: AtomicBool,
     held: AtomicUsize,
     errno: AtomicI32,
-    /// Rises with each call to try again.
+    /// Rises with each call of [`HoldControl::try_again`].
     round: AtomicU64,
-    /// How many want requests to end with their errors, because the disk or an export goes.
+    /// How many callers want requests to end with their errors, because the disk or an export is removed.
     ending: AtomicUsize,
     listener: OnceLock<HoldListener>,
 }
@@ -68,7 +68,7 @@ impl fmt::Debug for HoldControl {
 }
 
 impl HoldControl {
-    /// What it does with errors, and with the error that says that there is no space.
+    /// Sets the policies for I/O errors and for lack of space; `None` keeps the present one.
     pub fn set_policies(&self, on_error: Option<ErrorPolicy>, on_no_space: Option<ErrorPolicy>) {
         for (policy, flag) in [(on_error, &self.holds_errors), (on_no_space, &self.holds_no_space)] {
             if let Some(policy) = policy {
@@ -77,13 +77,13 @@ impl HoldControl {
         }
     }
 
-    /// Who is told when it begins to hold requests. The first call counts.
+    /// Sets whom the disk tells when it begins to hold requests. Only the first call counts.
     pub fn listen(&self, listener: HoldListener) {
-        // A second listener has no use.
+        // There is a listener already; this one is dropped.
         let _ = self.listener.set(listener);
     }
 
-    /// What waits, if anything does.
+    /// Returns what is held, if anything is.
     #[must_use]
     pub fn held(&self) -> Option<HeldRequests> {
         let requests = self.held.load(Ordering::Relaxed);
@@ -91,12 +91,12 @@ impl HoldControl {
         (requests > 0).then_some(HeldRequests { requests, error })
     }
 
-    /// Has all that waits tried again. What fails again waits again.
+    /// Submits all held requests again. Requests that fail again are held again.
     pub fn try_again(&self) {
         self.round.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// From here on until the result is dropped, nothing is held: what waits ends with its error.
+    /// Ends held requests with their errors, and holds no others until the result is dropped.
     #[must_use]
     pub fn give_up(self: &Arc<Self>) -> GivingUp {
         self.ending.fetch_add(1, Ordering::Relaxed);
@@ -107,7 +107,7 @@ impl HoldControl {
         let policy = match error.kind() {
             IoErrorKind::NoSpace => &self.holds_no_space,
             IoErrorKind::Io => &self.holds_errors,
-            // The request itself is wrong, or the image is: no second try can help.
+            // The request or the image is wrong: another try cannot help.
             _ => return false,
         };
         let has_flush = matches!(op, Op::Flush) || op.flags().contains(OpFlags::PREFLUSH);
@@ -128,7 +128,7 @@ impl HoldControl {
     }
 }
 
-/// See [`HoldControl::give_up`].
+/// Keeps requests from being held until dropped. See [`HoldControl::give_up`].
 #[derive(Debug)]
 pub struct GivingUp(Arc<HoldControl>);
 
@@ -138,12 +138,12 @@ impl Drop for GivingUp {
     }
 }
 
-/// See the module.
+/// The filter. See the module's documentation.
 #[derive(Debug)]
 pub struct Hold(Arc<HoldControl>);
 
 impl Hold {
-    /// A filter that does what `control` says.
+    /// Makes a filter that obeys `control`.
     #[must_use]
     pub fn new(control: Arc<HoldControl>) -> Self {
         Self(control)
@@ -178,21 +178,21 @@ struct Held {
 struct HoldQueue {
     below: Box<dyn DiskQueue>,
     control: Arc<HoldControl>,
-    /// The requests in flight. Below, a request's tag is its place here.
+    /// The requests in flight. A request's index here is its tag below.
     slots: Vec<Option<Kept>>,
     free: Vec<usize>,
-    /// Those that wait, in the order in which they failed.
+    /// The held requests, in the order in which they failed.
     held: Vec<Held>,
-    /// What the queue below has said of them, by the tags that came from above.
+    /// The timings from the queue below, with the tags from above.
     timings: Vec<(Tag, Parts)>,
-    /// The round in which they were tried last.
+    /// The round in which held requests were last tried.
     round: u64,
-    /// Set while any waits.
+    /// Set while any request is held.
     timer: Timer,
 }
 
 impl HoldQueue {
-    /// Takes a request out: whoever sees its end sees nobody else with its memory.
+    /// Takes a request out and drops it first: once its end is seen, nobody else has its memory.
     fn end(&mut self, slot: usize, result: block::IoResult) -> Option<Completion> {
         let Kept { tag, op } = self.slots.get_mut(slot)?.take()?;
         drop(op);
@@ -200,7 +200,8 @@ impl HoldQueue {
         Some(Completion { tag, result })
     }
 
-    /// Below, the tags are of this queue's slots, which are free for others as soon as their requests have ended.
+    /// Takes the timings below and replaces their tags, which are indices of slots. A slot is free for another request
+    /// as soon as its own has ended.
     fn note_timings(&mut self) {
         let known = self.timings.len();
         if known >= TIMINGS_MAX {
@@ -220,7 +221,7 @@ impl HoldQueue {
         self.control.holds(op, error).then_some(Held { slot, error })
     }
 
-    /// Tries again what waits, or gives it up, if somebody said so.
+    /// Submits the held requests again, or ends them, if somebody asked for it.
     fn look_after_held(&mut self, done: &mut Vec<Completion>) {
         if self.control.ending.load(Ordering::Relaxed) > 0 {
             self.control.end_to_hold(self.held.len());
@@ -273,7 +274,7 @@ impl DiskQueue for HoldQueue {
             let Some(completion) = done.get(index).copied() else { break };
             if let Some(held) = self.is_held(&completion) {
                 if self.held.is_empty() {
-                    // What was said before concerns earlier failures.
+                    // Earlier calls to try again concern earlier failures.
                     self.round = self.control.round.load(Ordering::Relaxed);
                     let now = self.timer.now();
                     self.timer.set(now.checked_add(LOOK_AGAIN).unwrap_or(now));

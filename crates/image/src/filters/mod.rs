@@ -1,7 +1,7 @@
-//! Filters: disks over disks, each with one thing that it does to requests. They can be stacked in any order.
+//! Filters: disks over disks, each of which does one thing to requests. They can be stacked in any order.
 //!
-//! A filter says what its queue does and, where it changes that, what the disk looks like from above ([`Filter`]).
-//! [`FilterDisk`] makes a disk of the two and passes all else through.
+//! A [`Filter`] opens a queue over the queue below and can change the disk's properties. [`FilterDisk`] makes a disk of
+//! a filter and a disk, and passes everything else through.
 
 pub(crate) mod delay;
 pub(crate) mod error;
@@ -14,12 +14,12 @@ use std::fmt;
 use std::rc::Rc;
 use std::sync::{Arc, Weak};
 
-/// What a filter does.
+/// What a filter does to a disk.
 pub trait Filter: fmt::Debug + Send + Sync + 'static {
-    /// A queue over a queue of the disk below, on the reactor's thread.
+    /// Opens a queue over a queue of the disk below, on the reactor's thread.
     fn open_queue(&self, below: Box<dyn DiskQueue>, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>>;
 
-    /// How the disk looks from above.
+    /// Returns the disk's properties as seen from above.
     fn info(&self, below: DiskInfo) -> DiskInfo {
         below
     }
@@ -32,7 +32,7 @@ pub struct FilterDisk<F> {
     relay: Arc<Relay<F>>,
 }
 
-/// Hears of changes below, and tells of what they look like from above.
+/// Hears of changes below and tells the listeners above, through the filter.
 struct Relay<F> {
     filter: Arc<F>,
     listeners: Listeners,
@@ -45,7 +45,7 @@ impl<F: Filter> DiskListener for Relay<F> {
 }
 
 impl<F: Filter> FilterDisk<F> {
-    /// `below`, seen through `filter`.
+    /// Makes a disk that shows `below` through `filter`.
     #[must_use]
     pub fn new(below: Arc<dyn Disk>, filter: F) -> Self {
         let filter = Arc::new(filter);

@@ -1,4 +1,4 @@
-//! Changes to an image that nobody uses: snapshots, another size, other options.
+//! Changes of an image that nobody uses: snapshots, size, options.
 
 use super::formats;
 use crate::chain::image::Image;
@@ -9,7 +9,7 @@ use format_qcow2::{AmendOptions, Bitmap, BitmapBits, GrowBy, NewSnapshot, Snapsh
 
 pub use format_qcow2::EditWatch;
 
-/// What to do to an image.
+/// A change of an image's snapshots.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Edit {
     /// Take an internal snapshot.
@@ -20,27 +20,27 @@ pub enum Edit {
     DeleteSnapshot(SnapshotName),
 }
 
-/// Other options for an image that exists; what is `None` stays.
+/// New options for an existing image; `None` keeps the present one.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Amend {
     /// 2 (compat=0.10) or 3 (compat=1.1).
     pub version: Option<u32>,
-    /// 1, 2, 4 ... 64.
+    /// A power of two, from 1 to 64.
     pub refcount_bits: Option<u32>,
-    /// Allows writers to postpone refcounts.
+    /// Whether writers may postpone refcounts.
     pub lazy_refcounts: Option<bool>,
-    /// Another size; a smaller one cuts data off.
+    /// New size; a smaller one cuts data off.
     pub size_bytes: Option<u64>,
-    /// Another name of the external data file.
+    /// New name of the external data file.
     pub data_file: Option<String>,
     /// Whether the external data file can be read as a raw image: only `false` makes a difference.
     pub data_file_raw: Option<bool>,
 }
 
 impl Image {
-    /// Changes the size of an image that was opened for writing and that no queue uses; blocks. What is added reads as
-    /// zeros. The image is closed: what is in memory is out of date afterwards.
+    /// Changes the size of an image that was opened for writing and that no queue uses. Blocks. Added space reads as
+    /// zeros. Afterwards the image is closed, because what it had in memory is out of date.
     pub fn resize(self, size_bytes: u64, shrink: bool, preallocation: GrowBy, watch: &mut EditWatch<'_>) -> Result<()> {
         let chain = self.chain();
         let top = top_of(&chain)?;
@@ -48,7 +48,7 @@ impl Image {
         block_on(top.resize_closed(&options, watch))
     }
 
-    /// As [`Image::resize`], to a larger size; but what the layer below holds there shows in what is added.
+    /// As [`Image::resize`], to a larger size, but data of the layer below show in the added space.
     pub fn resize_showing_below(self, size_bytes: u64, watch: &mut EditWatch<'_>) -> Result<()> {
         let chain = self.chain();
         let top = top_of(&chain)?;
@@ -57,7 +57,8 @@ impl Image {
         block_on(top.resize_closed(&options, watch))
     }
 
-    /// Changes options of an image that was opened for writing and that no queue uses; blocks. The image is closed.
+    /// Changes options of an image that was opened for writing and that no queue uses. Blocks. Afterwards the image is
+    /// closed.
     pub fn amend(self, amend: &Amend, watch: &mut EditWatch<'_>) -> Result<()> {
         let chain = self.chain();
         let top = top_of(&chain)?;
@@ -80,14 +81,14 @@ impl Image {
         ))
     }
 
-    /// The bitmaps of the top layer, as they are in its file.
+    /// Reads the bitmaps of the top layer from its file.
     pub fn bitmaps(&self) -> Result<Vec<Bitmap>> {
         let chain = self.chain();
         let top = top_of(&chain)?;
         formats::bitmaps(&top.file, top.format())
     }
 
-    /// The bits of one bitmap of the top layer.
+    /// Reads the bits of one bitmap of the top layer.
     pub fn read_bitmap(&self, bitmap: &str) -> Result<BitmapBits> {
         let chain = self.chain();
         let top = top_of(&chain)?;

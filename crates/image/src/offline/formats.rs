@@ -1,7 +1,8 @@
-//! All that depends on the format of an image that nobody uses: how it is made, checked and changed, and how large it gets.
+//! Everything that depends on the format of an image that nobody uses: how it is made, checked and changed, and its
+//! size.
 //!
-//! For open layers that is `chain/mapping.rs`. Nothing else in this crate asks for a format. A format that is added gets an
-//! arm in the methods below; its own crate does the work.
+//! For open layers, `chain/mapping.rs` does the same. Nothing else in this crate asks for a format. A new format gets
+//! an arm in the methods below; its own crate does the work.
 
 use super::edit::Edit;
 use crate::chain::mapping::raw_space;
@@ -14,14 +15,14 @@ use format_qcow2::{
 use std::fmt::Display;
 use std::sync::Arc;
 
-/// What to make.
+/// The image to make.
 #[derive(Debug, Clone)]
 pub enum CreateOptions {
     /// A raw image; see also [`CreateOptions::raw`].
     Raw {
-        /// Bytes, rounded up to whole sectors.
+        /// Size in bytes, rounded up to whole sectors.
         size_bytes: u64,
-        /// What becomes of the space: it has no tables.
+        /// How the space is allocated. A raw image has no tables.
         space: GrowBy,
     },
     /// A qcow2 image.
@@ -29,13 +30,13 @@ pub enum CreateOptions {
 }
 
 impl CreateOptions {
-    /// A raw image of this size, all of it a hole.
+    /// Makes options for a raw image of this size, all of it a hole.
     #[must_use]
     pub fn raw(size_bytes: u64) -> Self {
         Self::Raw { size_bytes, space: GrowBy::Nothing }
     }
 
-    /// The format that these options make.
+    /// Returns the format that these options make.
     #[must_use]
     pub fn format(&self) -> Format {
         match self {
@@ -44,7 +45,7 @@ impl CreateOptions {
         }
     }
 
-    /// Whether these options are valid and go together: to be asked before a file is emptied for them.
+    /// Checks that these options are valid and go together. Ask before a file is emptied for them.
     pub fn validate(&self) -> Result<()> {
         match self {
             Self::Raw { space, .. } => raw_space(*space).map(drop),
@@ -52,8 +53,8 @@ impl CreateOptions {
         }
     }
 
-    /// The unit in which data are counted to [`CreateOptions::measure`] such an image; `None` if its size does not depend
-    /// on how much data there are.
+    /// Returns the unit in which data are counted to [`CreateOptions::measure`] such an image; `None` if its size does
+    /// not depend on the amount of data.
     #[must_use]
     pub fn measured_unit_bytes(&self) -> Option<u64> {
         match self {
@@ -62,7 +63,8 @@ impl CreateOptions {
         }
     }
 
-    /// How large the file becomes with so many bytes in units that hold data. Checks only those options that change it.
+    /// Returns the file's size with so many bytes in units that hold data. Checks only the options that change the
+    /// size.
     pub fn measure(&self, needed_bytes: u64) -> Result<Measure> {
         match self {
             Self::Raw { size_bytes, .. } => {
@@ -72,7 +74,7 @@ impl CreateOptions {
         }
     }
 
-    /// What copies of these bitmaps would take; `None` if such an image keeps none.
+    /// Returns the size of copies of these bitmaps; `None` if such an image keeps none.
     #[must_use]
     pub fn measure_bitmaps(&self, bitmaps: &[Bitmap]) -> Option<u64> {
         match self {
@@ -82,17 +84,18 @@ impl CreateOptions {
     }
 }
 
-/// Makes an image in a file that exists and is empty; durable when this returns.
+/// Makes an image in an empty file. The image is durable when this returns.
 pub fn create(file: &Arc<dyn File>, options: &CreateOptions) -> Result<()> {
     create_with_data(file, None, options)
 }
 
-/// As [`create`], with the external data file that the options name, which exists and is empty.
+/// As [`create`], with the external data file that the options name. That file exists and is empty.
 pub fn create_with_data(file: &Arc<dyn File>, data: Option<&Arc<dyn File>>, options: &CreateOptions) -> Result<()> {
     create_watched(file, data, options, &mut |_, _| true)
 }
 
-/// As [`create_with_data`]; what is preallocated, `watch` is told of. Given up, it leaves half an image.
+/// As [`create_with_data`], and tells `watch` of the progress of preallocation. If given up, it leaves an incomplete
+/// image.
 pub fn create_watched(
     file: &Arc<dyn File>,
     data: Option<&Arc<dyn File>>,
@@ -121,16 +124,16 @@ pub fn create_watched(
     }
 }
 
-/// What formats can do.
+/// Abilities of formats.
 impl Format {
-    /// The format of layers that are put on running disks.
+    /// The format of overlays that are put on running disks.
     pub(crate) const OF_OVERLAYS: Self = Self::Qcow2;
 
-    /// Whether an image can have a backing file, and so be an overlay.
+    /// Whether an image of this format can get a backing file, and so become an overlay.
     #[must_use]
     pub fn can_have_backing(self) -> bool {
         match self {
-            // A scratch overlay has one from the beginning, and no other.
+            // A scratch overlay has its backing file from the beginning, and cannot get another.
             Self::Raw | Self::Scratch => false,
             Self::Qcow2 => true,
         }
@@ -145,7 +148,7 @@ impl Format {
         }
     }
 
-    /// Whether images keep dirty bitmaps.
+    /// Whether images can keep dirty bitmaps.
     #[must_use]
     pub fn has_bitmaps(self) -> bool {
         match self {
@@ -163,9 +166,9 @@ fn refused<T>(name: impl Display, what: &str) -> Result<T> {
     Err(Error::new(ErrorKind::Unsupported, format!("'{name}': {what}")))
 }
 
-/// Checks one file, which messages call `name` and which was opened for reading, or for writing where it is to be repaired; blocks. Formats without tables
-/// are Unsupported; an image that cannot be read, because it is encrypted for instance, is a BadImage. Opens nothing but
-/// the named file.
+/// Checks one file, which messages call `name`. It is open for reading, or for writing if it is to be repaired. Blocks.
+/// Formats without tables give Unsupported. An image that cannot be read, for instance because it is encrypted, gives
+/// BadImage. Opens no other file.
 pub fn check(
     name: &str,
     file: &Arc<dyn File>,
@@ -182,15 +185,15 @@ pub fn check(
         (Format::Qcow2, None) => block_on(format_qcow2::check(&io, length, name, watch)),
         (Format::Qcow2, Some(what)) => block_on(format_qcow2::repair(&io, length, name, what, watch)),
     };
-    // Unsupported is for formats that have nothing to check. This one has, and could not be read.
+    // Unsupported is for formats that have nothing to check. This one has, but could not be read.
     checked.map_err(|error| match error.kind() {
         ErrorKind::Unsupported => Error::new(ErrorKind::BadImage, error.to_string()),
         _ => error,
     })
 }
 
-/// Changes the snapshots of the image in a file that was opened for writing; blocks. A power cut leaves the image before or
-/// the image after.
+/// Changes the snapshots of the image in a file that is open for writing. Blocks. A power cut leaves the image before
+/// or after the change.
 pub fn edit(
     name: &str,
     file: &Arc<dyn File>,
@@ -201,7 +204,8 @@ pub fn edit(
     let (format, _) = format_of(name, file.as_ref(), format)?;
     let (io, file) = (open(file)?, file.as_ref());
     match (format, edit) {
-        (Format::Raw | Format::Scratch, _) => refused(name, "a raw image has no snapshots"),
+        (Format::Raw, _) => refused(name, "a raw image has no snapshots"),
+        (Format::Scratch, _) => refused(name, "a scratch overlay has no snapshots"),
         (Format::Qcow2, Edit::CreateSnapshot(new)) => {
             block_on(format_qcow2::create_snapshot(&io, file, name, new, watch))
         }
@@ -214,8 +218,8 @@ pub fn edit(
     }
 }
 
-/// Refuses an image, opened for writing, whose tables deny data that are there: to write new data to it would destroy them.
-/// Blocks, reads all tables, and repairs an image that was left dirty.
+/// Refuses an image whose tables hide data that are in the file: new writes would destroy these. The image is open for
+/// writing. Blocks, reads all tables, and repairs an image that was left dirty.
 pub fn look_before_writing(file: &Arc<dyn File>, format: Format, watch: &mut EditWatch<'_>) -> Result<()> {
     match format {
         Format::Raw | Format::Scratch => Ok(()),
@@ -228,7 +232,7 @@ pub fn look_before_writing(file: &Arc<dyn File>, format: Format, watch: &mut Edi
 
 const NO_BITMAPS: &str = "Format driver 'raw' does not support bitmaps";
 
-/// The persistent dirty bitmaps of an image; none if its format has none. Opens nothing else.
+/// Reads the persistent dirty bitmaps of an image; none if its format has none. Opens no other file.
 pub fn bitmaps(file: &Arc<dyn File>, format: Format) -> Result<Vec<Bitmap>> {
     match format {
         Format::Raw | Format::Scratch => Ok(Vec::new()),
@@ -236,7 +240,7 @@ pub fn bitmaps(file: &Arc<dyn File>, format: Format) -> Result<Vec<Bitmap>> {
     }
 }
 
-/// The bits of one bitmap.
+/// Reads the bits of one bitmap.
 pub fn read_bitmap(file: &Arc<dyn File>, format: Format, bitmap: &str) -> Result<BitmapBits> {
     let name = &file.info().name;
     match format {
@@ -245,7 +249,7 @@ pub fn read_bitmap(file: &Arc<dyn File>, format: Format, bitmap: &str) -> Result
     }
 }
 
-/// Changes bitmaps of an image that nobody uses, durably: all that was asked for, or nothing.
+/// Changes bitmaps of an image that nobody uses, durably. All changes are made, or none.
 pub fn edit_bitmaps(
     file: &Arc<dyn File>,
     format: Format,
@@ -259,8 +263,8 @@ pub fn edit_bitmaps(
     }
 }
 
-/// Records another backing file (none: `None`) in the header of the image in `file`, durably; opens nothing else. What
-/// the guest sees changes with it unless the caller has seen to that.
+/// Records another backing file, or none, in the header of the image in `file`, durably. Opens no other file. The
+/// guest's data change with it unless the caller prevents that.
 pub fn set_backing(file: &Arc<dyn File>, format: Format, backing: Option<&Backing>) -> Result<()> {
     let name = &file.info().name;
     match format {

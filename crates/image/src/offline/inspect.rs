@@ -1,4 +1,4 @@
-//! What an image says about itself. Opens nothing but the named file.
+//! Describes an image from its own file. Opens no other file.
 
 use crate::file_name::FileName;
 use crate::guess::Format;
@@ -15,27 +15,27 @@ pub struct Description {
     pub format: Format,
     /// Whether the format is only a guess.
     pub guessed: bool,
-    /// What a guest sees.
+    /// Size of the disk that a guest sees.
     pub virtual_size_bytes: u64,
-    /// Name of the backing file as the image has it.
+    /// Name of the backing file, as recorded in the image.
     pub backing_file: Option<String>,
-    /// Name of its format as the image has it: perhaps one that is not served, or that nobody knows.
+    /// Name of the backing file's format, as recorded in the image. It may be one that is not served or not known.
     pub backing_format: Option<String>,
-    /// The header, for qcow2.
+    /// The header of a qcow2 image.
     pub qcow2: Option<format_qcow2::Header>,
-    /// The header, for a scratch overlay.
+    /// The header of a scratch overlay.
     pub scratch: Option<format_scratch::Header>,
-    /// The header of its encryption, where that is LUKS.
+    /// The header of the encryption, if that is LUKS.
     pub luks: Option<format_qcow2::Luks>,
-    /// Its persistent bitmaps; not looked for where it is encrypted.
+    /// Its persistent bitmaps; not read if it is encrypted.
     pub bitmaps: Vec<format_qcow2::Bitmap>,
     /// Its internal snapshots.
     pub snapshots: Vec<format_qcow2::Snapshot>,
-    /// What would serve the file, and why.
+    /// The engine that would serve the file, and why.
     pub engine: String,
 }
 
-/// Looks at one file, which was opened for reading.
+/// Describes the image in one file, which is open for reading.
 pub fn inspect(name: impl Into<FileName>, file: &Arc<dyn File>, format: Option<Format>) -> Result<Description> {
     let name = name.into();
     let (format, guessed) = format_of(&name, file.as_ref(), format)?;
@@ -65,7 +65,7 @@ fn backing_of(header: Option<&Header>) -> (Option<String>, Option<String>) {
     (file, format.flatten())
 }
 
-/// As [`inspect`], also at an image that is encrypted: what it says of itself without its key.
+/// As [`inspect`], but also describes an encrypted image, as far as this works without its key.
 pub fn inspect_encrypted(
     name: impl Into<FileName>,
     file: &Arc<dyn File>,
@@ -77,7 +77,7 @@ pub fn inspect_encrypted(
         return inspect(name, file, format);
     }
     let (io, said) = (MetaIo::new(file.open_blocking()?), name.to_string());
-    // What is wrong with an image that is not encrypted is told by whoever opens it.
+    // If an image that is not encrypted cannot be described, opening it reports why.
     let (header, luks) = match block_on(format_qcow2::describe(&io, &said)) {
         Ok((header, luks)) if header.encryption.is_some() => (header, luks),
         _ => return inspect(name, file, format),

@@ -1,4 +1,4 @@
-//! What is done to images that nobody serves: create, look at, check, edit.
+//! Work on images that nobody serves: create, inspect, check, edit.
 
 pub(crate) mod edit;
 pub(crate) mod formats;

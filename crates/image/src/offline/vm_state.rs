@@ -1,4 +1,4 @@
-//! The state of a machine that an internal snapshot keeps, as QEMU's `savevm` writes it: behind the disk.
+//! Reads the state of a machine from an internal snapshot. It lies behind the disk, as QEMU's `savevm` writes it.
 
 use crate::file_name::FileName;
 use crate::guess::Format;
@@ -9,11 +9,11 @@ use format_qcow2::SnapshotName;
 use memory::AlignedBuf;
 use std::sync::Arc;
 
-/// How much is read at once.
+/// The most bytes that are read at once.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// Gives `each` the machine's state that the snapshot `which` (an id or a name) of a qcow2 image keeps, piece by piece.
-/// Returns its length. Blocks.
+/// Gives `each` the machine's state in the snapshot `which` (an id or a name) of a qcow2 image, piece by piece. Returns
+/// the length of the state. Blocks.
 pub fn read_vm_state(
     name: impl Into<FileName>,
     file: &Arc<dyn File>,
@@ -26,7 +26,7 @@ pub fn read_vm_state(
     let io = layer.open_blocking()?;
     let snapshots = block_on(layer.mapping.snapshots(&io, &name.to_string()))?;
     let length = state.find_in(&snapshots).map_or(0, |snapshot| snapshot.vm_state_bytes);
-    // Each byte of it lies in the file, at a place of its own.
+    // Each byte of the state takes a byte in the file.
     if length > file.length_bytes()? {
         let what = format!(
             "'{name}': the snapshot '{which}' says that it keeps {length} bytes of a machine's state, which is \
@@ -49,14 +49,14 @@ pub fn read_vm_state(
     }
 }
 
-/// The first bytes of a range, at most all.
+/// Reads the first part of a range.
 async fn read(mapping: &crate::chain::mapping::Mapping, io: &MetaIo, offset: u64, length: u64) -> IoResult<AlignedBuf> {
     let mapped = mapping.resolve(io, offset, length).await?;
     let bytes = usize::try_from(mapped.length_bytes.min(length)).map_err(|_| IoError::EIO)?;
     match mapped.extent {
         Extent::Data { offset, .. } => io.read(offset, bytes, PastEnd::Zeros).await,
         Extent::Zero | Extent::Backing => Ok(AlignedBuf::zeroed(bytes)),
-        // Nobody compresses it.
+        // Nobody compresses a machine's state.
         Extent::Compressed(_) => Err(IoError::EIO),
     }
 }

@@ -74,6 +74,7 @@ pub fn compact(image: &Image, watch: &CopyWatch) -> Result<Compacted> {
 #[doc(hidden)]
 pub async fn compact_async(image: &Image, watch: &CopyWatch, nap: impl AsyncFn()) -> Result<Compacted> {
     let _turn = image.board.try_turn()?;
+    watch.check()?;
     let chain = image.chain();
     let (top, qcow2) = check(&chain)?;
     let before_bytes = top.file.length_bytes()?;

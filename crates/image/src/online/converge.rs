@@ -58,9 +58,12 @@ pub(super) async fn converge(
 ) -> Result<()> {
     let mut copying = Copying::new(&chain.layers, next, watch)?;
     let result = converge_by(&mut copying, image, chain, next, what, end, watch, record).await;
-    if result.is_err()
-        && let Err(error) = go_over(&image.board, Chain::new(chain.layers.clone(), &chain.disk)).await
-    {
+    if result.is_ok() {
+        return result;
+    }
+    let went = go_over(&image.board, Chain::new(chain.layers.clone(), &chain.disk)).await;
+    copying.late_calls_end().await;
+    if let Err(error) = went {
         // Guests may still send writes to the other chain.
         image.board.keep(Box::new(copying.into_hold()));
         return Err(error);
@@ -161,7 +164,8 @@ async fn to_both_sides(
     left: Vec<Range<u64>>,
 ) -> Result<(Arc<Chain>, Vec<Range<u64>>)> {
     let noted = image.chain();
-    let both = Chain::on_both_sides(chain.layers.clone(), &chain.disk, next, copying.given_up_by());
+    let (give_up, late) = (copying.given_up_by(), copying.late());
+    let both = Chain::on_both_sides(chain.layers.clone(), &chain.disk, next, give_up, late);
     go_over_to(&image.board, both, next.layers.clone()).await?;
     let noted = noted.log.as_ref().map(|log| log.ranges(chain.size_bytes)).unwrap_or_default();
     Ok((image.chain(), joined([left, noted])))
@@ -236,7 +240,9 @@ async fn switch(
         None => Error::with_source(ErrorKind::Io, "cannot write to it", error),
     };
     both.decide().map_err(failed)?;
+    watch.set_decided(true);
     if let Err(error) = are_even(both).and_then(|()| record()) {
+        watch.set_decided(false);
         both.follow();
         return Err(error);
     }

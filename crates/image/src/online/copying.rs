@@ -2,7 +2,7 @@
 
 use super::watch::CopyWatch;
 use crate::chain::both_sides::BothSides;
-use crate::chain::give_up::{Ends, GiveUp, open_blocking};
+use crate::chain::give_up::{Ends, GiveUp, LateCalls, open_blocking};
 use crate::chain::layer::Layer;
 use crate::chain::layers::{Chain, Place};
 use crate::chain::queue::Shared;
@@ -55,6 +55,8 @@ pub(super) struct Copying<'a> {
     in_next: Option<(Participant, Ticket)>,
     /// Which calls to the other chain end when they are given up.
     ends: Ends,
+    /// What guests had written to the other chain when that was given up.
+    late: Arc<LateCalls>,
 }
 
 impl<'a> Copying<'a> {
@@ -81,12 +83,23 @@ impl<'a> Copying<'a> {
             in_top: top.mapping.epochs().map(block::Epochs::join),
             in_next,
             ends,
+            late: Arc::default(),
         })
     }
 
-    /// What ends waits for the other chain, where they may end.
+    /// What ends waits for the other chain.
     pub(super) fn given_up_by(&self) -> Option<Arc<GiveUp>> {
-        self.watch.given_up_by().filter(|_| self.ends == Ends::All).cloned()
+        self.watch.given_up_by().cloned()
+    }
+
+    /// Where the other chain's layers are the disk's own: what guests send there ends, though nobody waits for it.
+    pub(super) fn late(&self) -> Option<Arc<LateCalls>> {
+        (self.ends == Ends::Reads).then(|| Arc::clone(&self.late))
+    }
+
+    /// Waits until all that guests sent to the other chain has ended.
+    pub(super) async fn late_calls_end(&self) {
+        self.late.end().await;
     }
 
     /// The other chain's top, for calls that end as those of the copy.

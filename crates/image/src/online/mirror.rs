@@ -97,6 +97,7 @@ pub async fn mirror_async(
     record: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
     let _turn = image.board.try_turn()?;
+    watch.check()?;
     let chain = image.chain();
     check(&chain, &target)?;
     let MirrorTarget { mut layer, scope, is_new, .. } = target;

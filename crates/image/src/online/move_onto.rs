@@ -78,6 +78,7 @@ pub async fn move_onto_async(
     commit: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
     let _turn = image.board.try_turn()?;
+    watch.check()?;
     let chain = image.chain();
     let below = check(&chain, below).await?;
     let backing = below.first().map(|base| named(base)).transpose()?;
@@ -89,7 +90,12 @@ pub async fn move_onto_async(
     let is_new = |layer: &&Arc<Layer>| !chain.layers.iter().any(|known| Arc::ptr_eq(known, layer));
     let new = below.iter().filter(is_new).cloned().collect();
     let barrier = hold_quiet_for(&image.board, new).await?;
-    if let Err(error) = top.close().await.and_then(|()| commit()) {
+    let decide = || {
+        watch.set_decided(true);
+        commit()
+    };
+    if let Err(error) = top.close().await.and_then(|()| decide()) {
+        watch.set_decided(false);
         barrier.give_up().await;
         return Err(error);
     }

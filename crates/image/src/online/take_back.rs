@@ -35,6 +35,8 @@ pub(super) async fn take_back_in_turn(
     watch: &CopyWatch,
     commit: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
+    watch.check()?;
+    watch.set_decided(false);
     let chain = image.chain();
     check(&chain).await?;
     let layers = below_made_as_large(image, &chain).await?;

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 #[derive(Debug, Default)]
 pub struct CopyWatch {
     is_cancelled: AtomicBool,
+    is_decided: AtomicBool,
     done_bytes: AtomicU64,
     total_bytes: AtomicU64,
     left_bytes: AtomicU64,
@@ -78,7 +79,7 @@ impl CopyWatch {
     }
 
     /// Cancels, and waits no longer for storage that hangs: reads, and what is done to the target of a copy, end with errors.
-    /// What is written to a layer of the disk is waited for.
+    /// What is written to a layer of the disk is waited for by the copy, and not by guests who wrote it to both sides.
     pub fn give_up(&self) {
         self.cancel();
         if let Some(give_up) = &self.give_up {
@@ -88,6 +89,16 @@ impl CopyWatch {
 
     pub(super) fn given_up_by(&self) -> Option<&Arc<GiveUp>> {
         self.give_up.as_ref()
+    }
+
+    /// Whether it is too late to end it: a record of the disk may name what the copy makes of it.
+    #[must_use]
+    pub fn is_decided(&self) -> bool {
+        self.is_decided.load(Ordering::Acquire)
+    }
+
+    pub(super) fn set_decided(&self, is_decided: bool) {
+        self.is_decided.store(is_decided, Ordering::Release);
     }
 
     /// Whether somebody has asked for the end.

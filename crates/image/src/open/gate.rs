@@ -1,7 +1,7 @@
 //! The gate: an image never makes the daemon open a file that its user did not allow.
 //!
-//! Every file that is opened because an image names it passes the [`Gate`]. Images name files by path. The disk or file of
-//! a server passes only if the user named that same one, or allowed all of them. Other protocols and `json:` descriptions
+//! Every file that is opened because an image names it passes the [`Gate`]. Images name files by path. The disk or file
+//! of a server passes only if the user named the same one, or allowed all. Other protocols and `json:` descriptions
 //! inside images are refused under every policy.
 
 use super::temporary::TemporaryFiles;
@@ -11,65 +11,65 @@ use format_qcow2::{escaped_byte, os_name};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// What a file is opened for: decides mode and locks.
+/// What a file is opened for. This decides the mode and the locks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// A disk that its guest writes: nobody else may.
+    /// A disk that its guest writes. Nobody else may write it.
     Writable,
-    /// A disk that is only read: nobody may write it meanwhile.
+    /// A disk that is only read. Nobody may write it meanwhile.
     ReadOnly,
-    /// A layer below, shared with other overlays: nobody may write it meanwhile.
+    /// A layer below, shared with other overlays. Nobody may write it meanwhile.
     Backing,
 }
 
-/// What messages and the gate call the layer below an image.
+/// The name of the layer below an image, in messages and for the gate.
 pub(crate) const BACKING_FILE: &str = "backing file";
 
-/// Opens files by name: programs do it with engines and locks, tests with simulated storage.
+/// Opens files by name: programs implement it with engines and locks, tests with simulated storage.
 pub trait Opener {
     /// Opens the file `name` for `role`.
     fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>>;
 
-    /// Makes the empty file `path` and opens it for writing; `None` where there is one of this name.
+    /// Makes the empty file `path` and opens it for writing; `None` if the name exists.
     fn make(&self, path: &Path) -> Result<Option<Arc<dyn File>>> {
         Err(Error::new(ErrorKind::Unsupported, format!("'{}' cannot be made here", path.display())))
     }
 
-    /// Removes a file that [`Opener::make`] has made, if it can.
+    /// Removes a file that [`Opener::make`] has made, if possible.
     fn unmake(&self, path: &Path) {
         let _ = path;
     }
 
-    /// Makes the name of a file that [`Opener::make`] has made durable.
+    /// Makes the name of a file durable that [`Opener::make`] has made.
     fn sync_directory_of(&self, path: &Path) -> Result<()> {
         let _ = path;
         Ok(())
     }
 
-    /// Where files are made for what is thrown away.
+    /// Returns the maker of temporary files.
     fn temporary(&self) -> Result<Box<dyn TemporaryFiles>> {
         Err(Error::new(ErrorKind::Unsupported, "temporary files cannot be made here"))
     }
 
-    /// The one true form of a path: absolute, symbolic links followed. Two paths of a file are equal after this.
+    /// Returns a path's only form: absolute, with symbolic links followed. All paths of a file become equal.
     fn canonical(&self, path: &Path) -> Result<PathBuf> {
         std::fs::canonicalize(path).map_err(|error| Error::io(format!("Could not open '{}'", path.display()), error))
     }
 }
 
-/// Which files an image may make us open.
+/// Which files an image may name and have opened.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum BackingPolicy {
     /// None.
     Deny,
-    /// Those in the directory of the image that the user named, or below it, and those the user named.
+    /// Files in the directory of the image that the user named, or below it, and files that the user named.
     #[default]
     SameDir,
-    /// Only those the user named.
+    /// Only files that the user named.
     Listed,
     /// Any file.
     Any,
-    /// Any file, and what servers and clusters have: `nbd://`, `nbd+unix://`, `http://`, `https://`, `rbd:`.
+    /// Any file, and what lies at servers and in clusters: `nbd://`, `nbd+unix://`, `http://`, `https://`, `rbd:`.
     Anywhere,
 }
 
@@ -91,7 +91,8 @@ impl std::str::FromStr for BackingPolicy {
     }
 }
 
-/// A name out of an image, for a person: nothing in it steers a terminal, and bytes that are no text show as `\xff`.
+/// Prepares a name from an image for display: nothing in it steers a terminal, and bytes that are not text show as
+/// `\xff`.
 fn show_name(name: &str) -> String {
     let show = |char: char| match escaped_byte(char) {
         Some(byte) => format!("\\x{byte:02x}"),
@@ -100,8 +101,8 @@ fn show_name(name: &str) -> String {
     name.chars().map(show).collect()
 }
 
-/// The backing file that the image at `overlay` names, or will name, as `name`. Refused if it is anything but a plain name
-/// or what a server has. The policy is not asked.
+/// Returns the backing file that the image at `overlay` names as `name`, or will name. Refuses all but plain names and
+/// files of servers. Does not ask the policy.
 pub fn backing_path(overlay: &FileName, name: &str) -> Result<FileName> {
     match remote(name) {
         Some(remote) => Ok(remote),
@@ -109,13 +110,13 @@ pub fn backing_path(overlay: &FileName, name: &str) -> Result<FileName> {
     }
 }
 
-/// The disk or file of a server, if that is what an image or a user names.
+/// Parses the name as a server's disk or file; `None` if it is none.
 fn remote(name: &str) -> Option<FileName> {
     FileName::parse(name).ok().filter(FileName::is_remote)
 }
 
-/// The name of a file (`what`: its backing file, its data file) as an image at `overlay` gives it, as a path; refused if
-/// it is anything but a plain name.
+/// Returns the path of a file that the image at `overlay` names as `name`. `what` says which file: its backing file, or
+/// its data file. Refuses all but plain names.
 pub(crate) fn named_path(overlay: &FileName, what: &str, name: &str) -> Result<PathBuf> {
     let shown = show_name(name);
     let first_part = name.split('/').next().unwrap_or_default();
@@ -143,7 +144,7 @@ pub(crate) fn named_path(overlay: &FileName, what: &str, name: &str) -> Result<P
     }
 }
 
-/// The canonical name of the backing file that the image at `overlay` names as `name`, if the policy allows to open it.
+/// Returns the canonical name of the backing file that the image at `overlay` names as `name`, if the policy allows it.
 /// `top` is the image that the user named, `listed` are other files that the user named.
 pub fn pass_gate(
     policy: &BackingPolicy,
@@ -156,22 +157,23 @@ pub fn pass_gate(
     Ok(Gate::new(policy, &top.into(), listed, opener)?.pass(&overlay.into(), BACKING_FILE, name)?.0)
 }
 
-/// What files that an image names have to pass.
+/// Decides which of the files that images name may be opened.
 pub(crate) struct Gate<'a> {
     policy: &'a BackingPolicy,
     /// The canonical name of the image that the user named.
     pub(crate) top: FileName,
-    /// Its directory; where the user named a symbolic link, also the link's. A descriptor is in no directory.
+    /// The directory of that image. If the user named a symbolic link, also the link's. A descriptor is in no
+    /// directory.
     near: Vec<PathBuf>,
     /// The canonical names of other files that the user named.
     listed: Vec<PathBuf>,
-    /// What servers have and the user named.
+    /// The servers' files that the user named.
     listed_remotes: Vec<FileName>,
     opener: &'a dyn Opener,
 }
 
 impl<'a> Gate<'a> {
-    /// `top` and `listed` are as the user named them.
+    /// Makes a gate. `top` and `listed` are as the user named them.
     pub(crate) fn new(
         policy: &'a BackingPolicy,
         top: &FileName,
@@ -190,12 +192,13 @@ impl<'a> Gate<'a> {
         Ok(Self { policy, top: own, near, listed, listed_remotes, opener })
     }
 
-    /// The canonical name of the file that the image at `overlay` names, if it may be opened, and its name as it is said.
-    /// As in QEMU it lies beside `overlay` as that was named: beside a symbolic link, not beside what the link leads to.
+    /// Returns the canonical name of the file that the image at `overlay` names, and its uncanonical name, if it may be
+    /// opened. As in QEMU, the file lies beside `overlay` as that was named: beside a symbolic link, not beside the
+    /// link's target.
     pub(crate) fn pass(&self, overlay: &FileName, what: &str, name: &str) -> Result<(FileName, FileName)> {
         if let Some(remote) = remote(name) {
             if what != BACKING_FILE {
-                // A data file is opened for writing. That a user lets a server's disk be read says nothing of that.
+                // A data file is opened for writing. A user who lets a server's disk be read has not allowed that.
                 let message = format!(
                     "'{}' names its {what} as '{}': a server's file can be a backing file only",
                     self.top,
@@ -213,8 +216,8 @@ impl<'a> Gate<'a> {
         Ok((target.into(), said.into()))
     }
 
-    /// Decides whether what a server has may be opened because an image says so, and how: as the user named it, who may say
-    /// more about it than an image.
+    /// Decides whether a server's file may be opened because an image names it. Returns the user's name for it if there
+    /// is one: a user may give options that an image may not.
     fn allow_remote(&self, what: &str, remote: &FileName) -> Result<FileName> {
         let address = remote.address().unwrap_or_default();
         let listed = self.listed_remotes.iter().find(|listed| listed.address() == Some(address));
@@ -230,12 +233,12 @@ impl<'a> Gate<'a> {
                 Err(Error::new(ErrorKind::Denied, message))
             }
             (_, Some(listed)) => Ok(listed.clone()),
-            // What an image says behind '#' could make us write or read files here.
+            // Options of an image behind '#' could make us write or read files here.
             (_, None) => FileName::parse(address),
         }
     }
 
-    /// Decides whether the file `target` (canonical) may be opened because an image says so.
+    /// Decides whether the file `target` (canonical) may be opened because an image names it.
     fn allow(&self, what: &str, target: &Path) -> Result<()> {
         let is_listed = self.listed.iter().any(|path| path == target);
         let is_near = self.near.iter().any(|directory| target.starts_with(directory));
@@ -264,7 +267,7 @@ impl<'a> Gate<'a> {
 mod tests {
     use super::*;
 
-    /// Where a link leads to the image.
+    /// An opener in whose file system a link leads to the image.
     struct Linked;
 
     impl Opener for Linked {

@@ -1,4 +1,4 @@
-//! A scratch overlay that is kept: made on top of a disk, or found there and gone on with.
+//! A scratch overlay that is kept: made on top of a disk, or found there and used again.
 
 use super::gate::{Opener, Role};
 use super::layers::open_layer;
@@ -11,7 +11,7 @@ use format_scratch::{Header, create_kept};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The overlay whose index is `path`, on these layers.
+/// Opens the overlay whose index is `path` on these layers. Makes it if there is none.
 pub(crate) fn kept_layer(layers: &[Layer], path: &Path, opener: &dyn Opener) -> Result<Layer> {
     let below = top_with_room(layers)?;
     match opener.make(path).map_err(in_context)? {
@@ -37,14 +37,15 @@ fn in_context(error: Error) -> Error {
     error.in_context("Could not keep what is written (keep=)")
 }
 
-/// The file of the data lies beside the index.
+/// Returns the path of the data file, which lies beside the index.
 fn data_path_of(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".data");
     name.into()
 }
 
-/// Fills the new file of the index, and makes that of the data. After an error, the latter is there only if it was before.
+/// Fills the new index file and makes the data file. After an error, the data file is there only if it was there
+/// before.
 fn make(below: &Layer, path: &Path, index: &Arc<dyn File>, opener: &dyn Opener) -> Result<()> {
     let data_path = data_path_of(path);
     let unnamed = || {
@@ -55,7 +56,7 @@ fn make(below: &Layer, path: &Path, index: &Arc<dyn File>, opener: &dyn Opener) 
     let header = Header {
         size_bytes: below.size_bytes,
         backing_file: text(below.name.path().ok_or_else(unnamed)?)?,
-        // What was only guessed is guessed again by whoever lets a guest's bytes into it.
+        // A guessed format is guessed again by whoever lets a guest's bytes into the layer.
         backing_format: (!below.guessed).then(|| below.format().to_string()),
         data_file: text(Path::new(data_path.file_name().ok_or_else(unnamed)?))?,
     };
@@ -74,7 +75,7 @@ fn make(below: &Layer, path: &Path, index: &Arc<dyn File>, opener: &dyn Opener) 
 fn open_kept(path: &Path, opener: &dyn Opener) -> Result<Layer> {
     let own = FileName::from(opener.canonical(path)?);
     let mut layer = open_layer(&own, opener.open(&own, Role::Writable)?, Format::Scratch, Role::Writable, None)?;
-    // The name of the data is ours only as long as nobody else wrote the header: beside the index, and nowhere else.
+    // Anybody may have written the header. So the data file must lie beside the index.
     check_data_name(&layer, path)?;
     let said = data_path_of(path);
     let name = FileName::from(opener.canonical(&said)?);
@@ -84,7 +85,7 @@ fn open_kept(path: &Path, opener: &dyn Opener) -> Result<Layer> {
     Ok(layer)
 }
 
-/// The data of a scratch overlay lie beside its index `path`: no header sends a guest's writes into another file.
+/// Refuses an index `path` whose data file does not lie beside it: no header sends a guest's writes into another file.
 pub(crate) fn check_data_name(layer: &Layer, path: &Path) -> Result<()> {
     let own = data_path_of(path);
     if layer.mapping.kept_header().is_none()
@@ -96,7 +97,7 @@ pub(crate) fn check_data_name(layer: &Layer, path: &Path) -> Result<()> {
     Err(Error::new(ErrorKind::BadImage, what))
 }
 
-/// What a scratch overlay rests on has the size that it had, or it is another image.
+/// Refuses a layer below a scratch overlay whose size has changed: it is another image.
 pub(crate) fn check_size_below(above: &[Layer], below: &Layer) -> Result<()> {
     above.last().map_or(Ok(()), |above| check_size(above, below.size_bytes))
 }

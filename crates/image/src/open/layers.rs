@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, OnceLock};
 
-/// The longest chain that is opened.
+/// The most layers in a chain.
 pub const MAX_LAYERS: usize = 256;
 
 /// How to open an image.
@@ -26,45 +26,45 @@ pub const MAX_LAYERS: usize = 256;
 pub struct ImageOptions {
     /// The image that the user named.
     pub name: FileName,
-    /// Its format; guessed from its first bytes where the user said nothing.
+    /// Its format. If `None`, the first bytes of the file decide.
     pub format: Option<Format>,
-    /// Refuse writes; the file is opened read-only.
+    /// Whether to refuse writes. The file is then opened read-only.
     pub read_only: bool,
-    /// So many layers below it are opened for writing, where nobody else uses them: they were tops before, and what
-    /// lies above may be taken back into them.
+    /// How many layers below it are opened for writing, as far as nobody else uses them. They were tops before, and may
+    /// take back the layers above them.
     pub former_tops: usize,
-    /// Which backing files it may make us open.
+    /// Which backing files the image may name.
     pub allow_backing: BackingPolicy,
-    /// Show the image as if it named no backing file.
+    /// Whether to ignore the backing file that the image names.
     pub is_alone: bool,
     /// Other files that the user named (on the same command line).
     pub listed: Vec<PathBuf>,
-    /// What `GET_ID` answers.
+    /// The answer to `GET_ID`.
     pub serial: String,
     /// Whether completed writes may stay volatile until a flush (cache=writeback, none, unsafe).
     pub volatile_cache: bool,
-    /// The memory for tables, over all layers; by default what covers the whole disk, up to 32 MiB.
+    /// The limit of memory for tables, over all layers. By default they cover the whole disk, up to 32 MiB.
     pub table_cache_bytes: Option<u64>,
-    /// The disk as it was when this internal snapshot was taken, at least in the size that it had; read-only.
+    /// Opens the disk as it was when this internal snapshot was taken, read-only. Its size is at least the snapshot's.
     pub snapshot: Option<SnapshotName>,
-    /// What is written goes to a temporary layer on top (`snapshot=on`): the image and its chain are opened read-only and
-    /// never change. Nothing is on top of what is read-only itself.
+    /// Whether writes go to a temporary layer on top (`snapshot=on`). The image and its chain are then opened read-only
+    /// and never change. A read-only disk gets no such layer.
     pub scratch: bool,
-    /// Where that layer is kept instead (`keep=`): the file of its index, in a directory that exists. If there is one already
-    /// that rests on this image, it goes on.
+    /// Keeps that layer instead (`keep=`), with its index in this file, in a directory that exists. An overlay that is
+    /// already there and rests on this image is used again.
     pub keep: Option<PathBuf>,
 }
 
 impl ImageOptions {
-    /// Changes some of them: `ImageOptions::new(path).with(|options| options.read_only = true)`.
+    /// Changes some of the options: `ImageOptions::new(path).with(|options| options.read_only = true)`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
         self
     }
 
-    /// Options for the image `name` with everything else at its default. A path is taken as it is; for a name with a
-    /// protocol see [`FileName::parse`].
+    /// Makes options for the image `name`, with everything else at its default. A path is taken as it is; for a name
+    /// with a protocol see [`FileName::parse`].
     #[must_use]
     pub fn new(name: impl Into<FileName>) -> Self {
         Self {
@@ -85,7 +85,7 @@ impl ImageOptions {
     }
 }
 
-/// Opens an image and the layers below it. Opens no file that the policy does not allow; on an error no file has been
+/// Opens an image and the layers below it. Opens only files that the policy allows. If it fails, no file has been
 /// changed.
 pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
     open_chain(options, opener).map_err(|error| {
@@ -95,14 +95,14 @@ pub fn open(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
     })
 }
 
-/// Says which image could not be opened, once, by the name that its user gave it. `names` are all that it has.
+/// Makes an error that names the image once, by its user's name for it. `names` are all its names.
 pub(crate) fn could_not_open(name: &FileName, names: &[String], error: &Error) -> Error {
     let text = error.to_string();
     let said = text.strip_prefix("Could not open ");
     let quoted = || names.iter().map(|own| format!("'{own}'"));
     let after_name = |said: &str| quoted().find_map(|own| said.strip_prefix(&own).map(str::to_owned));
     let rest = match (said.and_then(after_name), after_name(&text)) {
-        // Either the reason follows, or how it was to be opened.
+        // What follows the name is the reason, or how the file was to be opened.
         (Some(rest), _) => rest,
         (None, Some(rest)) if rest.starts_with(": ") => rest,
         (None, Some(rest)) if rest.starts_with(" is ") => format!(": it{rest}"),
@@ -172,7 +172,7 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
     let constants = Constants {
         read_only: is_read_only,
         serial: options.serial.clone(),
-        // What is thrown away is never durable.
+        // A temporary layer is never durable.
         volatile_cache: AtomicBool::new(options.volatile_cache || (is_on_scratch && options.keep.is_none())),
         table_cache: TableCacheSetting::new(options.table_cache_bytes),
         refused_headers: AtomicU64::new(0),
@@ -181,7 +181,7 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
     Ok(Image::new(Chain::new(layers.into_iter().map(Arc::new).collect(), &Arc::new(constants))))
 }
 
-/// A data file holds what one guest wrote: were it also an image of the chain, its guest would write that image's tables.
+/// Refuses a data file that is another part of the chain: a guest could write an image's tables through it.
 fn refuse_shared_data(layers: &[Layer], own: &FileName, target: &FileName) -> Result<()> {
     let is_part = |layer: &Layer| {
         layer.name.is_same_file(target) || layer.data.as_ref().is_some_and(|data| data.name.is_same_file(target))
@@ -207,7 +207,7 @@ fn refuse_loop(layers: &[Layer], name: &FileName) -> Result<()> {
     Ok(())
 }
 
-/// The first bytes of a file, for guessing: fewer where it is shorter.
+/// Reads a file's first bytes, for guessing its format. A shorter file gives fewer.
 pub(crate) fn read_head(file: &dyn File) -> Result<Vec<u8>> {
     let info = file.info();
     let length = usize::try_from(info.length_bytes).unwrap_or(PROBE_BYTES).min(PROBE_BYTES);
@@ -216,7 +216,7 @@ pub(crate) fn read_head(file: &dyn File) -> Result<Vec<u8>> {
     Ok(block_on(io.read(0, length, PastEnd::Zeros)).map_err(failed)?.to_vec())
 }
 
-/// The format to open a file in, and whether that is only a guess.
+/// Returns the format to open a file in, and whether it was guessed.
 pub(crate) fn format_of(name: impl fmt::Display, file: &dyn File, said: Option<Format>) -> Result<(Format, bool)> {
     if let Some(format) = said {
         return Ok((format, false));
@@ -257,7 +257,7 @@ pub(crate) fn open_layer(
     })
 }
 
-/// The backing file that a layer names, and the format it gives it.
+/// Returns the backing file that a layer names, and the format that the layer records for it.
 fn backing_of(layer: &Layer) -> Result<Option<(String, Option<Format>)>> {
     let Some((name, format)) = layer.mapping.backing() else { return Ok(None) };
     let in_context = |error: Error| error.in_context(format!("backing format of '{}'", layer.name));

@@ -1,4 +1,4 @@
-//! A layer on top of a disk that is thrown away with it.
+//! A temporary layer on top of a disk: it is thrown away when the disk is closed.
 
 use super::gate::Role;
 use super::layers::{MAX_LAYERS, open_layer};
@@ -11,29 +11,29 @@ use format_scratch::{Scratch, Space};
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
-/// The two files of a scratch overlay, both empty and without a name.
+/// The two files of a scratch overlay, both empty and without names.
 pub struct ScratchFiles {
-    /// Will be mapped; open for reading and writing.
+    /// The index. It will be mapped, so it is open for reading and writing.
     pub index: std::fs::File,
-    /// Where the data go.
+    /// The data.
     pub data: Arc<dyn File>,
     /// The space of the data.
     pub space: Arc<dyn Space>,
 }
 
-/// Makes files that are gone when nobody has them open any more, however that comes about.
+/// Makes files that disappear when nobody has them open any more, even after a crash.
 pub trait TemporaryFiles {
-    /// Where, for messages.
+    /// Returns their directory, for messages.
     fn directory(&self) -> PathBuf;
 
-    /// Files for a scratch overlay.
+    /// Makes the files of a scratch overlay.
     fn scratch(&self) -> Result<ScratchFiles>;
 
-    /// One empty file, for an image.
+    /// Makes one empty file for an image.
     fn image(&self) -> Result<Arc<dyn File>>;
 }
 
-/// A scratch overlay on these layers, or a qcow2 image where a scratch overlay cannot be.
+/// Makes a scratch overlay on these layers, or a qcow2 image if a scratch overlay is impossible.
 pub(crate) fn temporary_layer(layers: &[Layer], files: &dyn TemporaryFiles) -> Result<Layer> {
     let below = top_with_room(layers)?;
     match scratch_layer(below, files) {
@@ -46,7 +46,7 @@ pub(crate) fn temporary_layer(layers: &[Layer], files: &dyn TemporaryFiles) -> R
     }
 }
 
-/// The layer on which another one is put.
+/// Returns the top layer. Refuses if another layer would be too many.
 pub(super) fn top_with_room(layers: &[Layer]) -> Result<&Layer> {
     let below = layers.first().ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
     if layers.len() >= MAX_LAYERS {
@@ -79,7 +79,7 @@ fn image_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {
     let file = files.image()?;
     let options = format_qcow2::CreateOptions::default().with(|options| {
         options.size_bytes = below.size_bytes;
-        // Nobody looks for it: the layers below are open.
+        // Nobody opens this name: the layers below are open.
         options.backing_file = Some("below".to_owned());
         options.backing_format = Some(Format::Raw.to_string());
     });

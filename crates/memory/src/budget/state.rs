@@ -1,4 +1,4 @@
-//! Who has how much, and who waits.
+//! The state of a budget: what each account holds, and which requests wait.
 
 use super::{BudgetStats, BufferUse, USES};
 use std::collections::VecDeque;
@@ -15,11 +15,11 @@ struct Waiting {
 #[derive(Debug, Default)]
 struct Account {
     is_open: bool,
-    /// Of the account's own part.
+    /// Bytes used of the account's own part.
     own_used: usize,
-    /// Of the part that all share.
+    /// Bytes used of the part that all share.
     shared_used: usize,
-    /// How much is held of each use.
+    /// Bytes held of each use.
     held: [usize; USES],
     waiting: [VecDeque<Waiting>; USES],
 }
@@ -30,7 +30,7 @@ impl Account {
     }
 }
 
-/// See the module above.
+/// The state of a [`BufferBudget`](super::BufferBudget).
 #[derive(Debug)]
 pub(super) struct State {
     total_bytes: usize,
@@ -38,11 +38,11 @@ pub(super) struct State {
     used: usize,
     peak: usize,
     accounts: Vec<Account>,
-    /// Places of accounts that were closed.
+    /// Free places in `accounts`, of closed accounts.
     free: Vec<usize>,
     open: usize,
     next_ticket: u64,
-    /// Accounts in which somebody waits, served in turn.
+    /// Accounts with waiting requests, served in turn.
     line: VecDeque<usize>,
     woken: Vec<Waker>,
 }
@@ -83,7 +83,7 @@ impl State {
         index
     }
 
-    /// Nobody holds or wants anything of it any more. The parts of all others grow.
+    /// Closes an account of which nothing is held or wanted. The parts of all others grow.
     pub(super) fn close(&mut self, index: usize) {
         self.accounts[index].is_open = false;
         self.open -= 1;
@@ -91,12 +91,13 @@ impl State {
         self.serve_all();
     }
 
-    /// What an account has for itself.
+    /// Returns the bytes that each account has for itself.
     pub(super) fn own_bytes(&self) -> usize {
         self.total_bytes / 2 / self.open.max(1)
     }
 
-    /// Takes `bytes` if there is room and nobody is before; otherwise the ticket with which the request waits.
+    /// Takes `bytes` if there is room and no request of the account waits for the same use. Otherwise adds the request
+    /// to the line and returns its ticket.
     pub(super) fn ask(&mut self, index: usize, purpose: BufferUse, bytes: usize, waker: &Waker) -> Option<u64> {
         if self.accounts[index].waiting[purpose as usize].is_empty() && self.take(index, purpose, bytes) {
             return None;
@@ -111,7 +112,7 @@ impl State {
         Some(ticket)
     }
 
-    /// Whether it waits: who does not was granted what it asked for.
+    /// Whether the request still waits. If not, it was granted.
     pub(super) fn still_waits(&mut self, index: usize, purpose: BufferUse, ticket: u64, waker: &Waker) -> bool {
         let line = &mut self.accounts[index].waiting[purpose as usize];
         let place = line.binary_search_by_key(&ticket, |waiting| waiting.ticket);
@@ -122,13 +123,13 @@ impl State {
         false
     }
 
-    /// Who asked has gone, perhaps after it was granted.
+    /// Removes a request whose future was dropped, perhaps after it was granted.
     pub(super) fn give_up(&mut self, index: usize, purpose: BufferUse, ticket: u64, bytes: usize) {
         let line = &mut self.accounts[index].waiting[purpose as usize];
         match line.binary_search_by_key(&ticket, |waiting| waiting.ticket) {
             Ok(place) => {
                 line.remove(place);
-                // Those behind it may be shorter.
+                // The requests behind it may be smaller.
                 self.serve_all();
             }
             Err(_) => self.release(index, purpose, bytes),
@@ -166,7 +167,7 @@ impl State {
         true
     }
 
-    /// Grants what there is room for by now, an account after the other, one request at a time.
+    /// Grants what there is room for, one request at a time, account by account.
     fn serve_all(&mut self) {
         let mut refused = 0;
         while refused < self.line.len()
@@ -179,7 +180,8 @@ impl State {
         }
     }
 
-    /// Grants the first request of one use. Later uses go first: others may wait for them.
+    /// Grants an account's first request of one use. Later uses go first, because holders of earlier ones may wait for
+    /// them.
     fn serve_one(&mut self, index: usize) -> bool {
         for purpose in [BufferUse::Bounce, BufferUse::Decompress, BufferUse::Copy] {
             let first = self.accounts[index].waiting[purpose as usize].front();
@@ -193,12 +195,12 @@ impl State {
         false
     }
 
-    /// Those to be woken, when the state is not locked any more.
+    /// Takes the wakers, to be called when the state is unlocked.
     pub(super) fn take_woken(&mut self) -> Vec<Waker> {
         if self.woken.is_empty() { Vec::new() } else { std::mem::take(&mut self.woken) }
     }
 
-    /// Keeps an empty list for the next time.
+    /// Keeps an empty list to be used again.
     pub(super) fn keep_list(&mut self, list: Vec<Waker>) {
         if self.woken.capacity() < list.capacity() && self.woken.is_empty() {
             self.woken = list;

@@ -85,7 +85,7 @@ fn a_disk_that_gives_nothing_back_leaves_others_their_own_part_and_half_of_what_
     let (others, _waits_too) = fill(&other);
     assert_eq!(others.len(), 16 + 8);
     assert!(budget.stats().peak_bytes <= 64 * MIB);
-    // However many hang: whoever comes has its own part.
+    // However many accounts hang, each new one has its own part.
     let hung: Vec<_> = (0..30).map(|_| budget.account()).collect();
     let _held: Vec<_> = hung.iter().map(fill).collect();
     let late = budget.account();
@@ -119,7 +119,7 @@ fn a_request_above_every_limit_is_served_alone() {
     let large = Request::new(&account, BufferUse::Decompress, 6 * MIB).poll().unwrap();
     let mut second = Request::new(&account, BufferUse::Decompress, 6 * MIB);
     assert!(second.poll().is_none());
-    // What it waits for itself is not behind the others of its kind.
+    // Its own request does not wait behind the others of its kind.
     assert!(Request::new(&account, BufferUse::Bounce, 2 * MIB).poll().is_some());
     drop(large);
     assert!(second.was_woken() && second.poll().is_some());
@@ -173,7 +173,7 @@ struct Nested {
 }
 
 impl Nested {
-    /// Goes one step on. Returns whether it could.
+    /// Goes one step further. Returns whether it could.
     fn advance(&mut self) -> bool {
         if let Some(request) = &mut self.waits {
             let Some(grant) = request.poll() else { return false };

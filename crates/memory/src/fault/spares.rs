@@ -1,22 +1,23 @@
-//! What the handler gives up to make room for a covering page.
+//! Spare mappings that the handler gives up to make room for a covering page.
 //!
-//! The kernel limits how many mappings a process has (`vm.max_map_count`), how much private memory (`RLIMIT_DATA`), and, with
-//! strict accounting, how much memory all processes have (`vm.overcommit_memory=2`). At such a limit it refuses the pages
-//! that are to cover a shrunk mapping. A spare is a little of each, taken in good times.
+//! The kernel limits a process's mappings (`vm.max_map_count`) and private memory (`RLIMIT_DATA`) and, with strict
+//! accounting, the memory of all processes (`vm.overcommit_memory=2`). At such a limit it refuses the pages that would
+//! cover a shrunk mapping. A spare is a little of each, taken beforehand.
 
 use crate::PAGE_BYTES;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// One session ends once it has touched what is gone, and a covered page takes one or two of them.
+/// How many spares there are. A session ends once it has touched lost memory, and a covered page takes one or two
+/// spares.
 const SPARES: usize = 64;
 
-/// A page that is in use, so that it counts, between two that are not, so that it is a mapping of its own.
+/// A page in use, so that it counts, between two that are not, so that it is a mapping of its own.
 const SPARE_BYTES: usize = 3 * PAGE_BYTES;
 
-/// Their addresses; zero where there is none.
+/// The spares' addresses; zero if there is none.
 static ADDRESSES: [AtomicUsize; SPARES] = [const { AtomicUsize::new(0) }; SPARES];
 
-/// Takes what is missing. Not for the handler.
+/// Takes the missing spares. Not for the handler.
 pub(super) fn refill() {
     for spare in &ADDRESSES {
         if spare.load(Ordering::Relaxed) != 0 {
@@ -29,7 +30,7 @@ pub(super) fn refill() {
     }
 }
 
-/// Gives one back to the kernel. `false` if there is none left.
+/// Gives one spare back to the kernel. Returns false if there is none left.
 pub(super) fn give_up_one() -> bool {
     let taken = ADDRESSES.iter().map(|spare| spare.swap(0, Ordering::AcqRel)).find(|address| *address != 0);
     taken.is_some_and(unmap)
@@ -54,7 +55,7 @@ fn map() -> Option<usize> {
 }
 
 fn unmap(address: usize) -> bool {
-    // SAFETY: the range is a spare's, which `map` made and nobody else knows, and it is unmapped once: who has taken its
-    // address out of the list.
+    // SAFETY: the range is a spare, which `map` made. Only the thread that took its address out of the list knows it,
+    // so it is unmapped once.
     unsafe { libc::munmap(address as *mut libc::c_void, SPARE_BYTES) == 0 }
 }

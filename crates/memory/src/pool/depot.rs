@@ -2,27 +2,27 @@
 
 use super::magazine::Magazine;
 use super::stack::{Rules, Sound, Stacks};
-// The standard library's even under the model checker: no decision that safety depends on is taken from these numbers,
-// and exploring them would drown the schedules that matter.
+// The standard library's atomics even under the model checker: safety does not depend on these numbers, and exploring
+// them would drown the schedules that matter.
 use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering::Relaxed};
 
 /// Fewest and most contexts that threads trade at once.
 const MIN_BATCH: u64 = 4;
 pub(super) const MAX_BATCH: usize = 64;
-/// The part of the peak in flight that other threads may hold idle while one thread finds nothing (but see
+/// Other threads may hold one part in this many of the peak in flight idle while one thread finds nothing (but see
 /// [`Depot::stretched_length`]).
 const SLACK_SHARE: u64 = 20;
 /// A thread's list is two batches at most.
 pub(super) const LIST_BATCHES: u64 = 2;
 
-/// Numbers, written at exchanges only.
+/// The numbers, which are written at exchanges only.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct Counters {
     created: AtomicU64,
     freed: AtomicU64,
-    /// Sum over all threads of what each had outstanding at its last exchange. May be off by a list's length for each
-    /// thread.
+    /// Sum over all threads of what each had outstanding at its last exchange. It may be off by a list's length for
+    /// each thread.
     in_flight: AtomicI64,
     peak: AtomicU64,
     /// The peak of the current decay period, and of the one before.
@@ -32,7 +32,7 @@ struct Counters {
     threads: AtomicUsize,
 }
 
-/// A snapshot of a pool's counters. Created, freed and total are exact; what is in flight is known as of each thread's
+/// A snapshot of a pool's counters. Created, freed and total are exact. What is in flight is known as of each thread's
 /// last exchange, so it may be off by the length of the threads' lists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PoolStats {
@@ -66,8 +66,9 @@ impl<T, R: Rules> Depot<T, R> {
         self.stacks.take(magazine)
     }
 
-    /// Leaves a magazine for others. Returns contexts that nobody needs or that have no room. The caller counts them
-    /// with [`Depot::note_freed`], and drops them when it holds no borrow, since destructors may use the pool.
+    /// Leaves a magazine for other threads. Returns contexts that nobody needs, or for which there is no room. The
+    /// caller counts them with [`Depot::note_freed`], and drops them when it holds no borrow, since destructors may use
+    /// the pool.
     #[must_use]
     pub(super) fn give(&self, magazine: &mut Magazine<T>) -> Magazine<T> {
         let needed = self.surplus() < magazine.len() as u64;
@@ -77,33 +78,34 @@ impl<T, R: Rules> Depot<T, R> {
         std::mem::take(magazine)
     }
 
-    /// A batch that the recent load does not need.
+    /// Takes a batch that the recent load does not need.
     #[must_use]
     pub(super) fn take_surplus(&self) -> Option<Magazine<T>> {
         (self.surplus() > 0).then(|| self.take_any())?
     }
 
-    /// Any batch, with its magazine.
+    /// Takes any batch.
     pub(super) fn take_any(&self) -> Option<Magazine<T>> {
         let mut magazine = Magazine::new();
         self.stacks.take(&mut magazine).then_some(magazine)
     }
 
-    /// How many contexts make a batch at present. While one thread finds nothing, the lists of all others may hold idle
-    /// contexts. So together they get a fixed share of the peak.
+    /// Returns how many contexts make a batch at present. While one thread finds nothing, the lists of all others may
+    /// hold idle contexts. So together they get a fixed share of the peak.
     pub(super) fn batch_length(&self) -> usize {
         self.batch_for(self.recent_peak()) as usize
     }
 
-    /// How many contexts to create besides the one that a thread needs and did not find. It makes a batch in all.
-    /// Otherwise a schedule could empty the list and the stack again and again at the same load, with one creation each
-    /// time. Without other threads nothing can be idle elsewhere.
+    /// Returns how many contexts to create besides the one that a thread needs and did not find: together they make a
+    /// batch. Otherwise a schedule could empty the list and the stack again and again at the same load, with one
+    /// creation each time. Without other threads nothing can be idle elsewhere.
     pub(super) fn spares_length(&self) -> usize {
         if self.threads() > 1 { self.batch_length() - 1 } else { 0 }
     }
 
-    /// How long a magazine may be for a thread that frees and takes by turns: `stretch` times the ordinary length. At
-    /// most, its list holds half of the thread's fair share of the peak, or all of it if there is one thread.
+    /// Returns how long a magazine may be for a thread that alternates between freeing and taking: `stretch` times the
+    /// ordinary length. At most, its list holds half of the thread's fair share of the peak, or all of it if there is
+    /// one thread.
     pub(super) fn stretched_length(&self, stretch: usize) -> usize {
         let threads = self.threads();
         let share = self.recent_peak() / if threads > 1 { 4 * threads } else { 2 };
@@ -116,19 +118,19 @@ impl<T, R: Rules> Depot<T, R> {
         (peak / (SLACK_SHARE * LIST_BATCHES * others)).clamp(MIN_BATCH, MAX_BATCH as u64)
     }
 
-    /// Contexts beyond what the recent peaks explain.
+    /// Returns the number of contexts beyond what the recent peaks explain.
     fn surplus(&self) -> u64 {
         self.surplus_over(self.recent_peak())
     }
 
-    /// Twice the room of all lists is no surplus, since the peak is known no better than that. Freeing what will be
-    /// needed again is worse than keeping it.
+    /// Returns the surplus over `peak`. Twice the room of all lists is no surplus, because the peak is not known more
+    /// exactly. Freeing what will be needed again is worse than keeping it.
     fn surplus_over(&self, peak: u64) -> u64 {
         let lists = self.threads() * LIST_BATCHES * self.batch_for(peak);
         self.total().saturating_sub(peak + 2 * lists)
     }
 
-    /// The surplus after the peaks are forgotten, if the load stays as it is.
+    /// Returns the surplus after the peaks are forgotten, if the load stays as it is.
     pub(super) fn coming_surplus(&self) -> u64 {
         self.surplus_over(self.in_flight())
     }
@@ -151,12 +153,12 @@ impl<T, R: Rules> Depot<T, R> {
         self.counters.period_peak.load(Relaxed).max(self.counters.last_period_peak.load(Relaxed))
     }
 
-    /// A thread got its list.
+    /// Notes that a thread got its list.
     pub(super) fn join(&self) {
         self.counters.threads.fetch_add(1, Relaxed);
     }
 
-    /// A thread's list is gone.
+    /// Notes that a thread's list is gone.
     pub(super) fn leave(&self) {
         self.counters.threads.fetch_sub(1, Relaxed);
     }
@@ -169,7 +171,7 @@ impl<T, R: Rules> Depot<T, R> {
         self.counters.freed.fetch_add(count as u64, Relaxed);
     }
 
-    /// A thread has `change` more outstanding than it last said.
+    /// Notes that a thread has `change` more outstanding than it last reported.
     pub(super) fn note_in_flight(&self, change: i64) {
         let now = self.counters.in_flight.fetch_add(change, Relaxed) + change;
         let now = now.max(0) as u64;

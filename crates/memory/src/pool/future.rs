@@ -1,4 +1,4 @@
-//! Futures of any type in chunks of a few sizes. Tasks are kept in them.
+//! Keeps futures of any type, such as tasks, in chunks of a few sizes.
 //!
 //! A future stays on its thread and does not move. The chunk is only memory; any thread may use it next.
 
@@ -24,14 +24,14 @@ impl<const BYTES: usize> PoolContext for Chunk<BYTES> {
     }
 }
 
-/// Where a future lies.
+/// Where a future's memory comes from.
 #[derive(Debug, Clone, Copy)]
 enum Home {
     Pool {
         take: fn() -> NonNull<u8>,
         give_back: unsafe fn(NonNull<u8>),
     },
-    /// Larger than any chunk.
+    /// The future is larger than any chunk.
     Allocator(Layout),
 }
 
@@ -56,14 +56,14 @@ macro_rules! chunks {
     ($($bytes:literal)*) => {
         $(pooled!(Chunk<$bytes>, concat!("task of up to ", $bytes, " bytes"));)*
 
-        /// The smallest chunk that takes `layout`.
+        /// Returns the smallest chunk that fits `layout`.
         fn home_of(layout: Layout) -> Home {
             // In this crate's own unit tests the pool's atomics are the model checker's, which work in a model only.
             let fits = |bytes| layout.size() <= bytes && layout.align() <= CHUNK_ALIGNMENT_BYTES && !cfg!(test);
             $(if fits($bytes) {
                 return Home::Pool { take: take::<$bytes>, give_back: give_back::<$bytes> };
             })*
-            // The allocator wants a size.
+            // The allocator must not be asked for zero bytes.
             Home::Allocator(Layout::from_size_align(layout.size().max(1), layout.align()).unwrap_or(layout))
         }
     };
@@ -125,7 +125,7 @@ impl Future for PooledFuture {
 
 impl Drop for PooledFuture {
     fn drop(&mut self) {
-        // SAFETY: ours alone, dropped once, and nobody sees its memory again.
+        // SAFETY: the future is ours alone, it is dropped once, and nobody sees its memory again.
         unsafe {
             self.future.as_ptr().drop_in_place();
             self.home.give_back(self.future.cast());

@@ -1,19 +1,19 @@
-//! One thread's idle contexts: two magazines, so that a thread whose requests come and go near a magazine's edge
-//! does not trade at every one of them.
+//! One thread's idle contexts, in two magazines. So a thread whose requests come and go near a magazine's edge does not
+//! trade for each of them.
 
 use super::depot::Depot;
 use super::magazine::{Magazine, Node};
 use super::stack::Rules;
 
-/// A thread that filled this many magazines without taking a context is one that only frees. Reactors free in bursts
-/// too, but then they take.
+/// A thread that fills this many magazines without taking a context only frees. Reactors free in bursts too, but then
+/// they take.
 const FILLS_OF_A_FREER: u8 = 4;
 /// After this many gifts in a row, a thread has more than its turns need.
 const GIFTS_IN_A_ROW: u8 = 16;
 const MAX_STRETCH: usize = 16;
 
-/// A thread's magazines may be long, but what it leaves for others is cut into batches of the ordinary length. A thread
-/// that needs one more context must not take so many that the next thread finds nothing.
+/// Gives a magazine away in batches of the ordinary length, however long it is. A thread that needs one more context
+/// must not take so many that the next thread finds nothing.
 fn give_in_batches<T, R: Rules>(depot: &Depot<T, R>, magazine: &mut Magazine<T>) -> Magazine<T> {
     let (batch, mut freed) = (depot.batch_length(), Magazine::new());
     while !magazine.is_empty() {
@@ -22,27 +22,27 @@ fn give_in_batches<T, R: Rules>(depot: &Depot<T, R>, magazine: &mut Magazine<T>)
     freed
 }
 
-/// A thread's list. It does not know its depot: every call that may trade is given it.
+/// A thread's list. It does not hold its depot: each call that may trade gets it as an argument.
 pub(super) struct List<T> {
-    /// Where contexts are taken from and put.
+    /// The magazine that contexts are taken from and put into.
     loaded: Magazine<T>,
-    /// A full magazine, or an empty one.
+    /// A second magazine, full or empty.
     reserve: Magazine<T>,
     /// How many contexts make a magazine full. Zero until the thread has joined the depot.
     batch: usize,
     /// How often the magazine filled up since the thread last took a context. A thread that only frees keeps no
-    /// reserve: somebody else needs it.
+    /// reserve: another thread needs it.
     fills: u8,
     /// Contexts that this thread got from the depot or the allocator, less those that went back there.
     net: i64,
-    /// What the depot was last told to be outstanding.
+    /// The outstanding contexts last reported to the depot.
     published: i64,
     /// The length of this thread's magazines, as a multiple of the ordinary length. It doubles when the thread takes
-    /// back what it gave, as a reactor does that completes in bursts. After a run of gifts it is one again.
+    /// back what it gave, as a reactor does that completes in bursts. A run of gifts resets it to one.
     stretch: usize,
-    /// Trades since the last one in the other direction, counted while they are gifts.
+    /// Gifts since the thread last took from the depot.
     gifts: u8,
-    /// Trades since somebody last looked at the clock.
+    /// Trades since the thread last looked at the clock.
     trades: u32,
 }
 
@@ -61,14 +61,14 @@ impl<T> List<T> {
         }
     }
 
-    /// The fast path out.
+    /// Takes a context on the fast path.
     #[inline]
     pub(super) fn get(&mut self) -> Option<Box<Node<T>>> {
         self.fills = 0;
         self.loaded.pop()
     }
 
-    /// The fast path in; gives the context back if the magazine is full.
+    /// Puts a context back on the fast path. Returns it if the magazine is full.
     #[inline]
     pub(super) fn put(&mut self, context: Box<Node<T>>) -> Result<(), Box<Node<T>>> {
         if self.loaded.len() < self.batch {
@@ -78,8 +78,9 @@ impl<T> List<T> {
         Err(context)
     }
 
-    /// For when [`List::get`] found nothing. Takes from the reserve, then from what other threads left. If both are
-    /// empty, says how many spare contexts the caller should create besides the one it needs, for [`List::adopt`].
+    /// Takes a context when [`List::get`] found none: from the reserve, else from what other threads left. If both are
+    /// empty, returns how many spare contexts the caller should create for [`List::adopt`], besides the one that it
+    /// needs.
     #[cold]
     pub(super) fn get_or_trade<R: Rules>(&mut self, depot: &Depot<T, R>) -> Result<Box<Node<T>>, usize> {
         self.join(depot);
@@ -100,7 +101,8 @@ impl<T> List<T> {
         context.ok_or(0)
     }
 
-    /// When [`List::put`] found no room. Returns contexts to count as freed and drop (see [`Depot::give`]).
+    /// Puts a context back when [`List::put`] found no room. Returns contexts to count as freed and drop (see
+    /// [`Depot::give`]).
     #[cold]
     #[must_use]
     pub(super) fn put_or_trade<R: Rules>(&mut self, depot: &Depot<T, R>, context: Box<Node<T>>) -> Magazine<T> {
@@ -121,7 +123,7 @@ impl<T> List<T> {
         freed
     }
 
-    /// Gives a full magazine away, and the reserve too if the thread needs none.
+    /// Gives the reserve away, and the full magazine too if the thread keeps no reserve.
     fn trade_full<R: Rules>(&mut self, depot: &Depot<T, R>, keeps: bool) -> Magazine<T> {
         // The reserve has been idle longest: the contexts just used are the warm ones.
         let mut freed = self.give_reserve(depot);
@@ -170,7 +172,7 @@ impl<T> List<T> {
         freed
     }
 
-    /// Counts a trade; true at every `period`th.
+    /// Counts a trade. Returns true at every `period`th.
     pub(super) fn looks_due(&mut self, period: u32) -> bool {
         self.trades = (self.trades + 1) % period;
         self.trades == 0
@@ -183,14 +185,14 @@ impl<T> List<T> {
         depot.note_created(created);
         self.net += created as i64;
         self.loaded.append(&mut spares);
-        // More than this thread may keep from the others, where creating a context used contexts?
+        // If creating a context took others from this list, there may be more than this thread may keep.
         let freed = if self.loaded.len() > self.batch { self.give_loaded(depot) } else { Magazine::new() };
         self.batch = depot.stretched_length(self.stretch);
         self.publish(depot);
         freed
     }
 
-    /// Gives everything away: the thread ends. Returns what [`List::put_or_trade`] does.
+    /// Gives everything away, because the thread ends. Returns what [`List::put_or_trade`] does.
     #[must_use]
     pub(super) fn close<R: Rules>(&mut self, depot: &Depot<T, R>) -> Magazine<T> {
         if self.batch == 0 {

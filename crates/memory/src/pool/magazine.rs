@@ -1,7 +1,7 @@
-//! Idle contexts, chained through themselves: a magazine needs no memory of its own, so trading allocates nothing.
+//! Magazines: idle contexts, chained through themselves. A magazine needs no memory of its own, so trading allocates
+//! nothing.
 
-/// A context, and its successor in the magazine that it lies in. The context comes first, so that its address is the
-/// node's.
+/// A context, and the next one in its magazine. The context comes first, so that its address is the node's.
 #[derive(Debug, PartialEq, Eq)]
 #[repr(C)]
 pub(super) struct Node<T> {
@@ -15,7 +15,8 @@ impl<T> Node<T> {
     }
 }
 
-/// A share of idle contexts, of a thread or of the stack. The one put in last comes out first, since it is warm.
+/// Some idle contexts, of a thread or of the stack. The one put in last comes out first, because it is warm in the
+/// cache.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Magazine<T> {
     first: Option<Box<Node<T>>>,
@@ -51,7 +52,7 @@ impl<T> Magazine<T> {
         Some(node)
     }
 
-    /// Cuts the first `length` off, or as many as there are.
+    /// Cuts off the first `length` contexts, or as many as there are.
     pub(super) fn split(&mut self, length: usize) -> Self {
         if length >= self.length {
             return std::mem::take(self);
@@ -75,7 +76,7 @@ impl<T> Default for Magazine<T> {
 
 impl<T> Drop for Magazine<T> {
     fn drop(&mut self) {
-        // One by one: dropping the whole chain would recurse.
+        // Dropped one by one: dropping the whole chain would recurse.
         while let Some(node) = self.pop() {
             drop(node);
         }

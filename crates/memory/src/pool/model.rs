@@ -21,7 +21,7 @@ fn numbers(mut magazine: Magazine<Number>) -> impl Iterator<Item = Number> {
 }
 
 /// One thread pops a slot while another pops two and pushes the first again: the schedule in which a head that only
-/// looks the same leads to a slot that somebody else holds.
+/// looks the same leads to a slot that another thread holds.
 fn reused_head<R: Rules + Send + Sync + 'static>() {
     let stacks = Arc::new(Stacks::<Number, R>::new(2));
     let theirs = Arc::clone(&stacks);

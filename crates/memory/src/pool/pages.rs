@@ -4,11 +4,11 @@ use super::{PoolBox, PoolContext};
 use crate::{AlignedBuf, OutOfMemory, pooled};
 use std::ptr::NonNull;
 
-/// Page-aligned memory of `BYTES`; nothing where there was no memory when it was made.
+/// Page-aligned memory of `BYTES`; `None` if there was no memory when it was made.
 pub(crate) struct Pages<const BYTES: usize>(Option<AlignedBuf>);
 
 impl<const BYTES: usize> Pages<BYTES> {
-    /// Its memory, which it gets if it has none yet.
+    /// Returns its memory. Allocates it if there is none yet.
     fn memory(&mut self) -> Result<NonNull<u8>, OutOfMemory> {
         match &self.0 {
             Some(memory) => Ok(memory.as_non_null()),
@@ -29,10 +29,10 @@ macro_rules! sizes {
     ($($name:ident $bytes:literal)*) => {
         $(pooled!(Pages<$bytes>, concat!("buffer of ", $bytes, " bytes"));)*
 
-        /// Memory from the pool of the smallest size that suffices. Longer memory comes from the allocator.
+        /// Memory of the smallest size that suffices, from the pool. Longer memory comes from the allocator.
         pub(crate) enum PooledPages {
             $(
-                /// From the pool.
+                /// Memory from the pool.
                 $name(#[allow(dead_code)] PoolBox<Pages<$bytes>>),
             )*
             /// Longer than the largest size of the pool.
@@ -40,7 +40,7 @@ macro_rules! sizes {
         }
 
         impl PooledPages {
-            /// At least `length_bytes`, and where they are. The old contents are still there.
+            /// Takes at least `length_bytes`, and returns where they are. The old contents are still there.
             pub(crate) fn take(length_bytes: usize) -> Result<(Self, NonNull<u8>), OutOfMemory> {
                 // In this crate's own unit tests the pool's atomics are the model checker's, which work in a model
                 // only.
@@ -54,7 +54,7 @@ macro_rules! sizes {
                 Ok((Self::Allocated(memory), start))
             }
 
-            /// How much memory a buffer of `length_bytes` takes.
+            /// Returns how much memory a buffer of `length_bytes` takes.
             pub(crate) fn size_of(length_bytes: usize) -> usize {
                 $(if length_bytes <= $bytes {
                     return $bytes;

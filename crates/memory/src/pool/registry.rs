@@ -3,18 +3,18 @@
 use super::PoolStats;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// A pool, without its type.
+/// A pool's functions, without its type.
 #[derive(Clone, Copy)]
 pub(super) struct Entry {
     pub(super) name: &'static str,
     pub(super) stats: fn() -> PoolStats,
-    /// Gives back the surplus; says how many bytes will be surplus later.
+    /// Gives back the surplus. Returns how many bytes will be surplus later.
     pub(super) maintain: fn() -> u64,
     /// Forgets the peaks, and gives back what then is surplus.
     pub(super) trim: fn(),
 }
 
-/// Less surplus than this is kept until there is work again.
+/// A thread does not wake up for less surplus than this. It is kept until there is work again.
 const WORTH_WAKING_BYTES: u64 = 1 << 20;
 
 static ENTRIES: Mutex<Vec<Entry>> = Mutex::new(Vec::new());
@@ -28,25 +28,26 @@ pub(super) fn add(entry: Entry) {
     entries().push(entry);
 }
 
-/// The entry at `index`. The list is not locked while a caller uses the entry, because making a pool takes the lock.
+/// Returns the entry at `index`. The list is not locked while a caller uses the entry, because making a pool takes the
+/// lock.
 fn get(index: usize) -> Option<Entry> {
     entries().get(index).copied()
 }
 
-/// The name and the counters of every pool that this process has used.
+/// Returns the name and the counters of every pool that this process has used.
 #[must_use]
 pub fn pools() -> Vec<(&'static str, PoolStats)> {
     (0..).map_while(get).map(|entry| (entry.name, (entry.stats)())).collect()
 }
 
 /// Forgets the load and gives back everything that is idle. For when the load is known to be over. Other threads give
-/// their idle contexts back when they come to [`maintain_pools`], or end.
+/// their idle contexts back at their next [`maintain_pools`], or when they end.
 pub fn trim_pools() {
     (0..).map_while(get).for_each(|entry| (entry.trim)());
 }
 
 /// Calls [`Pool::maintain`](super::Pool::maintain) for every pool. Returns true if much memory will be surplus once the
-/// peaks are forgotten. A thread that is about to sleep should then come again after a
+/// peaks are forgotten. A thread that is about to sleep should then call this again after a
 /// [`DECAY_PERIOD`](super::DECAY_PERIOD).
 pub fn maintain_pools() -> bool {
     let bytes = (0..).map_while(get).map(|entry| (entry.maintain)()).sum::<u64>();

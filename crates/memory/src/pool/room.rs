@@ -1,4 +1,4 @@
-//! Values of any type in memory that the pool hands around, values that must stay on one thread included.
+//! Puts values of any type into the pool's memory, even values that must stay on one thread.
 //!
 //! The pool holds only room: bytes without a value, so that any thread may take it. The owner makes the value when it
 //! takes the room, and drops it before the room goes back.
@@ -26,12 +26,12 @@ impl<T> std::fmt::Debug for Room<T> {
     }
 }
 
-/// A type of values that have a pool of rooms: implemented by [`room_for!`](crate::room_for).
+/// A type whose values have a pool of rooms. Implemented by [`room_for!`](crate::room_for).
 pub trait HasRoom: Sized + 'static {
-    /// The pool of its rooms.
+    /// Returns the pool of its rooms.
     fn pool() -> &'static Pool<Room<Self>>;
 
-    /// The calling thread's list of them.
+    /// Returns the calling thread's list of rooms.
     fn list() -> &'static LocalKey<ThreadList<Room<Self>>>;
 }
 
@@ -74,7 +74,7 @@ impl<T: HasRoom> Pooled for Room<T> {
     }
 }
 
-/// A room with `value` in it and a count of one.
+/// Makes a room with `value` in it and a count of one.
 #[inline]
 fn place<T: HasRoom>(value: T) -> NonNull<Room<T>> {
     // In this crate's own unit tests the pool's atomics are the model checker's, which work in a model only.
@@ -104,7 +104,7 @@ unsafe fn give_back<T: HasRoom>(room: NonNull<Room<T>>) {
     drop(unsafe { PoolBox::from_raw(room) });
 }
 
-/// A value in a room of its own, in the place of a `Box`.
+/// A value in a room of its own, in place of a `Box`.
 pub struct Placed<T: HasRoom> {
     room: NonNull<Room<T>>,
     owns: PhantomData<T>,
@@ -167,7 +167,7 @@ impl<T: HasRoom + std::fmt::Debug> std::fmt::Debug for Placed<T> {
     }
 }
 
-/// A value in a room of its own, with a count of its handles, which stay on one thread. In the place of an `Rc`.
+/// A value in a room of its own, with a count of its handles, which stay on one thread. In place of an `Rc`.
 pub struct PoolRc<T: HasRoom> {
     room: NonNull<Room<T>>,
     owns: PhantomData<T>,
@@ -187,14 +187,14 @@ impl<T: HasRoom> PoolRc<T> {
         unsafe { &(*this.room.as_ptr()).count }
     }
 
-    /// How many handles there are.
+    /// Returns how many handles there are.
     #[must_use]
     #[inline]
     pub fn strong_count(this: &Self) -> usize {
         Self::count(this).get()
     }
 
-    /// The value, if this is the only handle.
+    /// Returns the value, if this is the only handle.
     #[inline]
     pub fn get_mut(this: &mut Self) -> Option<&mut T> {
         // SAFETY: with a count of one nobody else reaches the value, and `this` is borrowed exclusively.
@@ -207,7 +207,7 @@ impl<T: HasRoom> PoolRc<T> {
             return Err(this);
         }
         let this = ManuallyDrop::new(this);
-        // SAFETY: the only handle, which is not dropped: the value is moved out once.
+        // SAFETY: this is the only handle, and it is not dropped: the value is moved out once.
         unsafe {
             let value = (*this.room.as_ptr()).value.assume_init_read();
             give_back(this.room);
@@ -235,7 +235,7 @@ impl<T: HasRoom> Drop for PoolRc<T> {
         if count.get() > 0 {
             return;
         }
-        // SAFETY: the last handle: the value is dropped once, and nobody sees the room again.
+        // SAFETY: this was the last handle. The value is dropped once, and nobody sees the room again.
         unsafe {
             (*self.room.as_ptr()).value.assume_init_drop();
             give_back(self.room);

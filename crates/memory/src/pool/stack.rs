@@ -1,10 +1,9 @@
 //! Magazines waiting for a thread that needs them: a fixed table of slots, and two lock-free stacks of slot numbers.
 //!
 //! A slot is on the stack `full`, on the stack `empty`, or claimed by the one thread that popped it; only the claimant
-//! touches its magazine. Nothing is ever unlinked from memory that another thread may still read: the table lives as
-//! long as the stacks, and a stale slot number leads to an atomic link at worst. The stale link is harmless because the
-//! head carries a tag that changes with every push and pop: a compare-and-swap that was prepared before such a change
-//! fails (no ABA).
+//! touches its magazine. The table lives as long as the stacks, so no memory is freed that another thread may still
+//! read. A stale slot number leads to an atomic link at worst. The stale link is harmless because the head carries a
+//! tag that changes with every push and pop. A compare-and-swap that was prepared before such a change fails (no ABA).
 
 use super::magazine::Magazine;
 use super::sync::{AtomicU32, AtomicU64, Ordering, UnsafeCell};
@@ -17,8 +16,8 @@ const NONE: u32 = INDEX_MASK as u32;
 
 /// What keeps the stacks sound. Each mutant of the model checker breaks one rule.
 pub(super) trait Rules {
-    /// Added to a head's tag by each change. 48 bits of tag: at ten million changes a second a thread would have to
-    /// sleep between its load and its compare-and-swap for most of a year to meet the same tag again.
+    /// Added to a head's tag by each change. The tag has 48 bits. At ten million changes a second, it repeats only if a
+    /// thread sleeps for most of a year between its load and its compare-and-swap.
     const TAG_STEP: u64;
     /// How a push publishes the slot's contents and its link.
     const PUBLISH: Ordering;
@@ -42,8 +41,8 @@ struct Slot<T> {
     magazine: UnsafeCell<Magazine<T>>,
 }
 
-/// The right to touch one slot: made by the pop that took its number off a stack, ended by the push that puts it back.
-/// Neither `Clone` nor made anywhere else.
+/// The right to touch one slot. The pop that takes its number off a stack makes it, and the push that puts the number
+/// back ends it. It is not `Clone`, and nothing else makes one.
 pub(super) struct Claim(u32);
 
 /// Different threads use the two stacks at once. Two cache lines, since the processor fetches them in pairs.
@@ -65,7 +64,7 @@ impl Head {
             let index = (head & INDEX_MASK) as u32;
             // The end of the list is the one index that the table does not have.
             let slot = slots.get(index as usize)?;
-            // Perhaps stale, where others popped the slot meanwhile; then the tag differs and the swap fails.
+            // This is stale if others popped the slot meanwhile. Then the tag differs and the swap fails.
             let next = slot.next.load(Ordering::Relaxed);
             // Acquire pairs with the push of this slot: every later change of the head is a read-modify-write, so its
             // release sequence reaches us.
@@ -99,13 +98,13 @@ pub(super) struct Stacks<T, R = Sound> {
     rules: PhantomData<R>,
 }
 
-// SAFETY: magazines are reached only through a `Claim`, of which there is one a slot; the push that ends a claim
-// releases and the pop that begins the next one acquires, so magazines (and their contexts, which are `Send`) move
+// SAFETY: magazines are reached only through a `Claim`, and there is one for each slot. The push that ends a claim
+// releases, and the pop that begins the next one acquires. So magazines (and their contexts, which are `Send`) move
 // between threads like messages.
 unsafe impl<T: Send, R> Sync for Stacks<T, R> {}
 
 impl<T, R: Rules> Stacks<T, R> {
-    /// A table of `count` empty slots.
+    /// Makes a table of `count` empty slots.
     pub(super) fn new(count: u16) -> Self {
         let below = |index| if index + 1 < u32::from(count) { index + 1 } else { NONE };
         let slot = |index| Slot { next: AtomicU32::new(below(index)), magazine: UnsafeCell::new(Magazine::new()) };
@@ -133,15 +132,16 @@ impl<T, R: Rules> Stacks<T, R> {
         self.empty.push::<T, R>(&self.slots, claim);
     }
 
-    /// Exchanges the claimed slot's magazine with `magazine`.
+    /// Swaps the claimed slot's magazine with `magazine`.
     pub(super) fn swap(&self, claim: &mut Claim, magazine: &mut Magazine<T>) {
         self.slots[claim.0 as usize].magazine.with_mut(|slot| {
-            // SAFETY: there is one claim a slot and we have it exclusively, so nobody else touches the magazine.
+            // SAFETY: there is one claim for each slot and we have it exclusively, so nobody else touches the magazine.
             std::mem::swap(unsafe { &mut *slot }, magazine);
         });
     }
 
-    /// Leaves `magazine` for others and gives an empty one in exchange; false, changing nothing, if the table is full.
+    /// Leaves `magazine` for other threads, and replaces it by an empty one. Changes nothing and returns false if the
+    /// table is full.
     pub(super) fn give(&self, magazine: &mut Magazine<T>) -> bool {
         let Some(mut claim) = self.pop_empty() else { return false };
         self.swap(&mut claim, magazine);
@@ -149,7 +149,8 @@ impl<T, R: Rules> Stacks<T, R> {
         true
     }
 
-    /// Exchanges the empty `magazine` for one that another thread left; false, changing nothing, if there is none.
+    /// Replaces the empty `magazine` by one that another thread left. Changes nothing and returns false if there is
+    /// none.
     pub(super) fn take(&self, magazine: &mut Magazine<T>) -> bool {
         debug_assert!(magazine.is_empty());
         let Some(mut claim) = self.pop_full() else { return false };

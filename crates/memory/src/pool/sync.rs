@@ -1,4 +1,4 @@
-//! The atomics and the cell of the lock-free part: the standard library's, or loom's in this crate's own unit tests.
+//! The atomics and the cell of the lock-free part: the standard library's or, in this crate's own unit tests, loom's.
 //!
 //! So the model checker explores the production type itself in an ordinary `cargo test`. Everything else is tested from
 //! outside (`tests/pool.rs`), where the crate is compiled as users get it.

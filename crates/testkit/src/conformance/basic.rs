@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// The ways to write. The last has both flags.
 const ALL_FLAGS: [OpFlags; 4] = [OpFlags::NONE, OpFlags::FUA, OpFlags::PREFLUSH, OpFlags::PREFLUSH.with(OpFlags::FUA)];
 
-/// Bytes at the start of the disk that a check may play with.
+/// Returns how many bytes at the start of the disk a check may write.
 fn playground(guest: &Guest<'_>) -> u64 {
     guest.info().size_bytes.min(1 << 20) / guest.block() * guest.block()
 }
@@ -35,7 +35,7 @@ pub(super) fn tells_sane_sizes(guest: &mut Guest<'_>) -> Result<(), String> {
     Ok(())
 }
 
-/// Keeps what it heard last.
+/// Keeps the last change that it was told of.
 #[derive(Default)]
 struct Hears(Mutex<Option<DiskInfo>>);
 
@@ -141,7 +141,7 @@ pub(super) fn refuses_what_is_out_of_range(guest: &mut Guest<'_>) -> Result<(), 
         }
     }
     guest.expect(0, size - block, &tail, "the end of the disk after refused requests")?;
-    // Not a multiple of the block size: a disk may serve it, or refuse it as out of range.
+    // Not multiples of the block size: a disk may serve them, or refuse them as out of range.
     for (offset, length) in [(1, block), (0, block + 1), (block - 1, 2)] {
         match guest.call(0, Request::read(offset, length as usize))?.result {
             Err(error) if error.kind() != IoErrorKind::OutOfRange => {
@@ -160,7 +160,7 @@ pub(super) fn completes_empty_requests(guest: &mut Guest<'_>) -> Result<(), Stri
         guest.ok(0, Request::write(offset, Vec::new()))?;
         guest.ok(0, Request::WriteZeroes { offset, length: 0, may_unmap: true, flags: OpFlags::NONE })?;
     }
-    // Behind the end either answer will do, but one must come.
+    // Behind the end either answer is right, but one must come.
     for offset in [size, size + 512, u64::MAX] {
         guest.call(0, Request::read(offset, 0))?;
         guest.call(0, Request::write(offset, Vec::new()))?;
@@ -192,7 +192,7 @@ pub(super) fn discards_no_more_than_asked(guest: &mut Guest<'_>) -> Result<(), S
     let size = playground(guest);
     let blocks = size / block;
     let image = stamped(1, 0, size as usize);
-    // From the middle of things to the middle of things, the finest unit, and all.
+    // Ranges within others, the smallest range, and the whole.
     for (first, count) in [(1, 1), (3, blocks / 2), (blocks - 1, 1), (0, blocks)] {
         guest.ok(0, Request::write(0, &image[..]))?;
         let (offset, length) = (first * block, count * block);
@@ -240,7 +240,7 @@ pub(super) fn writes_zeroes_exactly(guest: &mut Guest<'_>) -> Result<(), String>
     Ok(())
 }
 
-/// What the disk says of a range: a run for each stretch, checked to cover the range in order.
+/// Returns the disk's block status of a range, after checking that its runs cover the range in order.
 fn status_of(guest: &Guest<'_>, offset: u64, length: u64) -> Result<Vec<Run>, String> {
     let failed = |error| format!("block status of {offset}+{length}: {error}");
     let runs = guest.disk.block_status(&StatusQuery::of(offset, length)).map_err(failed)?;
@@ -313,7 +313,7 @@ pub(super) fn a_read_only_disk_refuses_writes(guest: &mut Guest<'_>) -> Result<(
     guest.expect(0, 0, &before, "a read-only disk after refused writes")
 }
 
-/// The driver watches tags, memory and `in_flight()` at each step; here it only gets something to watch.
+/// The driver checks tags, memory and `in_flight()` at each step. Here it only gets something to check.
 pub(super) fn delivers_only_what_completed(guest: &mut Guest<'_>) -> Result<(), String> {
     let block = guest.block();
     let mut requests = Vec::new();

@@ -15,7 +15,7 @@ pub(super) fn several_queues_many_requests(guest: &mut Guest<'_>) -> Result<(), 
     many_requests(guest, 4)
 }
 
-/// A random workload against the model; afterwards every queue sees the same.
+/// Checks a random workload against the model; afterwards every queue must see the same.
 fn many_requests(guest: &mut Guest<'_>, queues: usize) -> Result<(), String> {
     while guest.queues.len() < queues {
         guest.open(guest.queues.len())?;
@@ -80,11 +80,11 @@ pub(super) fn overlapping_writes_tear_no_sector(guest: &mut Guest<'_>) -> Result
     Ok(())
 }
 
-/// A dropped queue's requests may happen or not, in whole sectors. Everything else goes on.
+/// Requests of a dropped queue may or may not happen, in whole sectors. Everything else goes on.
 pub(super) fn a_queue_dropped_in_flight_harms_nobody(guest: &mut Guest<'_>) -> Result<(), String> {
     let block = guest.block();
     let span = 32 * block;
-    // One model for all rounds: what a dropped queue had in flight may still land rounds later.
+    // One model for all rounds: requests of a dropped queue may still land rounds later.
     let mut model = ModelDisk::new(&guest.read(0, 0, span as usize)?, true);
     for round in 0..6 {
         let second = guest.open(1 + round as usize)?;
@@ -107,13 +107,13 @@ pub(super) fn a_queue_dropped_in_flight_harms_nobody(guest: &mut Guest<'_>) -> R
         }
         let queue = guest.queues.remove(second);
         guest.harness.close(queue);
-        // The other queue works at once, on sectors that nothing in flight touches.
+        // The other queue works at once, on sectors that no request in flight touches.
         let bytes = stamped(guest.next_tag, span, block as usize);
         guest.ok(0, Request::write(span, &bytes[..]))?;
         guest.ok(0, Request::Flush)?;
         guest.expect(0, span, &bytes, "a write beside a dropped queue")?;
         guest.harness.settle();
-        // To the model it stays in flight for ever: old and new contents are allowed, nothing else.
+        // For the model, the write stays in flight for ever: old and new contents are allowed, nothing else.
         model.check_live(&guest.read(0, 0, span as usize)?)?;
     }
     Ok(())

@@ -1,23 +1,23 @@
-//! Access without operations. A disk may answer "not here" to all of it; what it shows must be right.
+//! Access without operations. A disk may refuse all of it, but what it shows must be right.
 
 use super::Guest;
 use crate::model::stamped;
 use crate::request::Request;
 use block::{IoResult, OpFlags, ReadMap, WriteMap};
 
-/// Ranges in blocks: whole pages and clusters, parts of them, and over their ends.
+/// Ranges in blocks: whole pages and clusters, parts of them, and ranges across their ends.
 const RANGES: [(u64, u64); 7] = [(0, 8), (8, 16), (3, 1), (7, 2), (13, 37), (32, 64), (0, 120)];
 
-/// Bytes at the start of the disk that the ranges lie in; `None` on a disk that is smaller.
+/// Returns how many bytes at the start of the disk the ranges need; `None` if the disk is smaller.
 fn span(guest: &Guest<'_>) -> Option<usize> {
     let bytes = 128 * guest.block();
     (bytes <= guest.info().size_bytes).then_some(bytes as usize)
 }
 
-/// How often a map is asked for anew that ended because the disk's layers changed.
+/// How often to ask for a map again that ended because the disk's layers changed.
 const TRIES: u32 = 1000;
 
-/// Compares what the disk shows of a range with what it reads.
+/// Compares a map of a range with a read of it.
 fn shows(guest: &mut Guest<'_>, offset: u64, length: usize, what: &str) -> Result<(), String> {
     let expected = guest.read(0, offset, length)?;
     let wrong = |how: String| format!("{what}: the map of {offset}+{length} {how}");
@@ -42,7 +42,7 @@ fn shows(guest: &mut Guest<'_>, offset: u64, length: usize, what: &str) -> Resul
     Err(wrong(format!("always ends: {ended:?}")))
 }
 
-/// What a map shows, in odd parts.
+/// Reads a map in odd parts.
 fn contents(map: &ReadMap) -> IoResult<Vec<u8>> {
     let mut found = vec![0xa5; map.length_bytes()];
     for (skip, part) in (0..).step_by(700).zip(found.chunks_mut(700)) {
@@ -84,7 +84,7 @@ pub(super) fn maps_show_what_is_read(guest: &mut Guest<'_>) -> Result<(), String
     Ok(())
 }
 
-/// A map of new bytes, in the disk's space where it gives that.
+/// Makes a map of new bytes, in the disk's space if it gives some.
 fn new_bytes(guest: &Guest<'_>, offset: u64, bytes: &[u8]) -> Result<WriteMap, String> {
     let given = guest.disk.map_write(offset, bytes.len());
     let mut map = given.unwrap_or_else(|| WriteMap::in_memory(offset, bytes.len()));
@@ -113,7 +113,7 @@ pub(super) fn a_cancelled_map_was_never_there(guest: &mut Guest<'_>) -> Result<(
             }
             shows(guest, 0, span, "while new bytes are put together")?;
         }
-        // One after the other, in another order than they came.
+        // Dropped one after the other, in another order than they were made.
         while !maps.is_empty() {
             drop(maps.swap_remove(maps.len() / 2));
         }
@@ -138,7 +138,7 @@ pub(super) fn a_committed_map_is_seen_by_all(guest: &mut Guest<'_>) -> Result<()
             guest.expect(queue, 0, &image, "after a commit")?;
         }
         shows(guest, 0, span, "after a commit")?;
-        // What was taken over is written like all else.
+        // Bytes that were taken over can be overwritten like all others.
         let over = stamped(60 + id as u64, offset, block as usize);
         guest.ok(other, Request::write(offset, &over[..]))?;
         image[offset as usize..][..over.len()].copy_from_slice(&over);

@@ -1,7 +1,7 @@
-//! The suite that every disk runs.
+//! The suite that every disk must pass.
 //!
-//! It knows nothing but [`block::Disk`]'s contract, so it runs on images over the simulator, on real engines, and on
-//! the driver over a socket. Each check gets a fresh disk.
+//! It uses only [`block::Disk`]'s contract, so it runs on images over the simulator, on real engines, and on the driver
+//! over a socket. Each check gets a fresh disk.
 
 mod basic;
 mod concurrent;
@@ -13,33 +13,33 @@ use crate::workload::brief;
 use block::{Disk, DiskInfo, IoErrorKind};
 use std::sync::Arc;
 
-/// What the suite is to test.
+/// The subject of the suite.
 pub struct Subject<'a> {
-    /// Makes a fresh disk of at least 64 KiB; read-only if asked. `None` where such a disk cannot be made: those checks
-    /// are skipped, and counted as skipped.
+    /// Makes a fresh disk of at least 64 KiB; read-only if asked. `None` if such a disk cannot be made: those checks
+    /// count as skipped.
     pub make: &'a mut dyn FnMut(bool) -> Option<Arc<dyn Disk>>,
-    /// Whether the disk stores what is written to it (the null disk doesn't).
+    /// Whether the disk stores what is written to it. The null disk does not.
     pub keeps_data: bool,
-    /// Varies the random checks.
+    /// Seed of the random checks.
     pub seed: u64,
 }
 
-/// What came out.
+/// The results of the suite.
 #[derive(Debug, Default)]
 pub struct Report {
     /// Checks that passed.
     pub passed: Vec<&'static str>,
     /// Checks for which no disk could be made, or that do not apply.
     pub skipped: Vec<&'static str>,
-    /// Checks that failed, and how.
+    /// Checks that failed, and why.
     pub failures: Vec<(&'static str, String)>,
 }
 
 impl Report {
-    /// Panics with the failures, if there are any, or if nothing was checked.
+    /// Panics with the failures if there are any, or if nothing was checked.
     ///
     /// # Panics
-    /// As said.
+    /// If a check failed, or none passed.
     pub fn assert_passed(&self) {
         let failures: Vec<_> = self.failures.iter().map(|(name, how)| format!("  {name}: {how}\n")).collect();
         assert!(failures.is_empty(), "the disk does not conform:\n{}", failures.concat());
@@ -49,7 +49,7 @@ impl Report {
 
 type Check = fn(&mut Guest<'_>) -> Result<(), String>;
 
-/// Name, whether it needs a disk that keeps data, whether it needs a read-only disk, the check.
+/// Each check's name, whether it needs a disk that keeps data, whether it needs a read-only disk, and its function.
 const CHECKS: &[(&str, bool, bool, Check)] = &[
     ("tells sane sizes", false, false, basic::tells_sane_sizes),
     ("tells of a changed cache", false, false, basic::tells_of_a_changed_cache),
@@ -95,7 +95,7 @@ pub fn run(harness: &mut dyn Harness, subject: &mut Subject<'_>) -> Report {
     report
 }
 
-/// A guest with some queues.
+/// A guest with queues on the disk under test.
 struct Guest<'a> {
     harness: &'a mut dyn Harness,
     queues: Vec<QueueId>,
@@ -109,7 +109,7 @@ impl Guest<'_> {
         self.disk.info()
     }
 
-    /// The unit of offsets and lengths.
+    /// Returns the unit of offsets and lengths.
     fn block(&self) -> u64 {
         u64::from(self.info().logical_block_bytes)
     }
@@ -127,7 +127,7 @@ impl Guest<'_> {
         first
     }
 
-    /// Everything that is in flight on all queues.
+    /// Waits for everything in flight on all queues, and returns the replies.
     fn drain(&mut self) -> Result<Vec<Reply>, String> {
         let mut replies = Vec::new();
         while self.queues.iter().any(|queue| self.harness.in_flight(*queue) > 0) {
@@ -142,7 +142,7 @@ impl Guest<'_> {
         Ok(replies)
     }
 
-    /// One request, alone.
+    /// Makes one request alone and waits for its reply.
     fn call(&mut self, queue: usize, request: Request) -> Result<Reply, String> {
         let name = brief(&request);
         let tag = self.submit(queue, vec![request]);
@@ -150,7 +150,7 @@ impl Guest<'_> {
         replies.into_iter().find(|reply| reply.tag == tag).ok_or_else(|| format!("{name} was never completed"))
     }
 
-    /// One request that must succeed.
+    /// Makes one request that must succeed.
     fn ok(&mut self, queue: usize, request: Request) -> Result<Vec<u8>, String> {
         let name = brief(&request);
         let reply = self.call(queue, request)?;
@@ -162,7 +162,7 @@ impl Guest<'_> {
         self.ok(queue, Request::read(offset, length))
     }
 
-    /// One request that must fail with `kind`.
+    /// Makes one request that must fail with `kind`.
     fn refused(&mut self, request: Request, kind: IoErrorKind) -> Result<(), String> {
         let name = brief(&request);
         match self.call(0, request)?.result {

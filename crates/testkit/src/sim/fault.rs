@@ -1,4 +1,4 @@
-//! Faults that a test orders.
+//! Faults that a test injects.
 
 use block::{FileOp, IoError};
 
@@ -20,11 +20,11 @@ pub enum OpKind {
 }
 
 impl OpKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 6] =
         [Self::Read, Self::Write, Self::Flush, Self::Discard, Self::WriteZeroes, Self::SetLength];
 
-    /// The kind of `op`.
+    /// Returns the kind of `op`.
     #[must_use]
     pub fn of(op: &FileOp) -> Self {
         match op {
@@ -41,44 +41,44 @@ impl OpKind {
 /// What happens to an operation that is hit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultAction {
-    /// Nothing is done; it fails.
+    /// It fails, and does nothing.
     Fail(IoError),
-    /// A prefix of whole sectors is done, then it fails: what a file queue makes of a short read or write that it
-    /// cannot resume.
+    /// It does a prefix of whole sectors, then fails, as a file queue does after a short read or write that it cannot
+    /// resume.
     Short(IoError),
-    /// The worst case: any of its sectors are done, perhaps all, then it fails.
+    /// The worst case: it does any of its sectors, perhaps all, then fails.
     Scatter(IoError),
     /// It stays in flight until [`crate::SimStorage::release_stalled`].
     Stall,
 }
 
-/// An order: which operations are hit, and how.
+/// A fault: the operations that are hit, and what happens to them.
 #[derive(Debug, Clone, Copy)]
 pub struct Fault {
-    /// The kind that is hit; `None` for every kind.
+    /// The kind of operations that match; `None` for all kinds.
     pub kind: Option<OpKind>,
     /// How many matching operations pass first.
     pub after: u64,
-    /// How many are hit then; `u64::MAX` for all that follow.
+    /// How many are then hit; `u64::MAX` for all that follow.
     pub count: u64,
     /// What happens to them.
     pub action: FaultAction,
 }
 
 impl Fault {
-    /// Hits only the `nth` operation (from zero) of `kind`.
+    /// Makes a fault that hits only the `nth` operation (from zero) of `kind`.
     #[must_use]
     pub fn nth(kind: OpKind, nth: u64, action: FaultAction) -> Self {
         Self { kind: Some(kind), after: nth, count: 1, action }
     }
 
-    /// Hits every operation of `kind` from the `nth` (from zero) on.
+    /// Makes a fault that hits every operation of `kind` from the `nth` (from zero) on.
     #[must_use]
     pub fn from_nth(kind: OpKind, nth: u64, action: FaultAction) -> Self {
         Self { kind: Some(kind), after: nth, count: u64::MAX, action }
     }
 
-    /// Whether `kind` is hit now; counts.
+    /// Counts an operation of `kind`, and returns whether it is hit.
     pub(crate) fn hits(&mut self, kind: OpKind) -> bool {
         if self.count == 0 || self.kind.is_some_and(|own| own != kind) {
             return false;

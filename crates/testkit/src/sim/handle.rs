@@ -1,4 +1,4 @@
-//! A simulated reactor behind the handle that reaches real ones, for code that hands jobs to reactors.
+//! The handle of a real reactor, over a simulated reactor. For code that hands jobs to reactors.
 
 use super::reactor::SimReactor;
 use block::{Error, ErrorKind, Job, ReactorHandle, Result};
@@ -15,11 +15,11 @@ thread_local! {
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
 /// Runs jobs on a simulated reactor at once, on the thread that made the handle. The reactor's time passes only when
-/// the test steps it. So the code under test must call back where it waits, for example with its progress.
+/// the test steps it. So the code under test must call back when it waits, for example to report progress.
 pub struct SimHandle(u64);
 
 impl SimHandle {
-    /// A handle to `reactor`, for this thread.
+    /// Makes a handle to `reactor`, for this thread.
     #[must_use]
     pub fn new(reactor: &Rc<SimReactor>) -> Arc<Self> {
         let id = NEXT.fetch_add(1, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Simulated storage: files whose cache is volatile, whose operations end in a seeded order, and whose power can be cut.
+//! Simulated storage: files with a volatile cache, whose operations end in a seeded order, and whose power can be cut.
 
 mod fault;
 mod handle;

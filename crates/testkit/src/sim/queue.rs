@@ -48,19 +48,19 @@ impl FileQueue for BlockingQueue {
     }
 }
 
-/// One operation between its push and its completion. It is carried out in parts, each at a moment of its own.
+/// An operation between its push and its completion. It is carried out in parts, at different moments.
 pub(crate) struct Flying {
     file: Arc<SimFile>,
     op: FileOp,
     done: Done,
     id: OpId,
-    /// Parts not yet carried out.
+    /// Parts that have not been carried out.
     parts: Vec<(u64, u64)>,
     result: IoResult,
-    /// The bytes as pushed; `None` if they are to be taken from the buffer when a part is carried out.
+    /// The bytes as pushed; `None` if a part takes its bytes from the buffer when it is carried out.
     early: Option<Arc<[u8]>>,
     pub(crate) stalls: bool,
-    /// The turn from which on it may go on.
+    /// The turn from which it may go on.
     pub(crate) due: u64,
 }
 
@@ -93,7 +93,7 @@ impl Flying {
         flying
     }
 
-    /// Refuses what the file cannot do; the range otherwise.
+    /// Refuses what the file cannot do. Returns the range otherwise.
     fn validate(&self, storage: &Storage) -> IoResult<(u64, u64)> {
         let entry = &storage.files[self.file.index()];
         let options = &entry.options;
@@ -151,7 +151,7 @@ impl Flying {
                 self.result = Err(error);
             }
             Some(FaultAction::Short(error)) => {
-                // Storage tears no sector, not even when it fails.
+                // Storage never tears a sector, not even when it fails.
                 let cut = (start + dice.below(end - start)) / SIM_SECTOR_BYTES * SIM_SECTOR_BYTES;
                 self.parts = if cut > start { vec![(start, cut)] } else { Vec::new() };
                 self.result = Err(error);
@@ -163,7 +163,7 @@ impl Flying {
         }
     }
 
-    /// Carries out one more part; false if there was none left.
+    /// Carries out one more part. Returns false if there was none left.
     pub(crate) fn apply_next(&mut self, dice: &mut Dice) -> bool {
         let Some((from, to)) = self.parts.pop() else {
             return false;
@@ -193,12 +193,12 @@ impl Flying {
         true
     }
 
-    /// Tells the end.
+    /// Reports the end.
     pub(crate) fn finish(self) {
         let Self { file, op, done, id, result, .. } = self;
         if let FileOp::Read { data, .. } = &op {
             if result.is_err() {
-                // Nothing may rely on what a failed read leaves behind.
+                // A failed read leaves garbage, so that nothing can rely on its buffer.
                 let mut garbage = vec![0; data.length_bytes()];
                 fill_seeded(id, &mut garbage);
                 data.copy_from_slice(0, &garbage);
@@ -206,7 +206,7 @@ impl Flying {
         } else {
             file.storage().lock().happen(Event::Complete { op: id, file: file.index(), ok: result.is_ok() });
         }
-        // The memory is let go before anybody is told.
+        // The memory is released before anybody learns of the end.
         drop(op);
         done.complete(result);
     }

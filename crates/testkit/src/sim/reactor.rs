@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 
 /// After this many turns, [`SimReactor::run_until_idle`] assumes that something will never end.
 const TURN_LIMIT: u64 = 2_000_000;
-/// Task polls a turn.
+/// The most task polls in a turn.
 const POLL_LIMIT: usize = 1000;
 
-/// What several simulated reactors share: time, and the operations in flight.
+/// The world of several simulated reactors: time, and the operations in flight.
 pub(crate) struct World {
     dice: RefCell<Dice>,
     now: Cell<u64>,
@@ -26,7 +26,7 @@ pub(crate) struct World {
 }
 
 impl World {
-    /// Takes an operation; completes it at once now and then, as an engine may with resident data.
+    /// Takes an operation. Sometimes completes it at once, as an engine may do with cached data.
     pub(crate) fn take(&self, start: impl FnOnce(&mut Dice) -> Flying) {
         let mut dice = self.dice.borrow_mut();
         let mut flying = start(&mut dice);
@@ -54,7 +54,7 @@ impl World {
         busy
     }
 
-    /// Moves one operation on; with `hurry`, time jumps to the next that can move.
+    /// Moves one operation on. With `hurry`, time jumps to the next operation that can move.
     fn move_one(&self, hurry: bool) -> bool {
         let mut flying = self.flying.borrow_mut();
         if hurry {
@@ -62,7 +62,7 @@ impl World {
             let timer = self.next_timer();
             self.now.set(self.now.get().max(next.into_iter().chain(timer).min().unwrap_or(0)));
             if timer.is_some_and(|due| due <= self.now.get()) {
-                // It fires in the next turn.
+                // The timer fires in the next turn.
                 return true;
             }
         }
@@ -87,12 +87,12 @@ impl World {
 }
 
 impl World {
-    /// The time as timers see it: a tick is a microsecond, and where nothing else happens time jumps to the next timer.
+    /// Returns the time for timers. A tick is a microsecond; if nothing else happens, time jumps to the next timer.
     fn time(&self) -> Instant {
         self.start + Duration::from_micros(self.now.get())
     }
 
-    /// The tick at which the next timer of any reactor is due.
+    /// Returns the tick at which the next timer of any reactor is due.
     fn next_timer(&self) -> Option<u64> {
         let reactors = self.reactors.borrow();
         let due = reactors.iter().filter_map(Weak::upgrade).filter_map(|reactor| reactor.timers.next_due()).min()?;
@@ -102,7 +102,7 @@ impl World {
 }
 
 fn delay(dice: &mut Dice) -> u64 {
-    // Sometimes one operation is later than all others together. Space that was freed meanwhile must not be used yet.
+    // Sometimes one operation is later than all others. Space that was freed meanwhile must not be reused yet.
     match dice.below(64) {
         0 => dice.below(600),
         1..=4 => dice.below(60),
@@ -123,7 +123,7 @@ pub struct SimReactor {
 }
 
 impl SimReactor {
-    /// A reactor in a world of its own.
+    /// Makes a reactor in a new world.
     #[must_use]
     pub fn new(seed: u64) -> Rc<Self> {
         let world = World {
@@ -137,7 +137,7 @@ impl SimReactor {
         Self::join(Rc::new(world))
     }
 
-    /// Another reactor in the same world: stepping one steps all.
+    /// Makes another reactor in the same world: stepping one steps all.
     #[must_use]
     pub fn sibling(&self) -> Rc<Self> {
         Self::join(Rc::clone(&self.world))
@@ -155,7 +155,7 @@ impl SimReactor {
         reactor
     }
 
-    /// The reactor as disks and files want it.
+    /// Returns the reactor's context for disks and files.
     #[must_use]
     pub fn ctx(self: &Rc<Self>) -> Rc<dyn ReactorCtx> {
         Rc::clone(self) as Rc<dyn ReactorCtx>
@@ -165,17 +165,17 @@ impl SimReactor {
         Rc::clone(&self.world)
     }
 
-    /// How many of a hundred operations complete within their push (5 unless told otherwise).
+    /// Sets how many of a hundred operations complete within their push; 5 by default.
     pub fn complete_inline(&self, percent: u64) {
         self.world.inline_percent.set(percent);
     }
 
-    /// One turn of every reactor of the world, then a few operations move on. Returns whether anything happened.
+    /// Runs a turn of every reactor of the world, then moves a few operations on. Returns whether anything happened.
     pub fn step(&self) -> bool {
         self.world.step()
     }
 
-    /// Steps until nothing happens any more; stalled operations may be left.
+    /// Steps until nothing happens any more. Stalled operations may be left.
     ///
     /// # Panics
     /// If that takes implausibly long: something spins.
@@ -188,13 +188,13 @@ impl SimReactor {
         panic!("the reactor was still busy after {TURN_LIMIT} turns");
     }
 
-    /// Operations in flight in the whole world, stalled ones included.
+    /// Returns how many operations are in flight in the whole world, stalled ones included.
     #[must_use]
     pub fn operations_in_flight(&self) -> usize {
         self.world.flying.borrow().len()
     }
 
-    /// Tasks of this reactor that have not ended.
+    /// Returns how many tasks of this reactor have not ended.
     #[must_use]
     pub fn live_tasks(&self) -> usize {
         self.executor.live()

@@ -1,59 +1,59 @@
-//! What one simulated file holds: durable sectors, the unflushed versions on top of them, and what is in flight.
+//! The state of a simulated file: durable sectors, the unflushed versions on top of them, and operations in flight.
 //!
-//! The model of a volatile cache is a sector of 512 bytes: at a power cut each sector ends, independently, as the
-//! durable version or as any later one, applied or still in flight. Space that nobody wrote nor punched has no defined
+//! The volatile cache works by sectors of 512 bytes. At a power cut, each sector independently becomes its durable
+//! version or any later one, applied or still in flight. Space that was never written nor punched has no defined
 //! contents: it reads as garbage, before a cut and after.
 
 use crate::dice::{Dice, fill_seeded, mix};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The unit of loss.
+/// The unit that is kept or lost as a whole.
 pub(crate) const SIM_SECTOR_BYTES: u64 = 512;
 const SECTOR: usize = 512;
 
-/// Names an operation in the log.
+/// The number of an operation in the log.
 pub(crate) type OpId = u64;
 
-/// What an operation does to a file.
+/// The effect of an operation on a file.
 #[derive(Debug, Clone)]
 pub(crate) enum Effect {
-    /// Stores bytes (as they were when pushed).
+    /// Stores bytes as they were when pushed.
     Write {
         /// First byte.
         offset: u64,
         /// The bytes.
         data: Arc<[u8]>,
-        /// Durable at completion.
+        /// Whether they are durable at completion.
         fua: bool,
     },
     /// Zeroes a range, growing the file.
     Zero {
         /// First byte.
         offset: u64,
-        /// Bytes.
+        /// Length in bytes.
         length: u64,
     },
-    /// Gives a range back.
+    /// Discards a range.
     Discard {
         /// First byte.
         offset: u64,
-        /// Bytes.
+        /// Length in bytes.
         length: u64,
-        /// Whether it reads as zeros afterwards (otherwise as anything).
+        /// Whether the range then reads as zeros. If not, it may read as anything.
         zeroes: bool,
     },
     /// Sets the length.
     SetLength {
-        /// The new one.
+        /// The new length.
         length: u64,
     },
-    /// Makes what completed before durable.
+    /// Makes everything durable that completed before.
     Flush,
 }
 
 impl Effect {
-    /// The bytes it touches.
+    /// Returns the bytes that it touches.
     pub(crate) fn range(&self) -> (u64, u64) {
         match self {
             Self::Write { offset, data, .. } => (*offset, offset + data.len() as u64),
@@ -90,9 +90,9 @@ pub(crate) struct FileState {
     versions: BTreeMap<u64, Vec<Version<Content>>>,
     lengths: Vec<Version<u64>>,
     pending: BTreeMap<OpId, Pending>,
-    /// When each write completed, in events.
+    /// When each write completed, in events of the storage's clock.
     completed: BTreeMap<OpId, u64>,
-    /// Sectors below this that nobody touched are zeros (the file was created with this length).
+    /// Untouched sectors below this are zeros: the file was created with this length.
     zero_below: u64,
     grows_with_zeros: bool,
     salt: u64,
@@ -117,7 +117,7 @@ impl FileState {
         self.lengths.last().map_or(self.durable_length, |version| version.value)
     }
 
-    /// Stores `bytes` durably, behind everybody's back: for preparing a file.
+    /// Stores `bytes` durably, outside the log: for preparing a file.
     pub(crate) fn load(&mut self, offset: u64, bytes: &[u8]) {
         self.for_sectors(offset, offset + bytes.len() as u64, |state, sector, from, to| {
             let start = (sector * SIM_SECTOR_BYTES + from as u64 - offset) as usize;
@@ -152,7 +152,7 @@ impl FileState {
         self.pending.insert(op, Pending { effect: effect.clone(), pushed_at: now });
     }
 
-    /// Carries out the part of `op` that lies in `from..to`; `bytes` are those of a write.
+    /// Carries out the part of `op` in `from..to`. `bytes` are those of a write.
     pub(crate) fn apply(&mut self, op: OpId, from: u64, to: u64, bytes: Option<&[u8]>) {
         let Some(effect) = self.pending.get(&op).map(|pending| pending.effect.clone()) else { return };
         match effect {
@@ -199,8 +199,8 @@ impl FileState {
         }
     }
 
-    /// What is left after a power cut now. With `keep_applied` only the process died: what reached the file stays, and
-    /// operations in flight may still have happened in part.
+    /// Returns the file after a power cut now. With `keep_applied` only the process died: what reached the file stays,
+    /// and operations in flight may have happened in part.
     pub(crate) fn cut(&self, dice: &mut Dice, keep_applied: bool) -> Self {
         let mut choices: BTreeMap<u64, Vec<Version<Content>>> = self.versions.clone();
         let mut lengths = self.lengths.clone();
@@ -241,7 +241,7 @@ impl FileState {
         choices: &mut BTreeMap<u64, Vec<Version<Content>>>,
         lengths: &mut Vec<Version<u64>>,
     ) {
-        // The effect on a copy that has nothing but what the effect touches.
+        // The effect is applied to a copy that holds only what the effect touches.
         let mut after = Self::new(self.length(), self.salt, self.grows_with_zeros);
         after.zero_below = 0;
         let (start, end) = effect.range();
@@ -270,7 +270,7 @@ impl FileState {
         });
     }
 
-    /// A discard that promises nothing: each whole sector keeps its contents, or becomes zeros or garbage.
+    /// Carries out a discard without promises: each whole sector keeps its contents, or becomes zeros or garbage.
     fn scramble(&mut self, op: OpId, from: u64, to: u64) {
         let salt = self.salt;
         self.for_sectors(from, to, |state, sector, skip, end| match mix(mix(salt, op), sector) % 3 {
@@ -290,7 +290,7 @@ impl FileState {
         self.completed = completed.into_iter().filter(|(_, at)| *at >= pushed_at).collect();
     }
 
-    /// The newest version that is `covered` becomes the durable one; older ones are overwritten.
+    /// Makes the newest `covered` version the durable one, and drops older ones.
     fn harden(&mut self, sector: u64, covered: impl Fn(OpId) -> bool) {
         let Some(versions) = self.versions.get_mut(&sector) else { return };
         let Some(newest) = versions.iter().rposition(|version| covered(version.op)) else { return };
@@ -358,7 +358,7 @@ impl FileState {
     }
 }
 
-/// How a cut treats the volatile versions: mostly sector by sector, sometimes in the patterns that find most faults.
+/// How a cut chooses among the volatile versions: mostly sector by sector, sometimes in patterns that find most faults.
 enum Fate {
     Sectors { kept_percent: u64 },
     Operations { seed: u64 },
@@ -378,7 +378,7 @@ impl Fate {
         }
     }
 
-    /// Zero for the durable version, or one more than the index of a later one, at least `floor`.
+    /// Returns zero for the durable version, or one more than the index of a later one; at least `floor`.
     fn choose<T>(&mut self, dice: &mut Dice, versions: &[Version<T>], floor: usize) -> usize {
         let chosen = match self {
             Self::AllLost => 0,

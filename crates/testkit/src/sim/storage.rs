@@ -1,4 +1,4 @@
-//! The storage of a simulated host: named files, one log of what happened to them, power cuts.
+//! The storage of a simulated host: named files, a log of their events, and power cuts.
 
 use super::fault::{Fault, FaultAction, OpKind};
 use super::queue::{BlockingQueue, SimQueue};
@@ -11,29 +11,29 @@ use std::fmt;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// How a simulated file behaves. The default is the least that a useful file on Linux promises. It grows, it punches
-/// holes that read as zeros, and the part by which it grows has no defined contents.
+/// The behaviour of a simulated file. The default is the least that a useful file on Linux promises. It grows, it
+/// punches holes that read as zeros, and added space has no defined contents.
 #[derive(Debug, Clone)]
 pub struct SimFileOptions {
-    /// Writes are refused.
+    /// Whether writes are refused.
     pub read_only: bool,
-    /// Discard works.
+    /// Whether discard works.
     pub can_discard: bool,
-    /// Discarded ranges read as zeros; otherwise each sector reads as it was, as zeros or as garbage.
+    /// Whether discarded ranges read as zeros. If not, each sector keeps its contents, or becomes zeros or garbage.
     pub discard_zeroes: bool,
-    /// What the file says about the cost of zeroing.
+    /// Whether the file reports that zeroing is cheap.
     pub fast_zeroes: bool,
-    /// A device: it never changes its length.
+    /// Whether it is a device, which never changes its length.
     pub block_device: bool,
-    /// Space that the file grows by reads as zeros, as on a well-behaved file system without a crash.
+    /// Whether added space reads as zeros, as on a well-behaved file system without a crash.
     pub grows_with_zeros: bool,
-    /// Growing beyond this fails with no space.
+    /// Growing beyond this length fails with no space.
     pub max_length_bytes: u64,
-    /// What the file tells about direct-I/O alignment. It serves any all the same.
+    /// The direct-I/O alignment that the file reports. It serves any alignment.
     pub alignment_bytes: u32,
-    /// What it tells about locks.
+    /// The locks that the file reports.
     pub locks: Locks,
-    /// Whose part of the memory for buffers requests use.
+    /// The account of buffer memory that requests use.
     pub buffers: BufferAccount,
 }
 
@@ -54,7 +54,7 @@ impl Default for SimFileOptions {
     }
 }
 
-/// One entry of the log.
+/// An entry of the log.
 #[derive(Debug, Clone)]
 pub(crate) enum Event {
     Push { op: OpId, file: usize, effect: Effect },
@@ -75,7 +75,7 @@ pub(crate) struct FileEntry {
 pub(crate) struct Storage {
     pub(crate) files: Vec<FileEntry>,
     next_op: OpId,
-    /// Events so far: the storage's clock.
+    /// The storage's clock: the number of events so far.
     events: u64,
     log: Option<Recording>,
     salt: u64,
@@ -104,7 +104,7 @@ impl fmt::Debug for SimStorage {
 }
 
 impl SimStorage {
-    /// Storage without files. The seed decides what undefined space reads as.
+    /// Makes storage without files. The seed decides what undefined space reads as.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self::of_files(Vec::new(), seed, 0)
@@ -119,7 +119,7 @@ impl SimStorage {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A new durable file of zeros.
+    /// Makes a durable file of zeros.
     pub fn create(&self, name: &str, length_bytes: u64, options: SimFileOptions) -> Arc<SimFile> {
         let mut storage = self.lock();
         let salt = mix(storage.salt, storage.files.len() as u64);
@@ -138,14 +138,14 @@ impl SimStorage {
         self.handle(index)
     }
 
-    /// A new durable file with these contents.
+    /// Makes a durable file with these contents.
     pub fn create_with(&self, name: &str, bytes: &[u8], options: SimFileOptions) -> Arc<SimFile> {
         let file = self.create(name, bytes.len() as u64, options);
         self.lock().files[file.index].state.load(0, bytes);
         file
     }
 
-    /// The file of this name.
+    /// Returns the file of this name.
     #[must_use]
     pub fn file(&self, name: &str) -> Option<Arc<SimFile>> {
         let index = self.lock().files.iter().position(|file| file.name == name)?;
@@ -175,7 +175,7 @@ impl SimStorage {
         Arc::new(SimFile { storage: self.clone(), index, info, buffers })
     }
 
-    /// The whole contents of a file as they read now.
+    /// Returns the whole contents of a file, as reads see them.
     ///
     /// # Panics
     /// If there is no such file.
@@ -188,7 +188,7 @@ impl SimStorage {
         bytes
     }
 
-    /// Orders a fault on a file.
+    /// Injects a fault into a file.
     ///
     /// # Panics
     /// If there is no such file.
@@ -198,7 +198,7 @@ impl SimStorage {
         entry.faults.push(fault);
     }
 
-    /// Withdraws all faults; what stalls goes on.
+    /// Removes all faults. Stalled operations go on.
     pub fn clear_faults(&self) {
         let mut storage = self.lock();
         storage.files.iter_mut().for_each(|file| file.faults.clear());
@@ -210,40 +210,41 @@ impl SimStorage {
         self.lock().stalled_released = true;
     }
 
-    /// Operations of `kind` pushed to a file so far.
+    /// Returns how many operations of `kind` were pushed to a file so far.
     #[must_use]
     pub fn pushed(&self, name: &str, kind: OpKind) -> u64 {
         let storage = self.lock();
         storage.files.iter().find(|file| file.name == name).map_or(0, |file| file.pushed[kind as usize])
     }
 
-    /// Bytes of data pushed to a file so far.
+    /// Returns how many bytes of data were pushed to a file so far.
     #[must_use]
     pub fn written_bytes(&self, name: &str) -> u64 {
         self.lock().files.iter().find(|file| file.name == name).map_or(0, |file| file.written_bytes)
     }
 
-    /// The storage's clock: it counts events (a push, a part applied, a completion) of everything but reads.
+    /// Returns the storage's clock, which counts events (a push, a part applied, a completion) of everything but reads.
     #[must_use]
     pub fn now(&self) -> u64 {
         self.lock().events
     }
 
-    /// What is left after a power cut now: as the module says, seeded.
+    /// Returns the storage after a power cut now. The seed decides what is lost.
     #[must_use]
     pub fn power_cut(&self, seed: u64) -> Self {
         let storage = self.lock();
         cut_files(&storage.files, storage.salt, storage.events, seed, false)
     }
 
-    /// What is left after only the process died: operations in flight happened, in part, or not.
+    /// Returns the storage after only the process died. Operations in flight happened, happened in part, or did not
+    /// happen.
     #[must_use]
     pub fn process_killed(&self, seed: u64) -> Self {
         let storage = self.lock();
         cut_files(&storage.files, storage.salt, storage.events, seed, true)
     }
 
-    /// Starts a log; nothing may be in flight.
+    /// Starts a log. Nothing may be in flight.
     pub fn record(&self) {
         let mut storage = self.lock();
         let recording = Recording {
@@ -255,7 +256,7 @@ impl SimStorage {
         storage.log = Some(recording);
     }
 
-    /// Ends the log that [`SimStorage::record`] started.
+    /// Ends the log that [`SimStorage::record`] started, and returns it.
     ///
     /// # Panics
     /// If none was started.
@@ -288,14 +289,14 @@ impl Storage {
         self.stalled_released
     }
 
-    /// The fault that hits this operation, if any.
+    /// Returns the fault that hits this operation, if any.
     pub(crate) fn fault(&mut self, file: usize, op: &FileOp) -> Option<FaultAction> {
         let (kind, entry) = (OpKind::of(op), &mut self.files[file]);
         entry.pushed[kind as usize] += 1;
         if let FileOp::Write { data, .. } = op {
             entry.written_bytes += data.length_bytes() as u64;
         }
-        // Every order counts this operation, even orders behind the one that hits.
+        // Every fault counts this operation, even faults after the one that hits.
         let mut hit = None;
         for fault in &mut entry.faults {
             if fault.hits(kind) && hit.is_none() {
@@ -326,14 +327,14 @@ fn carry_out(files: &mut [FileEntry], event: &Event, now: u64) {
     }
 }
 
-/// Walks a [`Recording`] from its start; at each step the power can be cut.
+/// Walks a [`Recording`] from its start. The power can be cut at each step.
 pub struct Replay {
     recording: Recording,
     at: usize,
 }
 
 impl Recording {
-    /// Number of events.
+    /// Returns the number of events.
     #[must_use]
     pub fn len(&self) -> usize {
         self.events.len()
@@ -345,7 +346,7 @@ impl Recording {
         self.events.is_empty()
     }
 
-    /// Goes back to the start.
+    /// Makes a replay from the start.
     #[must_use]
     pub fn replay(self) -> Replay {
         Replay { recording: self, at: 0 }
@@ -353,8 +354,8 @@ impl Recording {
 }
 
 impl Replay {
-    /// Goes on to the next write or flush boundary (the push or the completion of an operation that changes a file or
-    /// flushes it); returns the storage's clock there, or `None` at the end.
+    /// Goes on to the next write or flush boundary: the push or the completion of an operation that changes or flushes
+    /// a file. Returns the storage's clock there; `None` at the end.
     pub fn advance(&mut self) -> Option<u64> {
         loop {
             let event = self.recording.events.get(self.at)?;
@@ -367,19 +368,19 @@ impl Replay {
         }
     }
 
-    /// The storage's clock at this point of the recording.
+    /// Returns the storage's clock at this point of the recording.
     #[must_use]
     pub fn now(&self) -> u64 {
         self.recording.first_event + self.at as u64
     }
 
-    /// What is left if the power is cut here.
+    /// Returns the storage after a power cut here.
     #[must_use]
     pub fn power_cut(&self, seed: u64) -> SimStorage {
         cut_files(&self.recording.files, self.recording.salt, self.now(), seed, false)
     }
 
-    /// What is left if the process dies here.
+    /// Returns the storage after the process died here.
     #[must_use]
     pub fn process_killed(&self, seed: u64) -> SimStorage {
         cut_files(&self.recording.files, self.recording.salt, self.now(), seed, true)
@@ -395,7 +396,7 @@ pub struct SimFile {
 }
 
 impl SimFile {
-    /// The storage it lies on.
+    /// Returns the storage of the file.
     #[must_use]
     pub fn storage(&self) -> &SimStorage {
         &self.storage

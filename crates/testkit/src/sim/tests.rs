@@ -22,7 +22,7 @@ fn setup(length: u64, options: SimFileOptions) -> (SimStorage, Rc<SimReactor>, R
     (storage, reactor, queue)
 }
 
-/// Every value that the first byte of each of the first `N` sectors takes over many cuts.
+/// Returns all values that the first bytes of the first `N` sectors take over many cuts.
 fn outcomes<const N: usize>(cut: impl Fn(u64) -> SimStorage) -> Vec<[u8; N]> {
     let mut seen = Vec::new();
     for seed in 0..300 {

@@ -1,4 +1,4 @@
-//! From the end of operations to the end of the request that they belong to.
+//! Ends a request when its operations have ended.
 
 use super::{DeviceQueue, Pending};
 use crate::transport::Transport;
@@ -41,7 +41,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         self.end(head, Status::Ok);
     }
 
-    /// One operation of several, one that failed, or one that something has to follow.
+    /// Ends one operation of several, one that failed, or one that a flush must follow.
     #[inline(never)]
     fn ended_part(&mut self, head: u16, result: IoResult) {
         let Some(pending) = self.pending.get_mut(usize::from(head)) else { return };
@@ -60,7 +60,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         if let Err(error) = result {
             self.log_failure(head, error);
         }
-        // The cache became write-through meanwhile: what ends from then on is durable.
+        // The cache became write-through meanwhile. Writes that end from then on must be durable.
         if last && volatile && status == Status::Ok && self.device.write_through() {
             return self.make_durable(head);
         }
@@ -70,7 +70,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         }
     }
 
-    /// A write that began while the cache was write-back ends with a flush.
+    /// Submits a flush, with which a write ends that began while the cache was write-back.
     #[cold]
     fn make_durable(&mut self, head: u16) {
         let settles = self.device.durable_writes_begun();
@@ -80,7 +80,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         self.disk.submit(Tag::from(head), Op::Flush);
     }
 
-    /// The first failure is logged, then each by which their number has doubled; a full disk counts for itself. What the
+    /// Logs the first failure, and then each by which their number has doubled. A full disk is counted apart. What the
     /// disk does not support is no failure.
     #[cold]
     fn log_failure(&self, head: u16, error: IoError) {
@@ -106,7 +106,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
     }
 }
 
-/// What the guest is told of an operation that failed.
+/// Returns the status for an operation that failed.
 fn status_of(error: IoError) -> Status {
     match error.kind() {
         IoErrorKind::Unsupported => Status::Unsupported,
@@ -114,7 +114,7 @@ fn status_of(error: IoError) -> Status {
     }
 }
 
-/// A request, for a person.
+/// Describes a request, for a person.
 fn name_of((kind, sector): (u32, u64)) -> String {
     let byte = u128::from(sector) << SECTOR_SHIFT;
     match kind {

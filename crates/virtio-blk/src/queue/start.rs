@@ -1,4 +1,4 @@
-//! From a request of the guest to operations of the disk.
+//! Turns a request of the guest into operations of the disk.
 
 use super::{DeviceQueue, Pending};
 use crate::transport::Transport;
@@ -64,14 +64,14 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         }
     }
 
-    /// Writes zeros to where the data lie, durably.
+    /// Overwrites the ranges with zeros in place, durably.
     #[cold]
     fn start_erase(&mut self, head: u16) {
         if !self.device.overwrites_in_place() {
             return self.end(head, Status::IoErr);
         }
         let zeros = self.zeros.whole();
-        // The limit on a range is as long as the zeros.
+        // No range is longer than the zeros.
         let length_of = |length: u64| usize::try_from(length).unwrap_or(usize::MAX).min(zeros.length_bytes());
         self.start_ranges(head, meter::SECURE_ERASE, |offset, length, _| {
             let data = zeros.slice(0, length_of(length));
@@ -80,7 +80,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         self.settle_ranges(head, self.device.write_through());
     }
 
-    /// Where its ranges are written durably, a request ends with the flush that is owed.
+    /// Adds the flush that is owed to a request whose ranges are written durably.
     fn settle_ranges(&mut self, head: u16, durable: bool) {
         let has_begun = self.pending.get(usize::from(head)).is_some_and(|pending| pending.operations > 0);
         if durable && has_begun {
@@ -114,9 +114,9 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         }
     }
 
-    /// Submits a flush that goes with a durable write, if one is owed. Until a flush of this queue has made durable what
-    /// was completed before durable writes began, on whatever queue, each of them ends with one: the guest relies on that
-    /// from the first one that ends. Returns which beginning it settles.
+    /// Submits a flush along with a durable write, if one is owed. The guest relies on earlier writes, of all queues,
+    /// as soon as the first durable write ends. So each durable write needs a flush until one of this queue has made
+    /// those earlier writes durable. Returns the value of `Device::durable_writes_begun` that it settles, or zero.
     fn owed_flush(&mut self, head: u16) -> u32 {
         let begun = self.device.durable_writes_begun();
         if begun == self.settled {
@@ -132,7 +132,8 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         }
     }
 
-    /// An operation for each range, all checked before the first begins. The request ends with the last of them.
+    /// Submits an operation for each range. All ranges are checked before the first begins. The request ends with the
+    /// last of them.
     fn start_ranges(&mut self, head: u16, kind: u64, op: impl Fn(u64, u64, &RangeSegment) -> Op) {
         let (device, ranges) = (&self.device, self.queue.ranges(head));
         let place = |range: &RangeSegment| {
@@ -158,7 +159,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
     }
 }
 
-/// The priority in a request's header, as far as a guest may choose it.
+/// Returns the priority in a request's header, as far as a guest may choose it.
 #[inline]
 fn priority_of(header_word: u32) -> Priority {
     match header_word {

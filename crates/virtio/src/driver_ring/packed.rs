@@ -1,7 +1,7 @@
-//! What is particular to the driver's half of a packed ring (virtio 1.2, 2.8).
+//! The part of the driver's half that is particular to packed rings (virtio 1.2, 2.8).
 //!
-//! A head is the id of a buffer. The device sees the requests of a batch together: it looks at descriptors in order, so
-//! the flags of the first are written last.
+//! A head is the id of a buffer. The device looks at descriptors in order, so the flags of the first are written last:
+//! then it sees the requests of a batch together.
 
 use super::state::State;
 use super::{Buffer, Indirect, RingError};
@@ -14,16 +14,16 @@ pub(super) struct PackedHalf {
     room: u16,
     next_avail: PackedPosition,
     next_used: PackedPosition,
-    /// The first descriptor that the device was not shown, and its flags, which are not written yet.
+    /// The first descriptor that the device cannot see yet, and its flags, which are not written yet.
     unshown: Option<(u16, u16)>,
-    /// Descriptors made available since the device's wish was last looked at.
+    /// Descriptors made available since the device's wish was last read.
     moved: u16,
 }
 
 impl PackedHalf {
     pub(super) fn new(areas: PackedAreas) -> Self {
         let room = areas.size();
-        // What an earlier ring left there may look used or available.
+        // Descriptors of an earlier ring may look used or available.
         (0..room).for_each(|index| areas.set_flags(index, 0));
         areas.set_device_wish(EventWish::Always);
         let (next_avail, next_used) = (PackedPosition::START, PackedPosition::START);
@@ -34,7 +34,7 @@ impl PackedHalf {
         self.room >= descriptors && !state.free.is_empty()
     }
 
-    /// Puts a chain of `descriptors` into the ring, whose head is the last free one.
+    /// Puts a chain of `descriptors` into the ring. Its head is the last free one.
     #[inline]
     pub(super) fn put(&mut self, state: &mut State, head: u16, descriptors: u16, buffers: &[Buffer]) {
         state.free.pop();
@@ -113,7 +113,7 @@ impl PackedHalf {
     }
 }
 
-/// Fills the table of `head`; gives the descriptor that names it.
+/// Fills the table of `head`. Returns the descriptor that names the table.
 fn fill_table(indirect: &Indirect, head: u16, buffers: &[Buffer]) -> PackedDescriptor {
     let start = indirect.start(head);
     let (mut offset, mut length_bytes) = (start, 0_u32);

@@ -1,4 +1,4 @@
-//! What is particular to the driver's half of a split ring (virtio 1.2, 2.7).
+//! The part of the driver's half that is particular to split rings (virtio 1.2, 2.7).
 
 use super::state::{Head, State};
 use super::{Buffer, Indirect, RingError, low};
@@ -7,11 +7,11 @@ use crate::ring_access::{AVAIL_NO_INTERRUPT, Descriptor, SplitAreas, USED_NO_NOT
 #[derive(Debug)]
 pub(super) struct SplitHalf {
     areas: SplitAreas,
-    /// Our own copy of the chains' links: the table belongs to memory that the device can write.
+    /// Our own copy of the chains' links: the device can write to the table.
     links: Vec<u16>,
-    /// The used index when it was last looked at.
+    /// The used index when it was last read.
     seen_used: u16,
-    /// The available index when the device's wish was last looked at.
+    /// The available index when the device's wish was last read.
     weighed: u16,
 }
 
@@ -28,7 +28,7 @@ impl SplitHalf {
         state.free.len() >= usize::from(descriptors.max(1))
     }
 
-    /// Puts a chain into the ring, whose head is the last free descriptor.
+    /// Puts a chain into the ring. Its head is the last free descriptor.
     #[inline]
     pub(super) fn put(&mut self, state: &mut State, head: u16, _: u16, buffers: &[Buffer]) {
         let State { indirect, heads, free, added, .. } = state;
@@ -113,7 +113,8 @@ impl SplitHalf {
         Ok(from != to)
     }
 
-    /// Gives the descriptors of `head`'s chain back, the head last, so that it is taken next while it is warm.
+    /// Gives the descriptors of `head`'s chain back. The head is last, so that it is taken next while it is in the
+    /// cache.
     #[inline]
     pub(super) fn release(&mut self, state: &mut State, head: u16, descriptors: u16) {
         let first = state.free.len();
@@ -134,7 +135,7 @@ impl SplitHalf {
         }
     }
 
-    /// The device may still call once in 65536 entries.
+    /// Turns callbacks off. The device may still call once in 65536 entries.
     pub(super) fn disable_callbacks(&self, state: &State) {
         match state.event_idx {
             true => self.areas.set_used_event(low(state.popped).wrapping_sub(1)),

@@ -1,4 +1,4 @@
-//! What a driver keeps of its requests, whatever the ring's layout: which heads are in flight, how far adding, showing
+//! The driver's record of its requests, whatever the ring's layout: which heads are in flight, how far adding, showing
 //! and popping got, and what broke the ring.
 
 use super::{AddError, Indirect, IndirectLayout, RingError, low};
@@ -6,15 +6,15 @@ use crate::ring_access::LayoutError;
 use memory::GuestMemory;
 use std::sync::Arc;
 
-/// What is known of a head.
+/// The record of a head.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Head {
     /// Descriptors of the ring that its chain takes; zero while it is not in flight.
     descriptors: u16,
-    /// Of a split ring: the length its indirect table was last announced with. The descriptor is rewritten only if that
+    /// For a split ring: the length in the descriptor of its indirect table. The descriptor is rewritten only if that
     /// changes.
     pub(super) table_bytes: u32,
-    /// How many requests had been added before it.
+    /// How many requests were added before it.
     position: u64,
 }
 
@@ -27,8 +27,8 @@ pub(super) struct State {
     /// Free heads, the next one last.
     pub(super) free: Vec<u16>,
     pub(super) heads: Vec<Head>,
-    /// Requests ever added, shown to the device, weighed for a kick, popped. The indices of a split ring are their low
-    /// 16 bits; a request may stay in flight while the indices go round.
+    /// Counts of all requests added, shown to the device, published, and popped. The indices of a split ring are their
+    /// low 16 bits. A request may stay in flight while the indices wrap around.
     pub(super) added: u64,
     pub(super) shown: u64,
     pub(super) published: u64,
@@ -58,11 +58,11 @@ impl State {
     }
 
     pub(super) fn max_buffers(&self) -> u16 {
-        // 2.7.5.3.1, 2.8.5: a chain, also an indirect one, is never longer than the queue.
+        // 2.7.5.3.1, 2.8.5: a chain, even an indirect one, is never longer than the queue.
         self.indirect.as_ref().map_or(self.size, |indirect| indirect.layout.entries.min(self.size))
     }
 
-    /// Descriptors of the ring that a request of `buffers` takes.
+    /// Returns how many descriptors of the ring a request of `buffers` takes.
     #[inline]
     pub(super) fn descriptors_for(&self, buffers: usize) -> Result<u16, AddError> {
         let most = self.max_buffers();
@@ -72,7 +72,7 @@ impl State {
         }
     }
 
-    /// The request at `head` is in the ring.
+    /// Notes that the request at `head` is in the ring.
     #[inline]
     pub(super) fn begin(&mut self, head: u16, descriptors: u16) {
         let position = self.added;
@@ -82,13 +82,13 @@ impl State {
         self.added = position.wrapping_add(1);
     }
 
-    /// The device says that it is done with `id`. Gives the head, and the descriptors that its chain took.
+    /// Ends the request that the device names by `id`. Returns its head, and how many descriptors its chain took.
     #[inline]
     pub(super) fn end(&mut self, id: u32) -> Result<(u16, u16), RingError> {
         let size = self.size;
         let head = u16::try_from(id).map_err(|_| RingError::UsedId { id, size })?;
         let state = self.heads.get_mut(usize::from(head)).ok_or(RingError::UsedId { id, size })?;
-        // Announced, and not used since: the device cannot know what was only added.
+        // The request must be shown and not used since: the device cannot know one that was only added.
         if state.descriptors == 0 || state.position >= self.shown {
             return Err(RingError::NotInFlight { head });
         }

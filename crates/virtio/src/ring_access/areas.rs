@@ -16,7 +16,7 @@ pub enum RingLayout {
 }
 
 impl RingLayout {
-    /// As the negotiated feature bits say.
+    /// Reads the layout from the negotiated feature bits.
     #[must_use]
     pub fn from_bits(bits: u64) -> Self {
         if bits & RING_PACKED != 0 { Self::Packed } else { Self::Split }
@@ -26,14 +26,14 @@ impl RingLayout {
 /// The areas of a ring of either layout.
 #[derive(Debug)]
 pub enum RingAreas {
-    /// Of a split ring.
+    /// The areas of a split ring.
     Split(SplitAreas),
-    /// Of a packed ring.
+    /// The areas of a packed ring.
     Packed(PackedAreas),
 }
 
 impl RingAreas {
-    /// A ring whose areas are named in the peer's own address space (vhost-user).
+    /// Finds a ring whose areas are named in the peer's own address space (vhost-user).
     pub fn at_user_addresses(
         layout: RingLayout,
         memory: Arc<GuestMemory>,
@@ -46,7 +46,7 @@ impl RingAreas {
         }
     }
 
-    /// A ring whose areas are named by guest physical address (a driver's own ring).
+    /// Finds a ring whose areas are named by guest physical address (a driver's own ring).
     pub fn at_guest_addresses(
         layout: RingLayout,
         memory: Arc<GuestMemory>,
@@ -59,7 +59,7 @@ impl RingAreas {
         }
     }
 
-    /// Entries.
+    /// Returns the number of entries.
     #[must_use]
     pub fn size(&self) -> u16 {
         match self {
@@ -68,7 +68,7 @@ impl RingAreas {
         }
     }
 
-    /// The memory that the areas, and the buffers that descriptors name, lie in.
+    /// Returns the memory that the areas, and the buffers that descriptors name, lie in.
     #[must_use]
     pub fn memory(&self) -> &Arc<GuestMemory> {
         match self {

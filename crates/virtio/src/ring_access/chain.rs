@@ -1,4 +1,4 @@
-//! The buffers of a descriptor chain, resolved; and, for each head, what a request in flight still needs of them.
+//! The resolved buffers of a descriptor chain and, for each head, those that a request in flight still needs.
 
 use crate::fault::FaultReason;
 use memory::{GuestMemory, IoBuf, MemoryError, Segment, Window};
@@ -6,10 +6,10 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Most memory segments in one chain: what the kernel takes in one vectored call.
+/// The most memory segments in one chain: the kernel's limit for one vectored call.
 pub const MAX_CHAIN_SEGMENTS: usize = 1024;
 
-/// Most bytes in one chain: the largest requests seen (firmware loading a gigabyte), header and status.
+/// The most bytes in one chain: the largest requests seen (firmware loading a gigabyte), with header and status.
 pub const MAX_CHAIN_BYTES: u32 = (1 << 30) + 4096;
 
 /// What a request in flight keeps of its chain.
@@ -19,15 +19,15 @@ struct Slot {
     status: Option<NonNull<u8>>,
 }
 
-/// Scratch space for the chain that is being looked at, and one slot a head for chains in flight.
+/// Scratch space for the current chain, and one slot for each head for chains in flight.
 ///
-/// Holds the guest's memory, so every segment in it is mapped. If it is dropped while somebody still holds a window of
-/// a slot (the kernel may be writing), the memory is never unmapped: owners wait for their requests in flight first.
+/// Holds the guest's memory, so every segment in it is mapped. If it is dropped while a window of a slot is still held
+/// (the kernel may be writing), the memory is never unmapped. So owners wait for their requests in flight first.
 pub struct ChainMemory {
     memory: Arc<GuestMemory>,
-    /// Region found last.
+    /// The region found last.
     hint: usize,
-    /// Readable ones first.
+    /// The segments of the current chain, readable ones first.
     segments: Vec<Segment>,
     readable_segments: usize,
     readable_bytes: u32,
@@ -38,7 +38,7 @@ pub struct ChainMemory {
 }
 
 impl ChainMemory {
-    /// For a ring with `size` descriptors over `memory`.
+    /// Makes the space for a ring with `size` descriptors over `memory`.
     #[must_use]
     pub fn new(memory: Arc<GuestMemory>, size: u16) -> Self {
         let slots = std::iter::repeat_with(Slot::default).take(usize::from(size)).collect();
@@ -55,7 +55,7 @@ impl ChainMemory {
         }
     }
 
-    /// Forgets the chain looked at last.
+    /// Forgets the current chain.
     #[inline]
     pub fn begin(&mut self) {
         self.segments.clear();
@@ -99,7 +99,7 @@ impl ChainMemory {
         Ok(())
     }
 
-    /// A buffer that goes on from one region into the next (two memory modules in a row): a segment for each.
+    /// Adds a buffer that spans adjacent regions (two memory modules in a row), as one segment for each region.
     #[cold]
     fn push_across_regions(&mut self, address: u64, length_bytes: u32) -> Result<(), FaultReason> {
         let outside = MemoryError::Outside { address, length_bytes: u64::from(length_bytes) };
@@ -123,20 +123,21 @@ impl ChainMemory {
         Ok(())
     }
 
-    /// Segments of the chain looked at last: at least one for each of its descriptors that is not a table.
+    /// Returns the number of segments of the current chain: at least one for each of its descriptors that is not a
+    /// table.
     #[inline]
     #[must_use]
     pub fn segment_count(&self) -> usize {
         self.segments.len()
     }
 
-    /// Bytes that the device may read.
+    /// Returns how many bytes of the current chain the device may read.
     #[must_use]
     pub fn readable_bytes(&self) -> u32 {
         self.readable_bytes
     }
 
-    /// Bytes that the device may write.
+    /// Returns how many bytes of the current chain the device may write.
     #[must_use]
     pub fn writable_bytes(&self) -> u32 {
         self.writable_bytes
@@ -174,7 +175,7 @@ impl ChainMemory {
         target.is_empty()
     }
 
-    /// Keeps the chain's last writable byte as the place for the status of `head`.
+    /// Keeps the chain's last writable byte as the place for the status of `head`. Returns false if there is none.
     #[inline]
     #[must_use]
     pub fn keep_status(&mut self, head: u16) -> bool {
@@ -182,7 +183,7 @@ impl ChainMemory {
             true => self.segments.last(),
             false => None,
         };
-        // Segments have at least one byte, so its last one exists.
+        // A segment has at least one byte, so it has a last byte.
         let status =
             last.and_then(|last| NonNull::new(last.as_ptr().wrapping_add(last.length_bytes().saturating_sub(1))));
         match self.slots.get_mut(usize::from(head)) {
@@ -192,8 +193,8 @@ impl ChainMemory {
         status.is_some()
     }
 
-    /// Keeps the readable bytes behind the first `skip_bytes` as the data of `head`. Ends the look at the chain, as the
-    /// two below do.
+    /// Keeps the readable bytes behind the first `skip_bytes` as the data of `head`. The current chain cannot be used
+    /// afterwards; the same holds for the next two functions.
     #[inline]
     pub fn keep_readable(&mut self, head: u16, skip_bytes: u32) {
         let mut skip = skip_bytes as usize;
@@ -210,7 +211,7 @@ impl ChainMemory {
         self.refill(head, from..self.readable_segments);
     }
 
-    /// Keeps the writable bytes but the last (the status) as the data of `head`.
+    /// Keeps all writable bytes but the last (the status) as the data of `head`.
     #[inline]
     pub fn keep_writable_without_status(&mut self, head: u16) {
         let mut to = self.segments.len();
@@ -229,7 +230,7 @@ impl ChainMemory {
         self.refill(head, 0..0);
     }
 
-    /// The data kept for `head`.
+    /// Returns the data kept for `head`.
     #[inline]
     #[must_use]
     pub fn data(&self, head: u16) -> Window {
@@ -254,7 +255,7 @@ impl ChainMemory {
         if unsafe { slot.data.refill(segments.iter().copied()) } {
             return;
         }
-        // Somebody below kept a window past its completion: the old list is theirs.
+        // A window was kept past its request's completion, and still uses the old list.
         self.outlived = true;
         slot.data = IoBuf::empty();
         // SAFETY: as above.
@@ -262,14 +263,14 @@ impl ChainMemory {
         debug_assert!(fresh, "a new buffer has one handle");
     }
 
-    /// The memory that the segments lie in.
+    /// Returns the memory that the segments lie in.
     #[must_use]
     pub fn memory(&self) -> &Arc<GuestMemory> {
         &self.memory
     }
 }
 
-/// A part of a segment; the caller knows that it lies inside.
+/// Returns a part of a segment. The caller knows that it lies inside.
 fn cut(segment: Segment, skip_bytes: usize, length_bytes: usize) -> Segment {
     match NonNull::new(segment.as_ptr().wrapping_add(skip_bytes)) {
         Some(ptr) => Segment::new(ptr, length_bytes),

@@ -15,14 +15,15 @@ const AVAIL: u16 = 1 << 7;
 /// Set to the inverse of the wrap counter when a descriptor is made available, to the wrap counter when it is used.
 const USED: u16 = 1 << 15;
 
-/// What the `flags` of an event structure say (2.8.10). The other bits are reserved.
+/// Which changes a side wants to be notified of: the `flags` of its event structure (2.8.10).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EventWish {
-    /// Every change is to be told.
+    /// Notify of every change.
     Always,
-    /// Nothing is to be told.
+    /// Notify of nothing.
     Never,
-    /// The change of the descriptor that these bits name ([`PackedPosition::from_bits`]). Only with EVENT_IDX.
+    /// Notify of the change of the descriptor that these bits name ([`PackedPosition::from_bits`]). Only with
+    /// EVENT_IDX.
     At(u16),
 }
 
@@ -32,18 +33,18 @@ impl EventWish {
             0 => Self::Always,
             1 => Self::Never,
             2 => Self::At(position),
-            // Reserved: a notification too many does no harm.
+            // Reserved. A needless notification does no harm.
             _ => Self::Always,
         }
     }
 
-    /// Whether whoever wishes it has to be told, now that `moved` descriptors up to `new` have changed.
+    /// Whether the side with this wish must be notified when `moved` descriptors up to `new` have changed.
     #[must_use]
     pub fn is_due(self, new: PackedPosition, moved: u16, size: u16) -> bool {
         match self {
             Self::Always => true,
             Self::Never => false,
-            // More than a turn: the ring was passed while the batch was made.
+            // The batch moved more than a whole turn, so it passed the event.
             Self::At(_) if moved > size => true,
             Self::At(bits) => {
                 let event = PackedPosition::from_bits(bits);
@@ -57,9 +58,9 @@ impl EventWish {
 /// A place in a packed ring: the index of a descriptor, and the wrap counter of the turn (2.8.1).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackedPosition {
-    /// Which descriptor.
+    /// Index of the descriptor.
     pub index: u16,
-    /// True in the first turn, and in every other one from there.
+    /// True in the first turn, and in every second one from there.
     pub wrap: bool,
 }
 
@@ -67,19 +68,19 @@ impl PackedPosition {
     /// Where a new ring begins.
     pub const START: Self = Self { index: 0, wrap: true };
 
-    /// From fifteen bits of index and one of wrap counter.
+    /// Reads fifteen bits of index and one of wrap counter.
     #[must_use]
     pub fn from_bits(bits: u16) -> Self {
         Self { index: bits & 0x7fff, wrap: bits & 0x8000 != 0 }
     }
 
-    /// As [`PackedPosition::from_bits`] reads it.
+    /// Returns the bits that [`PackedPosition::from_bits`] reads.
     #[must_use]
     pub fn to_bits(self) -> u16 {
         self.index & 0x7fff | u16::from(self.wrap) << 15
     }
 
-    /// `count` descriptors on, which are not more than the ring's `size`.
+    /// Returns the position `count` descriptors on; at most the ring's `size`.
     #[inline]
     #[must_use]
     pub fn advance(self, count: u16, size: u16) -> Self {
@@ -90,7 +91,7 @@ impl PackedPosition {
         }
     }
 
-    /// `count` descriptors back, which are not more than the ring's `size`.
+    /// Returns the position `count` descriptors back; at most the ring's `size`.
     #[must_use]
     pub fn back(self, count: u16, size: u16) -> Self {
         match self.index.checked_sub(count) {
@@ -99,7 +100,7 @@ impl PackedPosition {
         }
     }
 
-    /// Descriptors from here to `later`; `None` if it is not at most a turn ahead.
+    /// Returns the number of descriptors from here to `later`; `None` if that is not at most a turn ahead.
     #[must_use]
     pub fn distance_to(self, later: Self, size: u16) -> Option<u16> {
         match self.wrap == later.wrap {
@@ -122,14 +123,14 @@ impl PackedPosition {
         flags & (AVAIL | USED) == self.used_flags()
     }
 
-    /// The flags that make a descriptor here available.
+    /// Returns the flags that make a descriptor here available.
     #[inline]
     #[must_use]
     pub fn available_flags(self) -> u16 {
         if self.wrap { AVAIL } else { USED }
     }
 
-    /// The flags that mark a descriptor here as used.
+    /// Returns the flags that mark a descriptor here as used.
     #[inline]
     #[must_use]
     pub fn used_flags(self) -> u16 {
@@ -142,9 +143,9 @@ impl PackedPosition {
 pub struct PackedDescriptor {
     /// Guest physical address.
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length_bytes: u32,
-    /// Names the buffer. Of a chain, the last one's counts.
+    /// Names the buffer. In a chain, the id of the last descriptor counts.
     pub id: u16,
     /// See [`descriptor_flags`], and [`PackedPosition::available_flags`].
     pub flags: u16,
@@ -167,14 +168,15 @@ impl PackedDescriptor {
     }
 }
 
-/// A packed ring's areas. Who may write what is up to the half that uses it. Every field is accessed at its own size.
+/// A packed ring's areas. The half that uses them must know which it may write. Every field is accessed at its own
+/// size.
 #[derive(Debug)]
 pub struct PackedAreas {
     ring: NonNull<u8>,
     driver_event: NonNull<u8>,
     device_event: NonNull<u8>,
     size: u16,
-    /// Keeps the three mapped.
+    /// Keeps the three areas mapped.
     memory: Arc<GuestMemory>,
 }
 
@@ -197,14 +199,14 @@ pub fn check_packed_size(size: u32) -> Result<u16, LayoutError> {
 }
 
 impl PackedAreas {
-    /// A ring whose areas are named in the peer's own address space (vhost-user).
+    /// Finds a ring whose areas are named in the peer's own address space (vhost-user).
     pub fn at_user_addresses(memory: Arc<GuestMemory>, at: RingAddresses, size: u16) -> Result<Self, LayoutError> {
         let find = |address, length| memory.translate_user(address, length);
         let [ring, driver_event, device_event] = Self::resolve(find, at, size)?;
         Ok(Self { ring, driver_event, device_event, size, memory })
     }
 
-    /// A ring whose areas are named by guest physical address (a driver's own ring).
+    /// Finds a ring whose areas are named by guest physical address (a driver's own ring).
     pub fn at_guest_addresses(memory: Arc<GuestMemory>, at: RingAddresses, size: u16) -> Result<Self, LayoutError> {
         let find = |address, length| memory.translate(address, length, &mut 0);
         let [ring, driver_event, device_event] = Self::resolve(find, at, size)?;
@@ -224,19 +226,20 @@ impl PackedAreas {
         ])
     }
 
-    /// Descriptors.
+    /// Returns the number of descriptors.
     #[must_use]
     pub fn size(&self) -> u16 {
         self.size
     }
 
-    /// The memory that the areas, and the buffers that descriptors name, lie in.
+    /// Returns the memory that the areas, and the buffers that descriptors name, lie in.
     #[must_use]
     pub fn memory(&self) -> &Arc<GuestMemory> {
         &self.memory
     }
 
-    /// Where a field of descriptor `index` lies. All indexing goes through here: there is no index behind the end.
+    /// Returns where a field of descriptor `index` lies. All indexing goes through here. An index behind the end counts
+    /// as zero.
     #[inline]
     fn field(&self, index: u16, offset: usize) -> *mut u8 {
         let slot = if index < self.size { usize::from(index) } else { 0 };
@@ -268,7 +271,7 @@ impl PackedAreas {
         unsafe { AtomicU16::from_ptr(self.field(index, FLAGS).cast()) }
     }
 
-    /// The flags of descriptor `index`; what they announce can be read afterwards.
+    /// Returns the flags of descriptor `index`. What they announce can be read afterwards.
     #[inline]
     #[must_use]
     pub fn flags(&self, index: u16) -> u16 {
@@ -281,13 +284,13 @@ impl PackedAreas {
         self.flags(self.size.saturating_sub(1)) & AVAIL != 0
     }
 
-    /// Writes the flags of descriptor `index`, where an earlier descriptor still hides them from the other side.
+    /// Writes the flags of descriptor `index`, while an earlier descriptor still hides them from the other side.
     #[inline]
     pub fn set_flags(&self, index: u16, flags: u16) {
         self.flags_field(index).store(flags.to_le(), Ordering::Relaxed);
     }
 
-    /// Writes the flags of descriptor `index`: everything written before is visible to whoever sees them.
+    /// Writes the flags of descriptor `index`: everything written before is visible to a side that sees them.
     #[inline]
     pub fn publish_flags(&self, index: u16, flags: u16) {
         self.flags_field(index).store(flags.to_le(), Ordering::Release);
@@ -312,7 +315,7 @@ impl PackedAreas {
         self.set_used(index, descriptor.id, descriptor.length_bytes);
     }
 
-    /// The id and length of a used descriptor. They may be any numbers.
+    /// Returns the id and length of a used descriptor. They may be any numbers.
     #[inline]
     #[must_use]
     pub fn used(&self, index: u16) -> (u16, u32) {
@@ -327,10 +330,10 @@ impl PackedAreas {
         self.id_field(index).store(id.to_le(), Ordering::Relaxed);
     }
 
-    /// Position and flags of an event structure.
+    /// Returns position and flags of an event structure.
     fn event_fields(event: &NonNull<u8>) -> (&AtomicU16, &AtomicU16) {
         // SAFETY: both callers pass a pointer to the four bytes of an event structure, which are 4-byte aligned and
-        // mapped while the areas' memory lives; everybody accesses them atomically.
+        // mapped while the areas' memory lives. Both sides access them atomically.
         unsafe { (AtomicU16::from_ptr(event.as_ptr().cast()), AtomicU16::from_ptr(event.as_ptr().add(2).cast())) }
     }
 
@@ -352,30 +355,31 @@ impl PackedAreas {
         flags.store(value.to_le(), Ordering::Release);
     }
 
-    /// When the driver wants to be told of used descriptors.
+    /// Returns when the driver wants to be notified of used descriptors.
     #[must_use]
     pub fn driver_wish(&self) -> EventWish {
         Self::wish(Self::event_fields(&self.driver_event))
     }
 
-    /// Says when the driver wants to be told.
+    /// Sets when the driver wants to be notified.
     pub fn set_driver_wish(&self, wish: EventWish) {
         Self::set_wish(Self::event_fields(&self.driver_event), wish);
     }
 
-    /// When the device wants to be told of available descriptors.
+    /// Returns when the device wants to be notified of available descriptors.
     #[must_use]
     pub fn device_wish(&self) -> EventWish {
         Self::wish(Self::event_fields(&self.device_event))
     }
 
-    /// Says when the device wants to be told.
+    /// Sets when the device wants to be notified.
     pub fn set_device_wish(&self, wish: EventWish) {
         Self::set_wish(Self::event_fields(&self.device_event), wish);
     }
 }
 
-/// The flags of a used descriptor that say whether something was written (2.8.9): without it the length means nothing.
+/// Returns the flag of a used descriptor that says that something was written (2.8.9): without it the length has no
+/// meaning.
 #[must_use]
 pub fn written_flag(written_bytes: u32) -> u16 {
     if written_bytes > 0 { descriptor_flags::WRITE } else { 0 }

@@ -1,27 +1,27 @@
-//! The ideas, what each is measured on, and what its table shows.
+//! The ideas, with their cells and the columns of their tables.
 
 /// An idea and its table.
 pub(super) struct Idea {
-    /// For `--filter`, and the name of what is kept.
+    /// The name for `--filter`, and of the kept table.
     pub(super) name: &'static str,
     pub(super) title: &'static str,
-    /// What is compared.
+    /// The description of the comparison.
     pub(super) words: &'static str,
     pub(super) columns: Vec<Column>,
     pub(super) cells: Vec<Cell>,
-    /// No cell was left out.
+    /// Whether no cell was left out.
     pub(super) is_whole: bool,
-    /// What starting and ending takes beside the usual.
+    /// Extra time for starting and ending.
     pub(super) around_seconds: f64,
-    /// Says in words what follows from the figures.
+    /// The conclusion from the figures in words.
     pub(super) verdict: Option<Verdict>,
 }
 
-/// A sentence with the median over all cells of a ratio.
+/// A sentence with the median of a ratio over all cells.
 pub(super) struct Verdict {
     pub(super) what: &'static str,
     pub(super) sides: (usize, usize),
-    /// What is said of it, by whether it is below one.
+    /// The words for a ratio below one, and for others.
     pub(super) below: &'static str,
     pub(super) above: &'static str,
 }
@@ -36,17 +36,17 @@ pub(super) struct Column {
 pub(super) enum Shows {
     /// Requests a second of a side.
     Rate(usize),
-    /// One side's figure by another's, round by round.
+    /// One side's figure divided by another's, round by round.
     Ratio(usize, usize, &'static str),
     /// The median of a side's figure.
     Figure(usize, &'static str),
 }
 
-/// Where the disk is.
+/// The storage of the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Storage {
     Null,
-    /// A millisecond for each request, and as much data a second as a slow disk moves.
+    /// A millisecond for each request, and the bandwidth of a slow disk.
     Slow,
     Tmpfs,
     /// A loop device over a file in memory: fast, and a block device.
@@ -55,10 +55,10 @@ pub(super) enum Storage {
     Disk,
 }
 
-/// Who serves.
+/// The process of the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Server {
-    /// A process of its own, on a processor of its own.
+    /// A separate process, on its own processor.
     Apart,
     /// The client's process, so that the server's counters are in the report.
     Within,
@@ -66,9 +66,9 @@ pub(super) enum Server {
 
 pub(super) struct Side {
     pub(super) name: &'static str,
-    /// Drive options beside the file's; with [`Server::Apart`] those of the first side hold for all.
+    /// Drive options beside the file's; with [`Server::Apart`] those of the first side apply to all.
     pub(super) drive: String,
-    /// Options with `guest.` or `server.` before them.
+    /// Options that begin with `guest.` or `server.`.
     pub(super) how: &'static str,
 }
 
@@ -81,7 +81,7 @@ pub(super) struct Cell {
     pub(super) block_bytes: u32,
     pub(super) queues: u32,
     pub(super) depth: u32,
-    /// The client goes to sleep when it has nothing to do, as a kernel's driver does.
+    /// Whether the client sleeps when it has nothing to do, as a kernel's driver does.
     pub(super) sleeps: bool,
     pub(super) sides: Vec<Side>,
 }
@@ -101,7 +101,7 @@ const ACCESSES: [(&str, &str); 4] = [
     ("random write", "randwrite"),
 ];
 const MEMORY: [(&str, Storage); 2] = [("null", Storage::Null), ("tmpfs", Storage::Tmpfs)];
-/// As many as fio's jobs were where the driver's ideas were first measured.
+/// The number of fio's jobs in the first measurements of the driver's ideas.
 const JOBS: u32 = 16;
 const JOB_DEPTH: u32 = 64;
 
@@ -114,7 +114,7 @@ fn column(heading: &'static str, shows: Shows) -> Column {
 }
 
 impl Cell {
-    /// Jobs on queues of their own.
+    /// Makes a cell with jobs on queues of their own.
     fn of_jobs(name: String, storage: Storage, server: Server, rw: &'static str, sides: Vec<Side>) -> Self {
         let (block_bytes, queues, depth) = (4096, JOBS, JOB_DEPTH);
         Self { name, storage, server, rw, read_percent: None, block_bytes, queues, depth, sleeps: true, sides }

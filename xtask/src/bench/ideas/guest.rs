@@ -1,5 +1,5 @@
-//! Real guests: 16 KiB writes at depth 74 by engine, beside the null disk, which is what that kind of guest can do at most.
-//! One boot of a guest measures all of its disks in turn.
+//! Real guests: 16 KiB writes at depth 74 by engine, beside the null disk, which shows the guest's highest rate. One
+//! boot of a guest measures all of its disks in turn.
 
 use super::cells::Storage;
 use super::storage::Storages;
@@ -20,11 +20,11 @@ use std::time::Duration;
 pub(super) enum Kind {
     Uml,
     Qemu,
-    /// Without EVENT_IDX.
+    /// QEMU without EVENT_IDX.
     QemuFlags,
 }
 
-/// The first is the ceiling.
+/// The disks; the first is the ceiling.
 const DISKS: [(&str, Storage, &str); 4] = [
     ("null disk", Storage::Null, ""),
     ("io_uring", Storage::Disk, "engine=io_uring,cache=none"),
@@ -58,7 +58,7 @@ impl Kind {
         format!("{}, {}", super::GUESTS, self.name())
     }
 
-    /// Both kinds boot within this.
+    /// Returns the time within which this kind boots, in seconds.
     fn boot_seconds(self) -> f64 {
         match self {
             Self::Uml => 8.0,
@@ -72,12 +72,12 @@ impl Kind {
     }
 }
 
-/// Ten times as long as a round takes elsewhere: a guest is booted once.
+/// Returns the time for each job: ten times a round elsewhere, because a guest is booted only once.
 pub(super) fn seconds_each(asked: f64) -> u32 {
     (asked * 10.0).max(SECONDS_MIN).ceil() as u32
 }
 
-/// What the example `guest_rates` prints for each disk and job.
+/// The output of the example `guest_rates` for each disk and job.
 #[derive(Debug, Deserialize)]
 struct Measured {
     disk: usize,
@@ -85,7 +85,7 @@ struct Measured {
     iops: f64,
     submission_us: f64,
     completion_us: f64,
-    /// A request.
+    /// Interrupts for each request.
     interrupts: f64,
 }
 
@@ -123,7 +123,7 @@ fn rows(
     for (number, (_, storage, options)) in DISKS.iter().enumerate() {
         let base = storages.base(*storage)?.context("this machine has no such storage")?;
         let drive = if options.is_empty() { base } else { format!("{base},{options}") };
-        // One at a time is in use, so they may share their file.
+        // Each disk on storage gets its own copy of the file.
         let drive = if *storage == Storage::Disk { own_file(&drive, number, storages)? } else { drive };
         let socket = storages.sockets().join(format!("{number}.sock"));
         server.args(["--drive", &drive, "--socket"]).arg(&socket);
@@ -167,7 +167,7 @@ fn rows_of(kind: Kind, job: &str, measured: &[Measured]) -> String {
     text
 }
 
-/// Each server locks its file, so each disk has a copy.
+/// Gives a disk a copy of the file, because each server locks its file.
 fn own_file(drive: &str, number: usize, storages: &Storages) -> Result<String> {
     let path =
         drive.strip_prefix("file=").and_then(|rest| rest.split(",format=").next()).context("a drive has a file")?;
@@ -175,7 +175,7 @@ fn own_file(drive: &str, number: usize, storages: &Storages) -> Result<String> {
     Ok(drive.replacen(path, &copy, 1))
 }
 
-/// The program that boots a guest and prints what it measured.
+/// Builds the program that boots a guest and prints its figures.
 fn build() -> Result<PathBuf> {
     let arguments = ["build", "--release", "--package", "ringdisk-guestlab", "--example", "guest_rates"];
     ensure!(Program::cargo().args(arguments).watch()?.success(), "the guests' program does not build");

@@ -1,8 +1,8 @@
-//! `cargo xtask bench --driver`: what single ideas are worth, each beside the same program with the idea off.
+//! `cargo xtask bench --driver`: the gain of single ideas, each beside the same program with the idea off.
 //!
 //! An idea has cells, a cell has two or more sides, and `ringdisk bench --compare` measures these in turn. A table for
-//! each idea goes into the page `docs/benchmarks-driver.md`. Tables are kept in the build directory as they are measured,
-//! so ideas can be measured one at a time; the page is made of all that were kept.
+//! each idea goes into the page `docs/benchmarks-driver.md`. Tables are kept in the build directory as they are
+//! measured, so ideas can be measured one at a time; the page is made of all kept tables.
 
 mod cells;
 mod guest;
@@ -23,11 +23,11 @@ use storage::Storages;
 
 /// The name of the guests' table for `--filter`.
 const GUESTS: &str = "guest";
-/// What a measurement takes beside its time.
+/// The time around a measurement.
 const AROUND_SECONDS: f64 = 0.5;
 const WARM_UP_SECONDS: f64 = 0.2;
 
-/// A part of a run: the cells of an idea that were chosen, or guests.
+/// A part of a run: the chosen cells of an idea, or guests.
 enum Part {
     Idea(Idea),
     Guests(Vec<guest::Kind>),
@@ -48,7 +48,7 @@ impl Part {
         }
     }
 
-    /// Whether all of it was chosen.
+    /// Whether all of its cells were chosen.
     fn is_whole(&self) -> bool {
         match self {
             Self::Idea(idea) => idea.is_whole,
@@ -101,7 +101,7 @@ pub(super) fn run(ringdisk: impl FnOnce() -> Result<PathBuf>, arguments: &BenchA
     }
 }
 
-/// The idea with the cells that were chosen; `None` without any.
+/// Returns the idea with its chosen cells; `None` if there are none.
 fn chosen(mut idea: Idea, is_chosen: impl Fn(&str) -> bool) -> Option<Part> {
     let all = idea.cells.len();
     idea.cells.retain(|cell| is_chosen(&format!("{}, {}", idea.name, cell.name)));
@@ -159,7 +159,8 @@ impl Figures {
         Ok(Self(sides.iter().map(|side| side["runs"].as_array().cloned().unwrap_or_default()).collect()))
     }
 
-    /// A figure of each run of a side: a place in the report's JSON, or the name of a counter, for each request.
+    /// Returns a figure of each run of a side. `what` is a pointer into the report's JSON, or a counter's name for its
+    /// value a request.
     fn values(&self, side: usize, what: &str) -> Vec<f64> {
         let of = |run: &Value| match what.starts_with('/') {
             true => run.pointer(what).and_then(Value::as_f64),
@@ -184,7 +185,7 @@ fn kept_path(name: &str) -> PathBuf {
     kept_directory().join(format!("{name}.md"))
 }
 
-/// All tables that were kept, in order.
+/// Writes a page of all kept tables, in order.
 fn write_page(path: &Path) -> Result<()> {
     let mut text = String::from(
         "# Benchmarks: single ideas\n\n`cargo xtask bench --driver` writes this page. Each idea is measured beside the same \

@@ -1,4 +1,4 @@
-//! The files that ideas are measured on, and one measurement of a cell.
+//! The files for measuring ideas, and one measurement of a cell.
 
 use super::cells::{Cell, Server, Storage};
 use super::{BenchArguments, WARM_UP_SECONDS};
@@ -18,7 +18,7 @@ const SLOW: &str = "format=null,size=4G,filter=delay:ms=1:bandwidth=200M";
 const SERVER_CORE: &str = "0";
 const CLIENT_CORE: &str = "1";
 
-/// Made when they are first asked for, and gone with this.
+/// The storages: made on first use, and removed on drop.
 pub(super) struct Storages {
     tmpfs: tempfile::TempDir,
     disk: tempfile::TempDir,
@@ -35,19 +35,19 @@ impl Storages {
         })
     }
 
-    /// A directory for sockets.
+    /// Returns a directory for sockets.
     pub(super) fn sockets(&self) -> &Path {
         self.tmpfs.path()
     }
 
-    /// The drive options of each of a cell's sides; `None` where this machine has no such storage.
+    /// Returns the drive options of each of a cell's sides; `None` if this machine has no such storage.
     pub(super) fn drives(&self, cell: &Cell) -> Result<Option<Vec<String>>> {
         let Some(base) = self.base(cell.storage)? else { return Ok(None) };
         let joined = |drive: &str| if drive.is_empty() { base.clone() } else { format!("{base},{drive}") };
         Ok(Some(cell.sides.iter().map(|side| joined(&side.drive)).collect()))
     }
 
-    /// Options of a disk on `storage`.
+    /// Returns the options of a disk on `storage`.
     pub(super) fn base(&self, storage: Storage) -> Result<Option<String>> {
         let raw = |path: &Path| format!("file={},format=raw", escaped(path));
         Ok(match storage {
@@ -62,7 +62,7 @@ impl Storages {
         })
     }
 
-    /// A copy of a file, for a disk of its own.
+    /// Makes a copy of a file, for one more disk.
     pub(super) fn beside(&self, path: &str, number: usize) -> Result<String> {
         let copy = format!("{path}-{number}");
         if !Path::new(&copy).exists() {
@@ -79,7 +79,7 @@ impl Storages {
     }
 }
 
-/// A file without holes.
+/// Makes a file without holes.
 fn filled(directory: &Path) -> Result<PathBuf> {
     let file = directory.join("disk.raw");
     if !file.exists() {
@@ -104,7 +104,7 @@ impl Drop for LoopDevice {
     }
 }
 
-/// Measures a cell's sides in turn; gives what `ringdisk bench --compare` reports.
+/// Measures a cell's sides in turn. Returns the report of `ringdisk bench --compare`.
 pub(super) fn compare(cell: &Cell, drives: &[String], ringdisk: &Path, arguments: &BenchArguments) -> Result<Value> {
     match cell.server {
         Server::Within => {

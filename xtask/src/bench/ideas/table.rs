@@ -6,7 +6,7 @@ use crate::bench::page::rate;
 use crate::bench::statistics::{median, quantile, ratios};
 use std::fmt::Write as _;
 
-/// One line for a person who watches.
+/// Returns one line for a person who watches.
 pub(super) fn brief(idea: &Idea, figures: &Figures) -> String {
     let words = idea.columns.iter().map(|column| format!("{} {}", column.heading, cell(column.shows, figures)));
     words.collect::<Vec<_>>().join(", ")
@@ -37,7 +37,7 @@ fn cell(shows: Shows, figures: &Figures) -> String {
     }
 }
 
-/// The median of the cells' medians, in a sentence.
+/// Returns a sentence with the median of the cells' medians.
 fn conclusion(verdict: &Verdict, rows: &[(String, Figures)]) -> String {
     let Verdict { what, sides: (one, other), below, above } = verdict;
     let of_cells =
@@ -47,7 +47,7 @@ fn conclusion(verdict: &Verdict, rows: &[(String, Figures)]) -> String {
     format!("Over all cells the median is {middle:.2}: {says}.")
 }
 
-/// Three digits that count.
+/// Formats a figure with three significant digits.
 fn short(value: f64) -> String {
     match value {
         0.0 => "0".to_owned(),
@@ -58,7 +58,7 @@ fn short(value: f64) -> String {
     }
 }
 
-/// Lines of a page.
+/// Wraps a text into lines of a page.
 fn wrapped(words: &str) -> String {
     let mut lines = vec![String::new()];
     for word in words.split_whitespace() {

@@ -1,4 +1,4 @@
-//! What differs between the targets of a comparison besides the program that is measured.
+//! Differences between the targets of a comparison, other than the measured program.
 
 use super::target::Target;
 use drive::DiskOptions;
@@ -17,7 +17,8 @@ fn on_or_off(is_on: bool) -> String {
     if is_on { "on" } else { "off" }.to_owned()
 }
 
-/// The options in which the targets differ, one a line: `cache: A none, B writeback`. A server's are not known.
+/// Returns the options in which the targets differ, one a line: `cache: A none, B writeback`. A server's options are
+/// not known.
 pub(super) fn differences(targets: &[Target]) -> Vec<String> {
     let line = |(name, value): &DiskOption| {
         let values: Vec<(&str, Option<String>)> =
@@ -32,7 +33,7 @@ pub(super) fn differences(targets: &[Target]) -> Vec<String> {
         (!is_same || is_partly_known)
             .then(|| format!("{name}: {}", values.iter().map(known).collect::<Vec<_>>().join(", ")))
     };
-    // Of the rest it is enough to say where they differ.
+    // Unknown values are shown for the first two options only.
     let matters = |index: usize, line: &String| index < 2 || !line.contains("not known");
     let lines = OPTIONS.iter().enumerate().filter_map(|(index, option)| Some((index, line(option)?)));
     lines.filter(|(index, line)| matters(*index, line)).map(|(_, line)| line).collect()

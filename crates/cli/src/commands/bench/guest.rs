@@ -1,19 +1,19 @@
-//! How the guest of a socket works, which is the driver in this process: `path=request,callbacks=kept`, for all targets
-//! (`--guest`) or for one (`guest.path=request` among its options). And how the server of a `serve:` target harvests.
+//! Options of a socket's guest, which is the driver in this process: `path=request,callbacks=kept`, for all targets
+//! (`--guest`) or for one (`guest.path=request` among its options). And an option for how the server of a `serve:`
+//! target harvests.
 
 use crate::output::usage;
 use drive::{KeyValue, parse_key_values, unknown};
 use driver::{Driver, DriverOptions, DriverPath};
 
 const KEYS: [&str; 5] = ["path", "callbacks", "event-idx", "indirect", "packed"];
-/// What stands before such a key among a target's options.
+/// The prefix of such a key among a target's options.
 const PREFIX: &str = "guest.";
 
-/// What stands among a `serve:` target's options for a server that looks for completions only in turns without new
-/// requests.
+/// The option of a `serve:` target whose server looks for completions only in turns without new requests (`idle`).
 const HARVEST: &str = "server.harvest=";
 
-/// Takes that out of a target's options; gives whether turns that submit harvest as well.
+/// Removes that option from a target's options. Returns whether turns that submit harvest as well.
 pub(super) fn split_harvest(text: &str) -> anyhow::Result<(String, bool)> {
     let (own, rest): (Vec<&str>, Vec<&str>) = text.split(',').partition(|part| part.starts_with(HARVEST));
     let value = own.last().and_then(|part| part.strip_prefix(HARVEST)).unwrap_or("always");
@@ -21,7 +21,7 @@ pub(super) fn split_harvest(text: &str) -> anyhow::Result<(String, bool)> {
     Ok((rest.join(","), always))
 }
 
-/// What was said; the rest is the driver's default.
+/// The given options; the driver's defaults apply to the rest.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct GuestOptions {
     path: Option<DriverPath>,
@@ -41,7 +41,7 @@ impl GuestOptions {
         Ok(options)
     }
 
-    /// Takes the guest's options out of a target's: `file=x,guest.path=bio` is `file=x`, and `path=bio`.
+    /// Splits the guest's options from a target's: `file=x,guest.path=bio` gives `file=x` and `path=bio`.
     pub(super) fn split(text: &str) -> anyhow::Result<(String, Self)> {
         let (own, rest): (Vec<&str>, Vec<&str>) = text.split(',').partition(|part| part.starts_with(PREFIX));
         let own: Vec<_> = own.iter().filter_map(|part| part.strip_prefix(PREFIX)).collect();
@@ -49,7 +49,7 @@ impl GuestOptions {
         Ok((rest.join(","), options))
     }
 
-    /// What is said here, and what is said for all where nothing is.
+    /// Returns these options, with those of `all` where nothing is given.
     pub(super) fn or(self, all: &Self) -> Self {
         Self {
             path: self.path.or(all.path),
@@ -68,12 +68,12 @@ impl GuestOptions {
         driver.packed = self.packed.unwrap_or(driver.packed);
     }
 
-    /// Whether packed rings were asked for by name.
+    /// Whether packed rings were requested explicitly.
     pub(super) fn wants_packed(&self) -> bool {
         self.packed == Some(true)
     }
 
-    /// Fails if `driver` does not have what was asked for by name: a figure of something else would be misleading.
+    /// Fails if `driver` lacks an explicitly requested feature: figures without it would be misleading.
     pub(super) fn check(&self, driver: &Driver) -> anyhow::Result<()> {
         match self.wants_packed() && !driver.facts().packed {
             true => Err(usage("guest packed=on: the server offers no packed rings (a drive's packed=on does)")),
@@ -94,7 +94,7 @@ impl GuestOptions {
     }
 }
 
-/// Whether it is the first of the two.
+/// Whether the value is the first of the two words; any other value is an error.
 fn one_of(key: &str, value: &str, (yes, no): (&str, &str)) -> anyhow::Result<bool> {
     match value {
         _ if value == yes => Ok(true),

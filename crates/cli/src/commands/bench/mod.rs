@@ -25,16 +25,16 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, SystemTime};
 use target::{Parsed, Target};
 
-/// What a single measurement takes, and one of several.
+/// The time of a single measurement, and of one of several, in seconds.
 const SINGLE_SECONDS: f64 = 5.0;
 const SERIES_SECONDS: f64 = 1.0;
 /// Rounds of a comparison.
 const PAIRS: u32 = 5;
-/// What `--plot` measures where nobody says.
+/// The default depths of `--plot`.
 const PLOT_DEPTHS: [u32; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
-/// A line of `--series`.
+/// The length of time of a line of `--series`.
 const MOMENT: Duration = Duration::from_millis(10);
-/// As many as the plot has colours.
+/// The number of the plot's colours.
 const TARGETS_MAX: usize = 8;
 const NAMES: [&str; TARGETS_MAX] = ["A", "B", "C", "D", "E", "F", "G", "H"];
 
@@ -114,7 +114,7 @@ pub(crate) struct Args {
     /// Flush after each N writes of a queue.
     #[arg(long, value_name = "N")]
     flush_every: Option<u32>,
-    /// Let a writing mode overwrite what is on a device or in a file that holds data.
+    /// Allow a writing load to overwrite a device or a file that holds data.
     #[arg(long)]
     destroy: bool,
     /// Write a pattern, and check what is read against what was written before.
@@ -161,7 +161,7 @@ enum Output {
 }
 
 impl Args {
-    /// Whether more than one measurement is asked for.
+    /// Whether more than one measurement is requested.
     fn is_series(&self) -> bool {
         !self.compare.is_empty() || !self.depths.is_empty() || self.plot.is_some()
     }
@@ -209,13 +209,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         targets => run_series(args, targets, &spec, &cancel),
     };
     if done.is_ok() {
-        // The figures say so already.
+        // The report already says that it was interrupted.
         signals::end_if_interrupted();
     }
     done
 }
 
-/// The targets as the command line names them.
+/// Returns the targets of the command line.
 fn targets_of(args: &Args) -> Vec<anyhow::Result<Parsed>> {
     let alone = [
         ("socket", args.socket.as_ref().map(|path| path.as_os_str())),
@@ -241,7 +241,7 @@ fn check_names(targets: &[Target]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Which process serves which target.
+/// Assigns the processes of `--server-pid` to their targets.
 fn assign_servers(args: &Args, targets: &mut [Target]) -> anyhow::Result<()> {
     let names = targets.iter().map(|target| target.name.clone()).collect::<Vec<_>>().join(", ");
     for text in &args.server_pid {
@@ -265,7 +265,7 @@ fn assign_servers(args: &Args, targets: &mut [Target]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Before minutes are spent on what cannot be written.
+/// Refuses a plot that cannot be written, before minutes of measuring.
 fn check_plot(plot: &Path) -> anyhow::Result<()> {
     if plot.extension().is_none_or(|extension| extension != "svg") {
         return Err(usage(format!("--plot {}: what is drawn is SVG; give a name that ends in .svg", plot.display())));

@@ -1,4 +1,4 @@
-//! What is on a disk is not overwritten unless the user says so.
+//! Keeps a load from overwriting data, unless the user allows it.
 
 use super::target::Target;
 use crate::output::usage;
@@ -7,8 +7,8 @@ use drive::{DiskOptions, open_disk};
 use image::BackingPolicy;
 use std::os::unix::fs::FileTypeExt;
 
-/// Refuses targets that a writing load would destroy something on: block devices, and files that hold data. What a server
-/// serves cannot be asked.
+/// Refuses targets on which a writing load would destroy data: block devices, and files that hold data. Disks of
+/// servers cannot be checked.
 pub(super) fn refuse(targets: &[Target]) -> anyhow::Result<()> {
     for disk in targets.iter().filter_map(Target::disk_options) {
         let Some(file) = disk.file.as_ref().filter(|_| !disk.read_only) else { continue };
@@ -23,12 +23,12 @@ pub(super) fn refuse(targets: &[Target]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether any byte of a disk is data. What cannot be opened is told when it is measured.
+/// Whether any byte of a disk is data. A disk that cannot be opened is reported when it is measured.
 fn holds_data(disk: &DiskOptions) -> bool {
     let mut disk = disk.clone();
     disk.read_only = true;
     let Ok(opened) = open_disk(&disk, BackingPolicy::default(), &[]) else { return false };
     let Ok(mut runs) = opened.disk.block_status(&StatusQuery::all()) else { return false };
-    // What cannot be found out may be data.
+    // A range whose status is unknown may be data.
     runs.any(|run| run.map_or(true, |run| run.takes_read()))
 }

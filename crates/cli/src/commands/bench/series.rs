@@ -9,7 +9,7 @@ use serde::Serialize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What is measured, how often, and how deep.
+/// The targets, depths and rounds of a series.
 pub(super) struct Plan<'a> {
     pub(super) targets: &'a [Target],
     pub(super) depths: &'a [u32],
@@ -27,21 +27,21 @@ pub(super) struct Named {
     pub(super) server_pids: Vec<u32>,
 }
 
-/// What came out.
+/// The results.
 #[derive(Debug, Serialize)]
 pub(super) struct Series {
     pub(super) targets: Vec<Named>,
-    /// In which options they differ.
+    /// The options in which the targets differ.
     pub(super) differences: Vec<String>,
-    /// One a depth.
+    /// One comparison for each depth.
     pub(super) depths: Vec<Comparison>,
-    /// A signal ended it early: what is here was measured before.
+    /// Whether a signal ended it early. The results were measured before.
     pub(super) interrupted: bool,
 }
 
 impl Plan<'_> {
-    /// Measures. Targets take turns within a depth, and each round goes the other way round, so that what drifts or
-    /// warms up favours none.
+    /// Measures all targets. They take turns within a depth, in alternating order, so that drift and warm-up favour
+    /// none.
     pub(super) fn run(&self, bar: &Bar, cancel: &Arc<AtomicBool>) -> anyhow::Result<Series> {
         let names: Vec<String> = self.targets.iter().map(|target| target.name.clone()).collect();
         let mut depths = Vec::new();
@@ -75,7 +75,7 @@ impl Plan<'_> {
         Ok(Series { targets: self.targets.iter().map(named).collect(), differences, depths, interrupted })
     }
 
-    /// One measurement of each target; nothing if it was interrupted.
+    /// Measures each target once; returns `None` if it was interrupted.
     fn round(
         &self,
         spec: &BenchSpec,
@@ -105,7 +105,7 @@ impl Plan<'_> {
     }
 }
 
-/// Figures of a run in which requests failed compare nothing.
+/// Fails if requests failed: such figures cannot be compared.
 fn check(target: &Target, spec: &BenchSpec, measured: &Measured) -> anyhow::Result<()> {
     let (report, at) = (&measured.report, format!("{} at depth {}", target.text, spec.queue_depth));
     if measured.server_gone {
@@ -122,7 +122,7 @@ fn check(target: &Target, spec: &BenchSpec, measured: &Measured) -> anyhow::Resu
 }
 
 impl Series {
-    /// One curve a target.
+    /// Returns one curve for each target.
     pub(super) fn curves(&self) -> Vec<Curve> {
         let curve = |(index, named): (usize, &Named)| {
             let label = match self.targets.len() {

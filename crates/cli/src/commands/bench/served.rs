@@ -1,5 +1,5 @@
-//! A disk that this process serves to a guest of its own, the driver, over a vhost-user socket: both sides can be asked
-//! what they did.
+//! A disk that this process serves to its own guest, the driver, over a vhost-user socket, so that both sides' counters
+//! can be read.
 
 use crate::output::usage;
 use crate::scratch;
@@ -20,8 +20,8 @@ pub(super) struct Served {
 }
 
 impl Served {
-    /// Serves `drive` on a reactor for each of the guest's queues. What it says of queues, their size, its socket and
-    /// poll-max-us holds.
+    /// Serves `drive` with one reactor for each of the guest's queues. The drive's options for queues, queue size,
+    /// socket and poll-max-us apply.
     pub(super) fn start(
         drive: &DriveOptions,
         guest: DriverOptions,
@@ -57,7 +57,7 @@ impl Served {
         self.driver.is_disconnected()
     }
 
-    /// The driver's counters, and behind them the server's.
+    /// Returns hooks with the driver's counters, followed by the server's.
     pub(super) fn hooks(&self) -> Hooks<'static> {
         let hooks = load::driver_hooks(&self.driver);
         let (guests, daemon) = (hooks.counters.clone(), Arc::clone(&self.daemon));

@@ -1,4 +1,4 @@
-//! What is measured: a server's socket, or a disk opened or served in this process; and one measurement of it.
+//! A target, and one measurement of it: a server's socket, or a disk opened or served in this process.
 
 use super::guest::{self, GuestOptions};
 use super::served::Served;
@@ -20,18 +20,18 @@ const KINDS: [&str; 5] = ["socket", "image", "host", "drive", "serve"];
 /// The longest ring that vhost-user servers take.
 const QUEUE_SIZE_MAX: u16 = 1024;
 
-/// A target, as asked for.
+/// A target, as the user described it.
 #[derive(Debug, Clone)]
 pub(super) struct Target {
-    /// What the tables call it.
+    /// Its name in tables.
     pub(super) name: String,
     /// As the user wrote it, without the name.
     pub(super) text: String,
-    /// Processes whose CPU time is its.
+    /// Processes whose CPU time counts as its own.
     pub(super) server_pids: Vec<u32>,
     /// How long idle threads of the client look before they sleep.
     pub(super) poll_max_us: u32,
-    /// How its guest works.
+    /// The options of its guest.
     pub(super) guest: GuestOptions,
     /// Whether its server harvests in every turn, for a server of this process.
     harvest_after_submit: bool,
@@ -42,7 +42,7 @@ pub(super) struct Target {
 enum Kind {
     Socket(PathBuf),
     Drive(Box<DriveOptions>),
-    /// By this process, to a guest of its own.
+    /// A disk that this process serves to its own guest.
     Serve(Box<DriveOptions>),
 }
 
@@ -54,7 +54,7 @@ pub(super) enum Parsed {
 }
 
 impl Target {
-    /// Reads `[NAME=]KIND:VALUE`; `default_name` is for those without one.
+    /// Reads `[NAME=]KIND:VALUE`; without a name, `default_name` applies.
     pub(super) fn parse(text: &str, default_name: &str) -> anyhow::Result<Parsed> {
         let kind_of = |text: &str| text.split_once(':').is_some_and(|(kind, _)| KINDS.contains(&kind));
         let (name, rest) = match text.split_once('=') {
@@ -73,7 +73,7 @@ impl Target {
         Self::of_kind(name, kind, OsStr::new(value))
     }
 
-    /// A target of one of [`KINDS`].
+    /// Makes a target of one of [`KINDS`].
     pub(super) fn of_kind(name: &str, kind: &str, value: &OsStr) -> anyhow::Result<Parsed> {
         let file = |format| {
             let mut drive = DriveOptions::of_file(value);
@@ -113,7 +113,7 @@ impl Target {
         }))
     }
 
-    /// The disk that this process opens; `None` for a server's.
+    /// Returns the options of the disk that this process opens; `None` for a server's.
     pub(super) fn disk_options(&self) -> Option<&DiskOptions> {
         match &self.kind {
             Kind::Socket(_) => None,
@@ -121,7 +121,7 @@ impl Target {
         }
     }
 
-    /// Adds a process of its server's.
+    /// Adds a process of its server.
     pub(super) fn add_server(&mut self, pid: u32) -> anyhow::Result<()> {
         if !Path::new(&format!("/proc/{pid}")).exists() {
             return Err(usage(format!("--server-pid {pid}: there is no such process")));
@@ -141,7 +141,7 @@ impl Target {
         let opened = Opened::open(self, &spec)?;
         let reactors = Arc::new(self.reactors(spec.queues)?);
         let handles: Vec<Arc<dyn ReactorHandle>> = reactors.iter().map(ReactorThread::handle).collect();
-        // A connection that ends takes every request with it: what follows would measure errors.
+        // When the connection ends, every request fails. Stop then, because the rest would measure errors.
         let stop = Arc::new(AtomicBool::new(false));
         let tell = |told: Progress| {
             progress(told.fraction);
@@ -159,7 +159,7 @@ impl Target {
             reactor.stop()?;
         }
         let server_gone = opened.is_gone();
-        // Also after an error: an image that is not closed has bitmaps that nobody believes.
+        // Close it also after an error: an image that is not closed has inconsistent bitmaps.
         let closed = opened.close();
         let load::Outcome { report, moments, begun, .. } = measured?;
         closed?;
@@ -182,27 +182,27 @@ impl Target {
     }
 }
 
-/// One run.
+/// The result of one run.
 #[derive(Debug)]
 pub(super) struct Measured {
     pub(super) report: BenchReport,
-    /// Latency over time, where it was asked for.
+    /// Latency over time, if it was asked for.
     pub(super) moments: Vec<Moment>,
     /// When the measurement began.
     pub(super) begun: SystemTime,
-    /// The server ended the connection.
+    /// Whether the server ended the connection.
     pub(super) server_gone: bool,
 }
 
-/// A ring that holds all requests in flight, as far as servers have such rings: behind a shorter one they would wait in
-/// the driver, and the server would not see the depth that is asked for.
+/// Returns the size of a ring that holds all requests in flight, if servers have such rings. With a shorter ring they
+/// would wait in the driver, and the server would not see the requested depth.
 fn queue_size(depth: u32) -> u16 {
     let usual = DriverOptions::default().queue_size;
     let enough = depth.checked_next_power_of_two().and_then(|size| u16::try_from(size).ok());
     enough.unwrap_or(QUEUE_SIZE_MAX).clamp(usual, QUEUE_SIZE_MAX)
 }
 
-/// A target that is open.
+/// An open target.
 enum Opened {
     Driver(Arc<Driver>),
     Disk(OpenedDisk),
@@ -220,7 +220,7 @@ impl Opened {
                 how.apply(options);
             })
         };
-        // A measurement that only reads leaves the file alone, and shares it with other readers.
+        // A measurement that only reads opens the file read-only, and shares it with other readers.
         let for_load = |drive: &DriveOptions| {
             let mut drive = drive.clone();
             drive.disk.read_only |= spec.read_percent == 100 && drive.disk.file.is_some();
@@ -249,8 +249,8 @@ impl Opened {
         }
     }
 
-    /// What is counted beside time: the driver's kicks and wake-ups, what a server of ours does, or the engines on our own
-    /// reactors.
+    /// Returns hooks for the counters: the driver's kicks and wake-ups, those of our own server, or those of the
+    /// engines on our own reactors.
     fn hooks(&self, reactors: &Arc<Vec<ReactorThread>>) -> Hooks<'static> {
         match self {
             Self::Driver(driver) => load::driver_hooks(driver),

@@ -1,11 +1,11 @@
-//! What people read: the workload, one run's figures, and tables of several.
+//! Text for people: the workload, one run's figures, and tables of several runs.
 
 use super::series::Series;
 use comfy_table::{CellAlignment, Table, presets};
 use load::{BenchReport, Comparison, FigureSpread, Latency, Side, Spread};
 use std::fmt::Write as _;
 
-/// The workload, without its depth.
+/// Describes the workload, without its depth.
 pub(super) fn workload(report: &BenchReport) -> String {
     let size = drive::human_size(u64::from(report.block_bytes));
     let what = match report.read_percent {
@@ -21,7 +21,7 @@ pub(super) fn workload(report: &BenchReport) -> String {
 const FIRST_FIGURES: [&str; 6] =
     ["iops", "mib_per_second", "p50_us", "p99_us", "client_us_per_request", "server_us_per_request"];
 
-/// One run.
+/// Describes one run.
 pub(super) fn single(report: &BenchReport, verbose: bool) -> String {
     let mib = report.bytes_per_second / f64::from(1 << 20);
     let mut text = format!(
@@ -64,7 +64,7 @@ pub(super) fn single(report: &BenchReport, verbose: bool) -> String {
     text
 }
 
-/// How requests were batched, and what was counted.
+/// Describes how requests were batched, and lists the counters.
 fn details(report: &BenchReport) -> String {
     let (mut text, batches) = (String::new(), &report.batches);
     let _ = writeln!(
@@ -86,7 +86,7 @@ fn details(report: &BenchReport) -> String {
     text
 }
 
-/// Several targets: a table a depth; one target: a line a depth.
+/// Describes a series: a table for each depth with several targets, a line for each depth with one.
 pub(super) fn series(series: &Series, verbose: bool) -> String {
     let mut text = String::new();
     let first = series.depths.first().and_then(|depth| depth.sides.first());
@@ -129,7 +129,7 @@ fn finish(mut table: Table) -> Table {
     table
 }
 
-/// Figures down, targets and ratios across.
+/// Makes a table with figures in rows, and targets and ratios in columns.
 fn side_by_side(depth: &Comparison, verbose: bool) -> Table {
     let names = depth.sides.iter().map(|side| side.name.clone());
     let ratios = depth.ratios.iter().map(|ratios| format!("{}/{} (min-max)", ratios.of, ratios.to));
@@ -143,11 +143,11 @@ fn side_by_side(depth: &Comparison, verbose: bool) -> Table {
     finish(table)
 }
 
-/// Depths down, figures across.
+/// Makes a table with depths in rows, and figures in columns.
 fn over_depths(depths: &[Comparison], verbose: bool) -> Table {
     let sides = || depths.iter().filter_map(|depth| Some((depth.queue_depth, depth.sides.first()?)));
     let labels = depths.first().map(|depth| labels(&depth.sides, verbose)).unwrap_or_default();
-    // A word a line, or the table would be wider than a terminal.
+    // Each word gets a line; otherwise the table would be wider than a terminal.
     let head = |label: &str| label.replace(", ", "\n").replace(' ', "\n").replace("/request", "\n/request");
     let heads = labels.iter().map(|figure| head(&figure.label).replace("/harvest", "\n/harvest"));
     let mut table = table(std::iter::once("depth".to_owned()).chain(heads).collect());
@@ -159,7 +159,7 @@ fn over_depths(depths: &[Comparison], verbose: bool) -> Table {
     finish(table)
 }
 
-/// The figures that any side has, each once; without `verbose` only the first ones.
+/// Returns the figures that any side has, each once; without `verbose` only the first ones.
 fn labels(sides: &[Side], verbose: bool) -> Vec<&FigureSpread> {
     let mut found: Vec<&FigureSpread> = Vec::new();
     let is_shown = |figure: &&FigureSpread| verbose || FIRST_FIGURES.contains(&figure.name.as_str());
@@ -175,7 +175,7 @@ fn ratio(spread: Spread) -> String {
     format!("{:.2} ({:.2}-{:.2})", spread.median, spread.min, spread.max)
 }
 
-/// As many digits as mean something.
+/// Formats a value with its significant digits.
 fn short(value: f64) -> String {
     match value {
         value if value >= 100.0 => format!("{value:.0}"),

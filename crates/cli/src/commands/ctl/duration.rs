@@ -4,7 +4,7 @@ use crate::output::usage;
 
 const UNITS: [(&str, f64); 4] = [("ms", 1.0), ("s", 1e3), ("m", 6e4), ("h", 3.6e6)];
 
-/// `30s`, `500ms`, `1.5m` or `2h` in milliseconds; at least one.
+/// Reads `30s`, `500ms`, `1.5m` or `2h`. Returns milliseconds, at least one.
 pub(super) fn parse_ms(text: &str) -> anyhow::Result<u64> {
     let split = text.find(|char: char| !char.is_ascii_digit() && char != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(split);

@@ -1,4 +1,4 @@
-//! `ctl export`: one more socket for a disk.
+//! `ctl export`: adds an export of a disk.
 
 use super::{Ctl, tables};
 use crate::nbd_options::{TlsArgs, place};
@@ -15,17 +15,17 @@ pub(super) struct ExportArgs {
     /// Guests or clients at this socket cannot write.
     #[arg(long)]
     read_only: bool,
-    /// Queues on offer [default: one a CPU, at most 16].
+    /// Queues on offer [default: one for each CPU, at most 16].
     #[arg(long, value_name = "N", conflicts_with = "nbd")]
     queues: Option<u16>,
-    /// Serve NBD clients at this Unix socket (for the daemon's user only) or TCP address. Several disks can be at one, under
-    /// names of their own. Without TLS, whoever can reach it can use the disk.
+    /// Serve NBD clients at this Unix socket (for the daemon's user only) or TCP address. Several disks can share one,
+    /// under different names. Without TLS, everybody who can reach it can use the disk.
     #[arg(long, value_name = "SOCKET|ADDRESS:PORT")]
     nbd: Option<String>,
-    /// What NBD clients call the disk [default: its name].
+    /// The export name for NBD clients [default: the disk's name].
     #[arg(long, value_name = "NAME", requires = "nbd")]
     export_name: Option<String>,
-    /// What NBD clients are told about it.
+    /// The description for NBD clients.
     #[arg(long, value_name = "TEXT", default_value = "", requires = "nbd")]
     description: String,
     /// A persistent bitmap that NBD clients can ask for, as qemu:dirty-bitmap:NAME. May be repeated.
@@ -42,7 +42,7 @@ impl ExportArgs {
     fn request(&self) -> anyhow::Result<AddExport> {
         let mut request = AddExport {
             disk: self.name.clone(),
-            // The daemon has a working directory of its own.
+            // The daemon has another working directory.
             socket: self.socket.as_deref().map(daemon::absolute),
             read_only: self.read_only,
             queues: self.queues,

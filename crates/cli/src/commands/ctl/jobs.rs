@@ -10,22 +10,22 @@ use std::time::Duration;
 /// How a job runs.
 #[derive(clap::Args)]
 pub(super) struct How {
-    /// Return when the job is started; do not wait for its end.
+    /// Return once the job has started; do not wait for its end.
     #[arg(long)]
     no_wait: bool,
-    /// Move at most so many bytes in a second, as 50M.
+    /// Move at most this many bytes a second, such as 50M.
     #[arg(long)]
     rate: Option<String>,
 }
 
-/// What a job that copies what guests write to has to keep to.
+/// The limits of a job that copies a disk while guests write to it.
 #[derive(clap::Args)]
 pub(super) struct AimOf {
-    /// Be done in this time (30s, 500ms, 5m), however fast the guest writes: its writes wait a little where the storage is
+    /// Finish in this time (30s, 500ms, 5m), however fast the guest writes: its writes wait a little if the storage is
     /// too slow for both.
     #[arg(long, value_name = "TIME")]
     within: Option<String>,
-    /// The longest time by which a request of the guest may take longer because of the job [default: 50ms].
+    /// The longest delay that the job may add to a request of the guest [default: 50ms].
     #[arg(long, value_name = "TIME")]
     stall: Option<String>,
 }
@@ -37,7 +37,7 @@ impl AimOf {
     }
 }
 
-/// Where a disk is copied to, and how.
+/// The target and options of a copy of a disk.
 #[derive(clap::Args)]
 pub(super) struct Mirror {
     /// The disk.
@@ -47,13 +47,13 @@ pub(super) struct Mirror {
     /// Its format, raw or qcow2 [default: that of the disk].
     #[arg(long)]
     format: Option<String>,
-    /// Write over an image that exists, as large as the disk. It needs --format.
+    /// Overwrite an existing image that is as large as the disk. It needs --format.
     #[arg(long)]
     existing: bool,
     /// Copy the top layer only: the new image rests on the same layers.
     #[arg(long)]
     top: bool,
-    /// End as a copy of the disk, as it is at one moment. Otherwise the disk goes over to the new image.
+    /// Leave a copy of the disk, as it is at one moment. Otherwise the disk moves to the new image.
     #[arg(long)]
     keep: bool,
     #[command(flatten)]

@@ -1,9 +1,9 @@
-//! How long requests take, for people.
+//! A table of latencies, for people.
 
 use super::tables;
 use control::api::{OperationLatency, Stats};
 
-/// A line an operation of a disk, with what its time is spent on.
+/// Makes a table with a line for each operation of a disk, and the parts of its time.
 pub(super) fn table(stats: &Stats) -> String {
     let row = |disk: &str, latency: &OperationLatency| {
         let OperationLatency { operation, bytes, whole, parts } = latency;
@@ -20,7 +20,7 @@ pub(super) fn table(stats: &Stats) -> String {
     tables::table(&header, rows, 2..8)
 }
 
-/// Three digits or so, with a unit.
+/// Formats a time with about three digits and a unit.
 pub(super) fn time(us: f64) -> String {
     match us {
         us if us < 1_000.0 => format!("{us:.1} us"),

@@ -65,10 +65,10 @@ enum Verb {
     Resize {
         /// The disk.
         name: String,
-        /// The new size: 20G, or +5G to add to the present one.
+        /// The new size: 20G, or +5G to add to the current size.
         size: String,
     },
-    /// Open the files of a disk anew while it runs: one was replaced, or changed behind the disk.
+    /// Reopen the files of a disk while it runs: one was replaced, or changed behind the disk.
     Reopen {
         /// The disk.
         name: String,
@@ -84,9 +84,9 @@ enum Verb {
         #[arg(required = true, value_name = "KEY=VALUE")]
         options: Vec<String>,
     },
-    /// Put a new, empty qcow2 layer on top of a running disk; what is below does not change any more.
+    /// Put a new, empty qcow2 layer on top of a running disk; the layers below no longer change.
     Snapshot {
-        /// The disk, and the file to make. More pairs are snapshots of more disks at the same moment.
+        /// The disk, and the file to create. More pairs are snapshots of more disks at the same moment.
         #[arg(required = true, num_args = 2.., value_names = ["NAME", "OVERLAY-FILE"])]
         pairs: Vec<String>,
     },
@@ -94,7 +94,7 @@ enum Verb {
     Commit {
         /// The disk.
         name: String,
-        /// Take so many layers back, one after the other.
+        /// Take this many layers back, one after the other.
         #[arg(long, value_name = "N", default_value_t = 1)]
         layers: usize,
         #[command(flatten)]
@@ -104,7 +104,7 @@ enum Verb {
     },
     /// Copy a running disk to another image, which then takes its place.
     Mirror(jobs::Mirror),
-    /// Pull what lower layers hold up into the top layer of a running disk, which rests on none of them afterwards.
+    /// Copy the data of lower layers into the top layer of a running disk, which then needs none of them.
     Stream {
         /// The disk.
         name: String,
@@ -114,11 +114,11 @@ enum Verb {
         #[command(flatten)]
         how: jobs::How,
     },
-    /// Let the top layer of a running disk rest on another image; what the guest sees stays the same.
+    /// Give the top layer of a running disk another backing file; the guest sees the same contents.
     Rebase {
         /// The disk.
         name: String,
-        /// The image to rest on.
+        /// The new backing file.
         base: PathBuf,
         /// Its format [default: guessed].
         #[arg(long)]
@@ -126,7 +126,7 @@ enum Verb {
         #[command(flatten)]
         how: jobs::How,
     },
-    /// Make the file of a running disk shorter: what lies at its end moves down into the holes that discards have left.
+    /// Make the file of a running disk shorter: data at its end move into the holes that discards have left.
     Compact {
         /// The disk.
         name: String,
@@ -135,7 +135,7 @@ enum Verb {
     },
     /// Copy a running disk, as it is at one moment, to another image.
     Backup(points::BackupArgs),
-    /// Make, change and list persistent dirty bitmaps of a running disk.
+    /// Add, change and list persistent dirty bitmaps of a running disk.
     #[command(subcommand)]
     Bitmap(points::BitmapVerb),
     /// List the internal snapshots of a running disk.
@@ -147,25 +147,25 @@ enum Verb {
     SnapshotCreate(points::SnapshotArgs),
     /// Delete an internal snapshot of a running disk.
     SnapshotDelete(points::SnapshotArgs),
-    /// Make a disk that no guest uses what it was when an internal snapshot was taken.
+    /// Return a disk that no guest uses to its contents when an internal snapshot was taken.
     SnapshotApply(points::SnapshotArgs),
     /// List the exports.
     Exports,
-    /// Serve a disk at one more socket, to a guest's monitor or to NBD clients.
+    /// Add an export of a disk, for a guest's monitor or for NBD clients.
     Export(export::ExportArgs),
-    /// Stop serving at one socket.
+    /// Remove an export.
     Unexport {
         /// The export's number, as "ctl exports" lists it.
         id: u64,
     },
     /// List the jobs.
     Jobs,
-    /// Let a job wait.
+    /// Pause a job.
     Pause {
         /// The job's number, as "ctl jobs" lists it.
         job: u64,
     },
-    /// Let a job that waits go on, or a disk's requests that wait because the storage failed them (on-error=hold).
+    /// Continue a paused job, or retry a disk's requests that wait because the storage failed them (on-error=hold).
     Resume {
         /// The job's number, as "ctl jobs" lists it, or the disk's name. A number always means a job.
         #[arg(value_name = "JOB|NAME")]
@@ -175,7 +175,7 @@ enum Verb {
     Limit {
         /// The job's number, as "ctl jobs" lists it.
         job: u64,
-        /// Bytes a second, as 50M; 0 lifts the limit.
+        /// Bytes a second, such as 50M; 0 lifts the limit.
         rate: String,
     },
     /// Ask a job to stop.
@@ -185,26 +185,26 @@ enum Verb {
     },
     /// Show figures of disks and reactors, and how long requests take.
     Stats,
-    /// Show the disks' rates and how long requests take, again and again.
+    /// Show the disks' rates and how long requests take, refreshed regularly.
     Top {
-        /// Seconds between two pictures.
+        /// Seconds between two updates.
         #[arg(long, value_name = "SECONDS", default_value_t = 1.0)]
         interval: f64,
-        /// End after so many pictures.
+        /// End after this many updates.
         #[arg(long, value_name = "N")]
         count: Option<u64>,
     },
-    /// Print what happens, a line an event.
+    /// Print events, one a line.
     Watch {
-        /// End after so many events.
+        /// End after this many events.
         #[arg(long, value_name = "N")]
         count: Option<u64>,
     },
-    /// Print figures as Prometheus reads them.
+    /// Print figures for Prometheus.
     Metrics,
-    /// Read the configuration file again (serve --config) and change what differs.
+    /// Read the configuration file again (serve --config) and apply the differences.
     Reload,
-    /// End the daemon in order.
+    /// End the daemon cleanly.
     Shutdown,
 }
 
@@ -277,7 +277,7 @@ impl Ctl {
 
     fn add(&self, options: &str, export: bool) -> anyhow::Result<()> {
         let mut options = Options::parse(options)?;
-        // The daemon has a working directory of its own.
+        // The daemon has another working directory.
         for key in ["file", "socket"] {
             let value = options.get(key).filter(|value| !value.is_empty()).map(str::to_owned);
             let is_path = |value: &String| key == "socket" || !value.contains(':') || value.starts_with(['/', '.']);
@@ -357,7 +357,7 @@ impl Ctl {
     }
 }
 
-/// A name as part of a path. Names have plain characters only; a wrong one is for the daemon to refuse.
+/// Returns a name as part of a path. Names have plain characters only; the daemon refuses a wrong one.
 fn path_segment(name: &str) -> String {
     let escape = |byte: u8| match byte {
         b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' => char::from(byte).to_string(),

@@ -8,14 +8,14 @@ use control::api::{
 use drive::parse_size;
 use std::path::{Path, PathBuf};
 
-/// What is copied.
+/// The part of the disk to copy.
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Mode {
     /// All that the guest sees.
     Full,
-    /// What the top layer holds; the copy rests on what that rests on.
+    /// The data of the top layer; the copy has the same backing file.
     Top,
-    /// What the bitmap calls dirty.
+    /// The data that the bitmap calls dirty.
     Incremental,
 }
 
@@ -34,18 +34,18 @@ pub(super) struct BackupArgs {
     /// What is copied [default: incremental with --bitmap, else full].
     #[arg(long, value_enum)]
     mode: Option<Mode>,
-    /// Overwrite an image, a device or an NBD server's disk that is there.
+    /// Overwrite an existing image, a device or an NBD server's disk.
     #[arg(long)]
     existing: bool,
     /// The earlier backup that the new image rests on.
     #[arg(long, value_name = "FILE")]
     base: Option<PathBuf>,
-    /// Where what guests overwrite is kept meanwhile; it has to be as fast and as safe as the disk [default: beside the
-    /// disk's image].
+    /// The directory for the fleece, which takes the guest's writes meanwhile; it has to be as fast and as safe as the
+    /// disk [default: beside the disk's image].
     #[arg(long, value_name = "DIRECTORY")]
     fleece_dir: Option<PathBuf>,
-    /// How large that may become; the space is kept from the start. Beyond it the backup fails, and the guest goes on
-    /// [default: until the file system is nearly full].
+    /// The largest size of the fleece; the space is reserved from the start. Beyond it the backup fails, and the guest
+    /// goes on [default: until the file system is nearly full].
     #[arg(long, value_name = "SIZE")]
     fleece_quota: Option<String>,
     #[command(flatten)]
@@ -59,24 +59,24 @@ pub(super) enum BitmapVerb {
         /// The disk.
         name: String,
     },
-    /// Make a bitmap, enabled and empty: it notes what is written from now on.
+    /// Add a bitmap, enabled and empty: it records writes from now on.
     Add {
         /// The disk.
         name: String,
         /// The new bitmap.
         bitmap: String,
-        /// Bytes of the disk that a bit stands for [default: the cluster size, between 4K and 64K].
+        /// Bytes of the disk for each bit [default: the cluster size, between 4K and 64K].
         #[arg(short, long, value_name = "SIZE")]
         granularity: Option<String>,
-        /// Note nothing before "ctl bitmap enable".
+        /// Record nothing before "ctl bitmap enable".
         #[arg(long)]
         disabled: bool,
     },
     /// Remove a bitmap.
     Remove(BitmapName),
-    /// Note what is written from now on.
+    /// Record writes from now on.
     Enable(BitmapName),
-    /// Note nothing any more.
+    /// Stop recording writes.
     Disable(BitmapName),
     /// Clear all bits.
     Clear(BitmapName),
@@ -84,9 +84,9 @@ pub(super) enum BitmapVerb {
     Merge {
         /// The disk.
         name: String,
-        /// The bitmap that gets them.
+        /// The bitmap that gets the bits.
         bitmap: String,
-        /// The bitmaps that stay as they are.
+        /// The bitmaps to merge, which stay as they are.
         #[arg(required = true)]
         sources: Vec<String>,
     },
@@ -104,13 +104,13 @@ pub(super) struct BitmapName {
 pub(super) struct SnapshotArgs {
     /// The disk.
     name: String,
-    /// The snapshot: a new name, or the id or name of one that is there.
+    /// The snapshot: a new name, or the id or name of an existing one.
     snapshot: String,
 }
 
 impl Ctl {
     pub(super) fn backup(&self, args: &BackupArgs) -> anyhow::Result<()> {
-        // The daemon has a working directory of its own.
+        // The daemon has another working directory.
         let is_path = !args.target.contains(':') || args.target.starts_with(['/', '.']);
         let target = match is_path {
             true => daemon::absolute(Path::new(&args.target)).to_string_lossy().into_owned(),

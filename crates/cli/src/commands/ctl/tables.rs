@@ -1,4 +1,4 @@
-//! Answers of a daemon, for people.
+//! A daemon's answers as tables for people.
 
 use super::latency;
 use comfy_table::{CellAlignment, Table, presets};
@@ -85,7 +85,7 @@ pub(super) fn reloaded(reloaded: &Reloaded) -> String {
     if text.is_empty() { "nothing differs\n".to_owned() } else { text }
 }
 
-/// What to connect to.
+/// Returns the address of an export.
 fn place(export: &Export) -> String {
     export.nbd.as_ref().map_or_else(|| export.socket.display().to_string(), |nbd| nbd.uri.clone())
 }
@@ -133,7 +133,7 @@ fn time_left(seconds: u64) -> String {
     }
 }
 
-/// What guests notice of a copy.
+/// Describes the passes of a copy and its effects on guests.
 fn rounds(rounds: &Rounds) -> String {
     let ms = |us: u64| us as f64 / 1e3;
     let mut text = format!("round {}, stall {:.1} ms", rounds.rounds, ms(rounds.longest_stall_us));
@@ -192,7 +192,7 @@ pub(super) fn stats(stats: &Stats) -> String {
     text + &table(&["reactor", "turns", "sleeps", "system calls", "worker calls"], rows, 1..5)
 }
 
-/// One line.
+/// Formats an event as one line.
 pub(super) fn event(event: &Event) -> String {
     let seconds = i64::try_from(event.time_ms / 1000).unwrap_or(i64::MAX);
     let time = chrono::DateTime::from_timestamp(seconds, 0).unwrap_or_default();
@@ -209,7 +209,7 @@ pub(super) fn event(event: &Event) -> String {
     line
 }
 
-/// A word of the interface, as it stands in JSON.
+/// Returns a value's word in the interface's JSON.
 fn word(value: &impl serde::Serialize) -> String {
     let value = serde_json::to_value(value).unwrap_or_default();
     value.as_str().map(str::to_owned).unwrap_or_default()

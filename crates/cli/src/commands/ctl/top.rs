@@ -1,4 +1,4 @@
-//! `ctl top`: what the disks do, again and again.
+//! `ctl top`: the disks' rates, refreshed regularly.
 
 use super::{Output, latency};
 use crate::output::{self, usage};
@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
 
-/// Clears the screen and goes to its first line.
+/// Clears the screen and moves to its first line.
 const CLEAR: &str = "\x1b[2J\x1b[H";
 
 pub(super) fn run(client: &Client, form: Output, interval: f64, count: Option<u64>) -> anyhow::Result<()> {
@@ -53,7 +53,7 @@ struct Rate {
     operations: Vec<OperationRate>,
 }
 
-/// What requests of one kind did meanwhile.
+/// The rates of one kind of request since the last update.
 #[derive(serde::Serialize)]
 struct OperationRate {
     operation: String,
@@ -62,7 +62,7 @@ struct OperationRate {
     mean_us: f64,
     p50_us: f64,
     p99_us: f64,
-    /// The shares of the time, in percent.
+    /// The parts' shares of the time, in percent.
     parts: BTreeMap<String, f64>,
 }
 

@@ -1,4 +1,4 @@
-//! What `info` tells of an image's encryption, as qemu-img does.
+//! What `info` shows about an image's encryption, as qemu-img does.
 
 use crate::output::printable;
 use format_qcow2::{Encryption, Luks, LuksSlot};
@@ -10,12 +10,12 @@ pub(super) fn is_encrypted(description: &Description) -> bool {
     description.qcow2.as_ref().is_some_and(|header| header.encryption.is_some())
 }
 
-/// The part of what is specific to the format, with its line ends.
+/// Returns the lines for the part that is specific to the format.
 pub(super) fn human(description: &Description) -> String {
     let Some(method) = description.qcow2.as_ref().and_then(|header| header.encryption) else { return String::new() };
     let mut text = "    encrypt:\n".to_owned();
     let mut line = |depth: usize, line: String| {
-        // A line that cannot be written to a string does not exist.
+        // Writing to a string cannot fail.
         let _ = writeln!(text, "{:width$}{line}", "", width = 4 * depth);
     };
     match (method, &description.luks) {
@@ -53,7 +53,7 @@ fn human_luks(luks: &Luks, line: &mut dyn FnMut(usize, String)) {
     line(2, format!("master key iters: {}", luks.iterations));
 }
 
-/// The value under `encrypt`.
+/// Returns the JSON value under `encrypt`.
 pub(super) fn machine(description: &Description) -> Option<Value> {
     let method = description.qcow2.as_ref().and_then(|header| header.encryption)?;
     Some(match (method, &description.luks) {

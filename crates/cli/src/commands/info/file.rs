@@ -1,4 +1,4 @@
-//! What `info` tells of the file that an image is in, as qemu-img does since version 8.
+//! What `info` shows about the file that holds an image, as qemu-img does since version 8.
 
 use crate::output::printable;
 use drive::human_size;
@@ -7,7 +7,7 @@ use std::os::unix::fs::FileTypeExt;
 
 const SECTOR_BYTES: u64 = 512;
 
-/// As qemu-img says it where nobody knows.
+/// Formats the size on disk; an unknown size in qemu-img's word.
 pub(super) fn human_disk_size(disk_bytes: Option<u64>) -> String {
     disk_bytes.map_or_else(|| "unavailable".to_owned(), human_size)
 }
@@ -16,12 +16,12 @@ pub(super) struct ImageFile {
     name: String,
     protocol: &'static str,
     length_bytes: u64,
-    /// What it takes on its file system.
+    /// The space that it takes on its file system, in bytes.
     disk_bytes: Option<u64>,
 }
 
 impl ImageFile {
-    /// `meta` is none for what is no file of the host.
+    /// Describes a file. `meta` is `None` if it is no file of the host.
     pub(super) fn new(
         name: String,
         meta: Option<&std::fs::Metadata>,

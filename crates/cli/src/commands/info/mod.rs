@@ -1,4 +1,4 @@
-//! `ringdisk info`: what an image says about itself, as qemu-img shows it, and which engine would serve it.
+//! `ringdisk info`: the properties of an image, as qemu-img shows them, and the engine that would serve it.
 
 mod encryption;
 mod file;
@@ -16,26 +16,26 @@ use std::fmt::Write as _;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Show what an image is.
+/// Show the properties of an image.
 ///
-/// Opens nothing but FILE, unless --backing-chain asks for the files below it.
+/// Opens only FILE, unless --backing-chain asks for the files below it.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The image.
     file: PathBuf,
-    /// Its format; guessed from its contents where not given.
+    /// Its format; by default guessed from its contents.
     #[arg(short, long, value_name = "FORMAT")]
     format: Option<String>,
     /// How to print.
     #[arg(long, value_enum, default_value = "human")]
     output: Output,
-    /// Go down the chain of backing files too.
+    /// Show the chain of backing files, too.
     #[arg(short, long)]
     backing_chain: bool,
     /// Which backing files --backing-chain opens: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
     allow_backing: String,
-    /// Look even if somebody else writes the image; what is shown may be out of date.
+    /// Look even if another process writes the image; the output may be out of date.
     #[arg(short = 'U', long)]
     force_share: bool,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
@@ -49,13 +49,13 @@ enum Output {
     Json,
 }
 
-/// One layer, looked at.
+/// One inspected layer.
 struct Layer {
     name: FileName,
-    /// As it is shown.
+    /// The name to show.
     shown: String,
     description: Description,
-    /// What it takes on its file system; `None` where that is not known.
+    /// The space that it takes on its file system, in bytes; `None` if unknown.
     disk_bytes: Option<u64>,
     file: ImageFile,
 }
@@ -87,7 +87,7 @@ fn look(name: ImageName, force_share: bool) -> anyhow::Result<Layer> {
     let file = opener.open(&name, Role::ReadOnly).map_err(name_force_share)?;
     let description = inspect_encrypted(name.clone(), &file, format)?;
     let look = || std::fs::metadata(name.look_at()).with_context(|| format!("cannot look at '{name}'"));
-    // A server's socket says nothing about its disk.
+    // The metadata of a server's socket say nothing about its disk.
     let meta = if name.is_remote() || matches!(name, FileName::VhostUser(_)) { None } else { Some(look()?) };
     // st_blocks counts units of 512 bytes, whatever the file system's block is.
     let disk_bytes = meta.as_ref().map(|meta| meta.blocks() * 512);
@@ -100,7 +100,7 @@ fn look(name: ImageName, force_share: bool) -> anyhow::Result<Layer> {
     Ok(Layer { name, shown, description, disk_bytes, file })
 }
 
-/// What qemu-img calls a part of a file.
+/// Returns qemu-img's description of a part of a file.
 fn description_of(name: &FileName, part: &FilePart) -> String {
     let offset = (part.offset_bytes > 0).then(|| format!("\"offset\": {}, ", part.offset_bytes));
     let size = part.size_bytes.map(|size| format!("\"size\": {size}, "));
@@ -109,7 +109,7 @@ fn description_of(name: &FileName, part: &FilePart) -> String {
     format!("json:{{{offset}\"driver\": \"raw\", {size}\"file\": {{\"driver\": \"file\", \"filename\": {file}}}}}")
 }
 
-/// The name of the backing file as a path, in text: relative to the image that names it.
+/// Returns the backing file's name as a path, relative to the image that names it.
 fn backing_path(layer: &Layer) -> Option<String> {
     let name = layer.description.backing_file.as_ref()?;
     if remote_name(name).is_some() {
@@ -118,7 +118,7 @@ fn backing_path(layer: &Layer) -> Option<String> {
     Some(layer.name.path().and_then(Path::parent).unwrap_or(Path::new("")).join(name).display().to_string())
 }
 
-/// The layer below the last one.
+/// Returns the name and format of the layer below the last one, if the policy allows it.
 fn below(layers: &[Layer], policy: &BackingPolicy) -> anyhow::Result<Option<(FileName, Option<Format>)>> {
     let (Some(top), Some(last)) = (layers.first(), layers.last()) else { return Ok(None) };
     let Some(path) = backing_path(last).map(|path| PathBuf::from(image::os_name(&path))) else { return Ok(None) };
@@ -152,7 +152,7 @@ fn compression(header: &Header) -> &'static str {
     }
 }
 
-/// The feature bits that `info` tells about (qcow2 specification, "Feature bits").
+/// The feature bits that `info` shows (qcow2 specification, "Feature bits").
 struct Flags {
     dirty: bool,
     corrupt: bool,
@@ -256,7 +256,7 @@ fn human_bitmaps(bitmaps: &[Bitmap]) -> String {
     text
 }
 
-/// The keys are qemu-img's, but for those under "ringdisk".
+/// Returns the JSON of a layer. The keys are qemu-img's, except those under "ringdisk".
 fn machine(layer: &Layer) -> Value {
     let Layer { shown, description, disk_bytes, file, .. } = layer;
     let mut value = json!({

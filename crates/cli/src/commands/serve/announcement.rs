@@ -1,11 +1,12 @@
-//! What is printed once guests can come in.
+//! The output once guests can connect.
 
 use daemon::{Attachment, Daemon, DiskStatus, ExportStatus};
 use rustix::fs::fstat;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 
-/// For people: what is served, "ready", and how to attach each monitor. The last part has no place in a journal.
+/// Returns the text for people: the disks, "ready", and how to attach each monitor. A journal does not get the last
+/// part.
 pub(super) fn human(daemon: &Daemon) -> String {
     let mut text = String::new();
     let mut attachments: Vec<Attachment> = Vec::new();
@@ -18,7 +19,7 @@ pub(super) fn human(daemon: &Daemon) -> String {
                 None => export.attachment.socket.display().to_string(),
             };
             let _ = writeln!(text, "serving {} ({size}{mode}) at {place}", disk.file);
-            // NBD clients are no monitors of guests.
+            // NBD clients are not monitors of guests.
             attachments.extend(export.nbd.is_none().then_some(export.attachment));
         }
         for layer in &disk.layers {
@@ -32,7 +33,7 @@ pub(super) fn human(daemon: &Daemon) -> String {
     text
 }
 
-/// For programs: one line that says the same. Whoever reads it knows that every socket accepts connections.
+/// Returns one line for programs that says the same. When it is printed, every socket accepts connections.
 pub(super) fn json(daemon: &Daemon) -> String {
     let export = |export: ExportStatus| {
         if let Some(nbd) = export.nbd {
@@ -61,7 +62,7 @@ pub(super) fn json(daemon: &Daemon) -> String {
     format!("{}\n", json!({ "pid": std::process::id(), "disks": disks }))
 }
 
-/// Each disk with its exports.
+/// Returns each disk with its exports.
 fn served(daemon: &Daemon) -> Vec<(DiskStatus, Vec<ExportStatus>)> {
     let exports = daemon.exports();
     let with_exports = |disk: DiskStatus| {
@@ -71,7 +72,7 @@ fn served(daemon: &Daemon) -> Vec<(DiskStatus, Vec<ExportStatus>)> {
     daemon.disks().into_iter().map(with_exports).collect()
 }
 
-/// Whether what we print goes into the journal: then `JOURNAL_STREAM` names standard output (systemd.exec(5)).
+/// Whether the output goes into the journal: then `JOURNAL_STREAM` names standard output (systemd.exec(5)).
 fn is_journal() -> bool {
     let named = std::env::var("JOURNAL_STREAM").ok();
     let stat = fstat(std::io::stdout()).ok();

@@ -14,7 +14,7 @@ pub(super) enum Asked {
     Help(String),
 }
 
-/// The disks in the order of the command line. That it names none is an error, unless `is_served_without` says otherwise.
+/// Returns the disks in the order of the command line. Without disks it fails, unless `is_served_without`.
 pub(super) fn drives(args: &Args, is_served_without: bool) -> anyhow::Result<Asked> {
     let named = args.images.iter().map(|image| Ok(DriveOptions::of_file(FileName::parse(image)?)));
     let mut drives = named.collect::<block::Result<Vec<DriveOptions>>>()?;
@@ -38,7 +38,7 @@ pub(super) fn drives(args: &Args, is_served_without: bool) -> anyhow::Result<Ask
     Ok(Asked::Drives(drives.into_iter().zip(texts).map(configured).collect()))
 }
 
-/// An export of a disk, whatever it is called, to NBD clients.
+/// Returns an NBD export for any disk.
 fn nbd_export(args: &Args, word: &str) -> AddExport {
     let (socket, listen) = place(word);
     let tls = args.nbd_tls_creds.as_deref().map(|credentials| AddTls {
@@ -49,9 +49,9 @@ fn nbd_export(args: &Args, word: &str) -> AddExport {
     AddExport { socket, nbd: Some(AddNbd { listen, tls, ..AddNbd::default() }), ..AddExport::default() }
 }
 
-/// The words of the command line for each disk, by which the record of a state directory knows it.
+/// Returns the words of the command line for each disk, by which the record of a state directory identifies it.
 fn texts(args: &Args) -> Vec<String> {
-    // A name that is not UTF-8 has no text: the disk is served, and not recorded.
+    // A name that is not UTF-8 has no text: the disk is served, but not recorded.
     let image = |path: &PathBuf| path.to_str().map_or_else(String::new, |path| format!("file={}", drive::escape(path)));
     let mut texts: Vec<String> = Vec::new();
     for text in args.images.iter().map(image).chain(args.drive.iter().cloned()) {
@@ -62,8 +62,8 @@ fn texts(args: &Args) -> Vec<String> {
     texts
 }
 
-/// Sockets that a manager passed go to the disks that they are named after. A guest that got another's disk would destroy
-/// it, so no socket goes anywhere by its place in a list.
+/// Gives the sockets that a manager passed to the disks that they are named after. A guest that got another guest's
+/// disk would destroy it, so no socket is assigned by its place in a list.
 fn give_passed_sockets(drives: &mut [DriveOptions], passed: &PassedDescriptors) -> anyhow::Result<()> {
     let taken: Vec<_> = drives.iter().filter_map(|drive| drive.export.socket_descriptor).collect();
     let sockets: Vec<_> = passed.sockets().filter(|(number, _)| !taken.contains(number)).collect();
@@ -90,12 +90,13 @@ fn give_passed_sockets(drives: &mut [DriveOptions], passed: &PassedDescriptors) 
     Ok(())
 }
 
-/// The name that the daemon gives a disk.
+/// Returns the name that the daemon gives a disk.
 fn disk_name(index: usize, drive: &DriveOptions) -> String {
     drive.disk.name.clone().unwrap_or_else(|| format!("disk{index}"))
 }
 
-/// Sockets of the command line go to the disks without one, in order; the others' lie beside their images.
+/// Gives the sockets of the command line to the disks without one, in order. The sockets of other disks lie beside
+/// their images.
 fn give_named_sockets(
     drives: &mut [DriveOptions],
     sockets: &[PathBuf],

@@ -16,9 +16,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Times that each workload is measured on each side, in turn.
+/// How often each workload is measured on each side, in turn.
 const ROUNDS: u32 = 3;
-/// Shares of the progress bar.
+/// Where measuring starts and ends on the progress bar.
 const MEASURING_STARTS: f64 = 0.25;
 const MEASURING_ENDS: f64 = 0.95;
 
@@ -45,7 +45,7 @@ pub(super) fn run(plan: &Plan, bar: &Bar) -> anyhow::Result<String> {
     ))
 }
 
-/// The driver on the socket.
+/// Connects the driver to the socket.
 fn connect(socket: &Path) -> anyhow::Result<Driver> {
     let options = DriverOptions::default().with(|options| {
         options.queues = 1;
@@ -62,7 +62,7 @@ fn kept_part(plan: &Plan) -> Part {
     Part { offset_bytes: plan.size_bytes, length_bytes: super::kept_bytes(plan.size_bytes) }
 }
 
-/// Everything while the daemon runs.
+/// Measures and verifies while the daemon runs.
 fn measured_by_driver(
     plan: &Plan,
     reactors: &[Arc<dyn ReactorHandle>],
@@ -105,7 +105,7 @@ fn side<'a>(
     Side { name, disk, reactors, hooks, cancel: Arc::clone(&plan.cancel) }
 }
 
-/// Guest and host in turn, so that slow spells of the machine hit both.
+/// Measures guest and host in turn, so that slow spells of the machine hit both.
 fn measure(plan: &Plan, guest: &Side<'_>, host: &Side<'_>, bar: &Bar) -> anyhow::Result<Vec<Row>> {
     let slices = ROUNDS * CELLS.len() as u32 * 2;
     let time = Duration::from_secs_f64(plan.seconds / f64::from(slices));
@@ -127,7 +127,7 @@ fn measure(plan: &Plan, guest: &Side<'_>, host: &Side<'_>, bar: &Bar) -> anyhow:
         .collect())
 }
 
-/// What was written before the daemon ended is in the image.
+/// Checks that data written before the daemon ended are in the image.
 fn find_again(plan: &Plan, reactors: &[Arc<dyn ReactorHandle>], kept: VerifyState) -> anyhow::Result<()> {
     let mut disk = plan.guest_drive.disk.clone();
     disk.read_only = true;

@@ -1,4 +1,4 @@
-//! The four workloads, on whatever side.
+//! The four workloads, on either side.
 
 use anyhow::bail;
 use block::{Disk, ReactorHandle};
@@ -13,7 +13,7 @@ pub(super) const LARGEST_BLOCK_BYTES: u64 = 128 << 10;
 /// One workload.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cell {
-    /// As fio calls it.
+    /// Its name in fio.
     pub(super) name: &'static str,
     pub(super) label: &'static str,
     pub(super) random: bool,
@@ -55,7 +55,7 @@ pub(super) struct Part {
 }
 
 impl Side<'_> {
-    /// Bytes a second of `cell` on the first `size_bytes`.
+    /// Measures `cell` on the first `size_bytes`. Returns bytes a second.
     pub(super) fn rate(&self, cell: &Cell, size_bytes: u64, time: Duration) -> anyhow::Result<f64> {
         let spec = BenchSpec::default().with(|spec| {
             spec.queue_depth = cell.queue_depth;
@@ -70,7 +70,7 @@ impl Side<'_> {
         Ok(report.bytes_per_second)
     }
 
-    /// Writes data that names its place over `part`; what it gives back finds it again.
+    /// Writes a pattern that depends on the place to `part`. Returns the state for `check_pattern`.
     pub(super) fn write_pattern(&self, part: Part, seed: u64) -> anyhow::Result<VerifyState> {
         let state = self.one_pass(part, 0, Verify::new(seed, Initial::Unknown))?;
         match state {
@@ -79,7 +79,7 @@ impl Side<'_> {
         }
     }
 
-    /// Reads `part` and compares.
+    /// Reads `part` and compares it with the pattern.
     pub(super) fn check_pattern(&self, part: Part, seed: u64, state: VerifyState) -> anyhow::Result<()> {
         self.one_pass(part, 100, Verify::new(seed, Initial::State(state))).map(drop)
     }
@@ -99,7 +99,7 @@ impl Side<'_> {
         Ok(self.run(what, &spec)?.state)
     }
 
-    /// Any request that fails and any block that holds wrong data fails the run.
+    /// Runs a load. A failed request or a block with wrong data fails the run.
     fn run(&self, what: &str, spec: &BenchSpec) -> anyhow::Result<Outcome> {
         let hooks = self.hooks.clone().with(|hooks| hooks.cancel = Some(Arc::clone(&self.cancel)));
         let outcome = load::run(&self.disk, self.reactors, spec, &hooks)?;
@@ -117,7 +117,7 @@ impl Side<'_> {
     }
 }
 
-/// The middle of some measurements (the mean of the middle two).
+/// Returns the median (the mean of the middle two).
 pub(super) fn median(values: &mut [f64]) -> f64 {
     values.sort_by(f64::total_cmp);
     let upper = values.len() / 2;

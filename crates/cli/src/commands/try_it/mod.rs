@@ -29,19 +29,19 @@ pub(crate) struct Args {
     /// A real Linux guest instead of the built-in driver.
     #[arg(long, value_enum)]
     guest: Option<Guest>,
-    /// Where the temporary files go [default: $TMPDIR, or /tmp].
+    /// The directory for temporary files [default: $TMPDIR, or /tmp].
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
     /// How much is written, verified and measured.
     #[arg(long, value_name = "SIZE", default_value = "256M")]
     size: String,
-    /// How long to measure, all in all.
+    /// How long to measure in total.
     #[arg(long, value_name = "SECONDS", default_value_t = 12.0)]
     seconds: f64,
     /// Engine of both sides.
     #[arg(long, value_name = "ENGINE", default_value = "auto")]
     engine: EngineKind,
-    /// Cache mode of both sides [default: none, or writeback where the file system has no direct I/O].
+    /// Cache mode of both sides [default: none, or writeback if the file system has no direct I/O].
     #[arg(long, value_name = "MODE")]
     cache: Option<CacheMode>,
 }
@@ -65,13 +65,13 @@ impl Guest {
 
 /// Less than this leaves nothing to spread random requests over.
 const MIN_SIZE_BYTES: u64 = 8 << 20;
-/// The generator verifies no less than this with its requests in flight.
+/// The load generator needs at least this much to verify with its requests in flight.
 const KEPT_MIN_BYTES: u64 = 4 << 20;
 
-/// A real guest makes a file system and fills it with files and fio's data, however little is measured.
+/// A real guest needs at least this much for a file system, files and fio's data, however little is measured.
 const GUEST_DISK_MIN_BYTES: u64 = 192 << 20;
 
-/// What is to be done, on which files.
+/// The settings and files of the run.
 struct Plan {
     scratch: Scratch,
     /// The disk that the guest gets.
@@ -86,7 +86,7 @@ struct Plan {
 /// The temporary directory; gone when this is dropped.
 struct Scratch {
     directory: TempDir,
-    /// Another one, if the first's name is too long for a socket in it.
+    /// A second directory, if the first one's name is too long for a socket in it.
     sockets: Option<TempDir>,
 }
 
@@ -152,7 +152,7 @@ impl Plan {
         })
     }
 
-    /// Fails if the user wants us to stop.
+    /// Fails if the user has asked to stop.
     fn check_cancelled(&self) -> anyhow::Result<()> {
         if self.cancel.load(Ordering::Relaxed) {
             bail!("interrupted");
@@ -161,12 +161,12 @@ impl Plan {
     }
 }
 
-/// Behind the measured part: how much of the disk is written once and looked for again at the end.
+/// Returns how much of the disk behind the measured part is written once and checked at the end.
 fn kept_bytes(size_bytes: u64) -> u64 {
     (size_bytes / 8).max(KEPT_MIN_BYTES).next_multiple_of(measure::LARGEST_BLOCK_BYTES)
 }
 
-/// Direct I/O where the file system has it: what is measured is the path and the storage, not the page cache.
+/// Chooses direct I/O if the file system has it: the path and the storage are to be measured, not the page cache.
 fn default_cache(file: &Path, engine: EngineKind) -> anyhow::Result<CacheMode> {
     let mut direct = DiskOptions::of_file(file);
     (direct.format, direct.engine, direct.cache) = (Some(DriveFormat::Raw), engine, CacheMode::None);

@@ -16,7 +16,7 @@ use load::Hooks;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Room that files, file system and fio need beside what is measured.
+/// How much each of fio's writers in the guest writes and verifies, in MiB.
 const FIO_MIB: u32 = 16;
 const HOST_SEED: u64 = 0x686f_7374;
 
@@ -24,7 +24,7 @@ pub(super) fn run(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<Str
     let threads = load_threads("host", 1)?;
     let reactors: Vec<Arc<dyn ReactorHandle>> = threads.iter().map(ReactorThread::handle).collect();
     let host = Host::open(plan, &reactors)?;
-    // Half of the host's measurements before the guest's, half after.
+    // Half of the host's measurements come before the guest's, half after.
     bar.say("measuring the host");
     let before = host.rates(plan)?;
     let report = served_to(plan, kind, bar)?;
@@ -49,7 +49,7 @@ pub(super) fn run(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<Str
     Ok(format!("{}{}", summary(&report), table::render(&rows)))
 }
 
-/// "1 CPU", "4 CPUs".
+/// Formats a number with its noun: "1 CPU", "4 CPUs".
 fn counted(number: u32, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
@@ -76,9 +76,9 @@ fn summary(report: &GuestReport) -> String {
     text
 }
 
-/// Everything while the daemon runs.
+/// Serves the disks and boots the guest.
 fn served_to(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<GuestReport> {
-    // The second disk is no storage at all: what this guest can do at most.
+    // The second disk has no storage: it shows the highest rate of this guest.
     let null_socket = plan.socket().with_file_name("null.sock");
     let mut options = GuestOptions::new(kind, vec![plan.socket(), null_socket.clone()]);
     options.only_measured = 1;
@@ -98,7 +98,7 @@ fn served_to(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<GuestRep
     daemon.add(&null)?;
     bar.say("booting the guest");
     let ended = guestlab::run(&options, &mut |step| bar.say(step));
-    // Of a guest that was killed for it there is nothing to tell.
+    // A guest that was killed on cancellation has no report.
     plan.check_cancelled()?;
     let report = ended?;
     daemon.shutdown()?;
@@ -112,7 +112,7 @@ fn null_drive(size_bytes: u64) -> anyhow::Result<DriveOptions> {
     }
 }
 
-/// How long a workload is measured: half of the time is the guest's, on two disks.
+/// Returns how long a workload is measured. The guest gets two thirds of the time, on two disks.
 fn slice(plan: &Plan) -> Duration {
     Duration::from_secs_f64(plan.seconds / (CELLS.len() as f64 * 3.0))
 }

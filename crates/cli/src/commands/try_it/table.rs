@@ -8,11 +8,11 @@ pub(super) struct Row {
     pub(super) cell: Cell,
     pub(super) guest: f64,
     pub(super) host: f64,
-    /// The guest's rate on a disk without storage, where it was measured.
+    /// The guest's rate on a disk without storage, if it was measured.
     pub(super) ceiling: Option<f64>,
 }
 
-/// Guest rate, host rate, ratio, and what the guest can do at most.
+/// Makes the table: guest rate, host rate, ratio, and the guest's highest rate.
 pub(super) fn render(rows: &[Row]) -> String {
     let mut table = Table::new();
     let has_ceiling = rows.iter().any(|row| row.ceiling.is_some());
@@ -31,7 +31,7 @@ pub(super) fn render(rows: &[Row]) -> String {
     format!("{table}\n")
 }
 
-/// Random workloads in requests a second, sequential ones in bytes.
+/// Formats a rate: random workloads in requests a second, sequential ones in bytes a second.
 fn rate(cell: &Cell, bytes_per_second: f64) -> String {
     if cell.random {
         let iops = bytes_per_second / f64::from(cell.block_bytes);

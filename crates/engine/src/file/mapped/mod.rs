@@ -1,23 +1,24 @@
-//! A file that lies in memory (tmpfs), mapped: what it holds is copied without a system call.
+//! A file in memory (tmpfs), mapped so that its data are copied without a system call.
 //!
 //! tmpfs refuses calls that must not wait, so neither io_uring's fast path nor batches serve it. A copy to or from a
-//! mapping costs half of what a call does. But reading a hole through a mapping makes it a page, and a page that cannot be
-//! had is a signal instead of an error. So only pages that are known to be there are copied. Calls, which are always
-//! right, do the rest:
+//! mapping costs half of what a call does. But reading a hole through a mapping allocates a page, and failing to get a
+//! page raises a signal instead of an error. So only pages that are known to be there are copied. System calls, which
+//! are always right, do the rest:
 //!
-//! * A bit a page says that it holds data and lies wholly within the file. It is set from what the kernel says is
-//!   resident (`mincore`), once for each region of 64 pages that was there when the file was opened, and by every write.
-//!   Discarding clears it.
+//! * One bit for each page says that it holds data and lies wholly within the file. The bits are set from what is
+//!   resident (`mincore`), once for each region of 64 pages that was there when the file was opened, and by every
+//!   write. Discarding clears them.
 //! * Mapping a page, and unmapping it in the end, costs as much as several calls. So a call serves a page the first
-//!   time. Of the requests that come again, every [`REPEATS`]th maps its page, with the pages that the kernel maps along.
-//! * A bit that is wrong because another program punched the file costs a page, nothing else.
+//!   time. Of the repeated requests, every [`REPEATS`]th maps its page, and the kernel maps the pages around it.
+//! * If another program punches the file, a bit is wrong. That costs a page, and nothing else.
 //! * Before we cut a file its mapping is retired for good. If another program takes pages away, the mapping is poisoned
-//!   and the process lives on (see `memory::fault`): the copy is not believed, and a call makes it again. If the other
-//!   program cuts the file within a page, what is written behind the end in that page is lost. Image locks prevent that.
+//!   and the process lives on (see `memory::fault`). The copy is not believed, and a call does it again. If the other
+//!   program cuts the file within a page, what is written behind the end in that page is lost. Image locks prevent
+//!   that.
 //! * The kernel does not see such writes, so the next flush, or closing the file, sets the file's times.
 //!
-//! A reactor that copied a page which went to swap would wait for the storage behind it. So a host that has swap when
-//! the file is opened gets no mapping: workers make the calls.
+//! A reactor that copied a page which went to swap would wait for the storage behind it. So if the host has swap when
+//! the file is opened, the file is not mapped, and workers make the calls.
 
 mod pages;
 
@@ -32,14 +33,14 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
-/// See the module.
+/// Of this many repeated requests one maps its page; see the module.
 const REPEATS: u64 = 8;
-/// The longest file that is mapped, with its room to grow.
+/// The longest mapping, room to grow included.
 const MAX_BYTES: u64 = 256 << 30;
-/// How much a file may grow at least.
+/// Room that a mapping has at least for the file to grow.
 const ROOM_BYTES: u64 = 32 << 30;
 
-/// A counter that is written often, beside what each copy reads.
+/// A counter that is written often, on a cache line apart from what each copy reads.
 #[derive(Default)]
 #[repr(align(64))]
 struct OnItsOwnLine(AtomicU64);
@@ -48,14 +49,14 @@ struct OnItsOwnLine(AtomicU64);
 pub(crate) struct MappedFile {
     mapping: Mapping,
     writable: bool,
-    /// The pages that the file had in whole when it was opened.
+    /// Whole pages in the file when it was opened.
     pages_then: u64,
-    /// Nothing is copied any more.
+    /// Nothing is copied through the mapping any more.
     retired: AtomicBool,
     regions: Box<[Region]>,
-    /// Requests so far for pages that calls have served before.
+    /// Requests for pages that calls have served before.
     repeats: OnItsOwnLine,
-    /// Written through the mapping since the file's times were set.
+    /// Something was written through the mapping since the file's times were set.
     unstamped: AtomicBool,
 }
 
@@ -71,9 +72,9 @@ pub(crate) fn host_has_swap() -> bool {
 }
 
 impl MappedFile {
-    /// Maps a file of `length_bytes`; `None` where that cannot be, or would not tell holes from data.
+    /// Maps a file of `length_bytes`. `None` if that fails, or holes cannot be told from data.
     pub(crate) fn new(fd: &OwnedFd, length_bytes: u64, writable: bool) -> Option<Self> {
-        // What the kernel says of its pages is taken for pages of this size.
+        // The code below assumes that the kernel's pages have this size.
         // SAFETY: the call takes and returns numbers.
         let page_bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
         if page_bytes != PAGE_BYTES as libc::c_long {
@@ -85,7 +86,7 @@ impl MappedFile {
             return None;
         }
         let mapping = Mapping::of_storage(fd.as_fd(), usize::try_from(mapped).ok()?, writable).ok()?;
-        // Nothing is resident behind the end. A process that may not know is told that everything is.
+        // Nothing is resident behind the end. But a process without the right to know is told that everything is.
         let mut behind = [0];
         mapping.residency((mapped - PAGE) as usize, &mut behind).ok()?;
         (behind[0] & 1 == 0).then(|| Self {
@@ -99,7 +100,7 @@ impl MappedFile {
         })
     }
 
-    /// Copies to or from the file if all of the range lies in pages that are there, and returns its length.
+    /// Copies to or from the file if all of the range lies in pages that are there. Returns the number of bytes.
     ///
     /// # Safety
     /// The memory that `buffers` names must be valid for the copy's direction until this returns.
@@ -132,7 +133,7 @@ impl MappedFile {
                 at = at.add(segment.iov_len);
             }
         }
-        // The mark is looked at after the bytes.
+        // The poison mark is read after the bytes.
         fence(Ordering::Acquire);
         if self.mapping.is_poisoned() {
             self.retire();
@@ -144,15 +145,15 @@ impl MappedFile {
         i32::try_from(length).ok()
     }
 
-    /// Somebody writes through a mapping, which the kernel does not see: the next flush sets the file's times.
+    /// Notes a write through a mapping, which the kernel does not see. The next flush sets the file's times.
     pub(crate) fn is_written_unseen(&self) {
-        // Read first, so that reactors do not take the cache line from each other.
+        // It is read first, so that reactors do not take the cache line from each other.
         if !self.unstamped.load(Ordering::Relaxed) {
             self.unstamped.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Whether all pages of a range are to be copied.
+    /// Whether all of a range is to be copied through the mapping.
     fn holds(&self, offset: u64, length: u64) -> bool {
         let end = offset.saturating_add(length);
         let fits = end <= self.mapping.length_bytes() as u64 && length > 0 && length <= i32::MAX as u64;
@@ -161,7 +162,7 @@ impl MappedFile {
             && (self.all(pages.clone(), |_, region, bits| has(&region.ready, bits)) || self.warms(pages))
     }
 
-    /// Whether all pages of a range are known to hold data: nothing is asked.
+    /// Whether all pages of a range are known to hold data, without asking the kernel.
     pub(crate) fn has_all(&self, offset: u64, length: u64) -> bool {
         let fits = offset.saturating_add(length) <= self.mapping.length_bytes() as u64;
         let pages = touched_by(offset, length);
@@ -172,7 +173,7 @@ impl MappedFile {
         all_regions(pages, |number, bits| self.regions.get(number).is_some_and(|region| is(number, region, bits)))
     }
 
-    /// Whether pages are to be copied from now on.
+    /// Whether these pages are to be copied from now on.
     fn warms(&self, pages: Range<u64>) -> bool {
         self.all(pages.clone(), |_, region, bits| has(&region.touched, bits))
             && self.repeats.0.fetch_add(1, Ordering::Relaxed).is_multiple_of(REPEATS)
@@ -191,8 +192,8 @@ impl MappedFile {
             })
     }
 
-    /// Has the kernel map the groups that the pages of a region lie in. It does so for a read only: a page that is
-    /// written first is mapped alone.
+    /// Has the kernel map the groups that these pages of a region lie in, by reading. A page that is first written is
+    /// mapped alone.
     fn map_around(&self, first: u64, bits: u64) {
         for group in groups() {
             let page = (bits & group).trailing_zeros();
@@ -204,13 +205,13 @@ impl MappedFile {
         }
     }
 
-    /// Of a region that was in the file when it was opened, the pages that the file held in whole: what is written
-    /// behind the end in the last page must make the file longer.
+    /// Returns which pages of a region the file held in whole when it was opened. A write behind the end, in the last
+    /// page, must make the file longer, so that page is left out.
     fn whole_then(&self, first: u64) -> u64 {
         mask(0, (self.pages_then - first - 1).min(REGION_PAGES - 1))
     }
 
-    /// The bits of a region that begins at page `first`, as the kernel sees it.
+    /// Asks the kernel which pages are resident in the region that begins at page `first`.
     #[cold]
     fn resident_in(&self, first: u64) -> u64 {
         let mut pages = [0; REGION_PAGES as usize];
@@ -220,18 +221,18 @@ impl MappedFile {
         (0..).zip(pages).filter(|(_, page)| page & 1 != 0).fold(0, |bits, (at, _)| bits | 1_u64 << at)
     }
 
-    /// A call has read a range.
+    /// Notes that a call has read a range.
     pub(crate) fn was_read(&self, offset: u64, length: u64) {
         self.mark(touched_by(offset, length), |region, bits| set(&region.touched, bits));
     }
 
-    /// A call has written a range: the pages that it covers are there, and wholly within the file.
+    /// Notes that a call has written a range. The pages that it covers are there, and wholly within the file.
     pub(crate) fn was_written(&self, offset: u64, length: u64) {
         self.was_read(offset, length);
         self.mark(covered_by(offset, length), |region, bits| set(&region.present, bits));
     }
 
-    /// A range was given back, or is about to be.
+    /// Notes that a range was given back, or is about to be.
     pub(crate) fn was_punched(&self, offset: u64, length: u64) {
         self.mark(covered_by(offset, length), |region, bits| {
             clear(&region.present, bits);
@@ -247,7 +248,7 @@ impl MappedFile {
         });
     }
 
-    /// Nothing is copied from now on.
+    /// Ends all copying through the mapping.
     pub(crate) fn retire(&self) {
         self.retired.store(true, Ordering::Release);
     }
@@ -256,7 +257,7 @@ impl MappedFile {
     pub(crate) fn stamp(&self, fd: BorrowedFd<'_>) {
         if self.unstamped.swap(false, Ordering::Relaxed) {
             let now = rustix::fs::Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_NOW };
-            // A wish: the data are where they belong.
+            // Errors do not matter: the data are in the file.
             let _ = rustix::fs::futimens(fd, &rustix::fs::Timestamps { last_access: now, last_modification: now });
         }
     }

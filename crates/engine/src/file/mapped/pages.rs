@@ -10,20 +10,20 @@ pub(super) const REGION_BYTES: u64 = REGION_PAGES * PAGE;
 /// The kernel maps this many pages at a time.
 const GROUP_PAGES: u32 = 16;
 
-/// What is known of a run of pages, a bit a page.
+/// What is known of a run of pages, one bit for each page.
 #[repr(C)]
 pub(super) struct Region {
-    /// These are copied through the mapping.
+    /// Pages that are copied through the mapping.
     pub(super) ready: AtomicU64,
-    /// A call has served these.
+    /// Pages that a call has served.
     pub(super) touched: AtomicU64,
-    /// These hold data and lie wholly within the file.
+    /// Pages that hold data and lie wholly within the file.
     pub(super) present: AtomicU64,
-    /// Not zero: the kernel was asked which pages are there.
+    /// Not zero if the kernel was asked which pages are there.
     pub(super) asked: AtomicU64,
 }
 
-/// Regions of which nothing is known, in memory that the allocator has not touched yet: most of it never will be.
+/// Makes regions of which nothing is known, in memory that nobody has touched. Most of it never will be.
 pub(super) fn unknown_regions(count: u64) -> Box<[Region]> {
     let words = vec![[0_u64; size_of::<Region>() / size_of::<u64>()]; count as usize].into_boxed_slice();
     // SAFETY: a region consists of exactly these atomic words, which have a word's size, alignment (on every 64-bit
@@ -49,33 +49,34 @@ pub(super) fn clear(word: &AtomicU64, bits: u64) {
     }
 }
 
-/// The bits `first..=last` of a region's word.
+/// Returns the bits `first..=last` of a region's word.
 pub(super) fn mask(first: u64, last: u64) -> u64 {
     (u64::MAX << first) & (u64::MAX >> (REGION_PAGES - 1 - last))
 }
 
-/// The bits of each group of a region.
+/// Returns the bits of each group of a region.
 pub(super) fn groups() -> impl Iterator<Item = u64> {
     let group = mask(0, u64::from(GROUP_PAGES) - 1);
     (0..u64::BITS).step_by(GROUP_PAGES as usize).map(move |first| group << first)
 }
 
-/// All bits of the groups that `bits` lie in.
+/// Returns all bits of the groups that `bits` lie in.
 pub(super) fn groups_of(bits: u64) -> u64 {
     groups().filter(|group| bits & group != 0).fold(0, |all, group| all | group)
 }
 
-/// The pages that a range touches.
+/// Returns the pages that a range touches.
 pub(super) fn touched_by(offset: u64, length: u64) -> Range<u64> {
     offset / PAGE..offset.saturating_add(length).div_ceil(PAGE)
 }
 
-/// The pages that lie wholly in a range.
+/// Returns the pages that lie wholly in a range.
 pub(super) fn covered_by(offset: u64, length: u64) -> Range<u64> {
     offset.div_ceil(PAGE)..offset.saturating_add(length) / PAGE
 }
 
-/// Calls `visit` with each region's number and the bits of `pages` in it, until it says no.
+/// Calls `visit` with each region's number and the bits of `pages` in it, until it returns false. Returns whether it
+/// never did.
 pub(super) fn all_regions(pages: Range<u64>, mut visit: impl FnMut(usize, u64) -> bool) -> bool {
     let mut page = pages.start;
     while page < pages.end {

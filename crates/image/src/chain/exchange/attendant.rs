@@ -9,8 +9,8 @@ use std::cell::RefCell;
 use std::rc::Weak;
 use std::sync::Arc;
 
-/// Attends the board until the queue or the image is gone. Holds neither while it sleeps, so that their files are closed
-/// when their owners drop them.
+/// Carries out the board's orders until the queue or the image is gone. Holds neither while it sleeps, so that their
+/// files are closed when their owners drop them.
 pub(crate) async fn attend(
     core: Weak<RefCell<Core>>,
     board: std::sync::Weak<Board>,
@@ -53,8 +53,8 @@ fn carry_out(core: &mut Core, board: &Board, seat: &Arc<Seat>, order: &Order) ->
     }
 }
 
-/// Where an attendant goes while its queue is there, because their reactor ends, the queue begins nothing any more: it
-/// would not hear of another chain.
+/// Held by an attendant. If the reactor ends and drops the attendant before the queue, the queue begins no more
+/// requests: it would not hear of another chain.
 struct Post {
     core: Weak<RefCell<Core>>,
     bell: Arc<Bell>,

@@ -1,5 +1,5 @@
-//! What a disk's queues and those who exchange its chain have in common: the chain of now, the order of now, and who has
-//! carried it out.
+//! What a disk's queues share with those who exchange its chain: the present chain, the present order, and which queues
+//! have carried it out.
 
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
@@ -13,12 +13,12 @@ use std::sync::Arc;
 pub(crate) struct Over {
     done: AtomicBool,
     waiting: WaitList,
-    /// The same for an earlier lease of the same chain.
+    /// The end of an earlier lease of the same chain.
     before: Option<Arc<Over>>,
 }
 
 impl Over {
-    /// An end that has come.
+    /// Returns an end that has come already.
     #[cfg(all(test, feature = "explore"))]
     pub(crate) fn past() -> Self {
         Self { done: AtomicBool::new(true), ..Self::default() }
@@ -37,8 +37,8 @@ impl Over {
     }
 }
 
-/// Kept by each queue for as long as it may have requests on a chain. Where a queue is dropped before its requests have
-/// ended, they keep it.
+/// Kept by each queue while it may have requests on a chain. If a queue is dropped before its requests have ended, the
+/// requests keep it.
 pub(crate) struct Lease(Arc<Over>);
 
 impl Lease {
@@ -46,7 +46,7 @@ impl Lease {
         Arc::new(Self(Arc::default()))
     }
 
-    /// Another lease of the same chain: requests of the former one are waited for, too.
+    /// Returns another lease of the same chain. Waiting for its end also waits for the former lease's requests.
     fn renewed(former: &Arc<Over>) -> Arc<Self> {
         let before = Some(Arc::clone(former));
         Arc::new(Self(Arc::new(Over { before, ..Over::default() })))
@@ -64,7 +64,7 @@ impl Drop for Lease {
     }
 }
 
-/// What queues do with new requests until they are told of the next chain.
+/// What queues do with new requests until they get the next chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Hold {
     /// They begin them on the chain that they have.
@@ -75,18 +75,18 @@ pub(crate) enum Hold {
     UntilQuiet,
 }
 
-/// What all queues of a disk are told.
+/// An order to all queues of a disk.
 #[derive(Clone)]
 pub(crate) enum Order {
-    /// Open what the next chain needs and this one has not; this may fail.
+    /// Open the files that the next chain needs and this one has not. This may fail.
     Prepare { layers: Vec<Arc<Layer>>, hold: Hold },
-    /// Begin what comes, and what was kept, on this chain; this cannot fail.
+    /// Begin new and held requests on this chain. This cannot fail.
     Adopt(Arc<Chain>, Arc<Lease>),
-    /// Go on with the chain that there is.
+    /// Go on with the present chain.
     Resume(Arc<Lease>),
 }
 
-/// Wakes those who wait for orders, and those who wait for them to be carried out.
+/// Wakes the queues that wait for orders, and those who wait for the queues' answers.
 #[derive(Default)]
 pub(crate) struct Bell {
     number: AtomicU64,
@@ -104,33 +104,33 @@ pub(crate) struct Seat {
 
 struct State {
     chain: Arc<Chain>,
-    /// For queues that are opened; `None` where they may not begin anything on this chain any more.
+    /// For queues that are being opened. `None` if they may begin nothing more on this chain.
     lease: Option<Arc<Lease>>,
     over: Arc<Over>,
     number: u64,
-    /// What queues have prepared for and are not told yet.
+    /// What queues have prepared for, until they are told to adopt or resume.
     pending: Option<(Vec<Arc<Layer>>, Hold)>,
     order: Option<Order>,
     seats: Vec<Arc<Seat>>,
     is_taken: bool,
-    /// Those who write to the top layer past the queues.
+    /// How many write to the top layer past the queues.
     writers: usize,
 }
 
-/// See the module's documentation.
+/// The meeting point of a disk's queues and those who exchange its chain. See the module's documentation.
 pub(crate) struct Board {
     bell: Arc<Bell>,
     state: Mutex<State>,
     freed: WaitList,
-    /// Things that could not be brought to an end, kept as long as the disk.
+    /// Values that could not be ended cleanly, kept as long as the disk.
     kept: Mutex<Vec<Box<dyn Any + Send>>>,
-    /// For tests of the tests: the queue that is late, and how many chains it is not told of.
+    /// For tests of the tests: the queue that is late, and how many new chains it misses.
     late: (AtomicU64, AtomicU64),
     #[cfg(all(test, feature = "explore"))]
     pub(crate) mutant: crate::online::explored_tests::Mutant,
 }
 
-/// The board as a queue finds it that is being opened.
+/// The board as seen by a queue that is being opened.
 pub(crate) struct Glance {
     pub(crate) chain: Arc<Chain>,
     pub(crate) lease: Option<Arc<Lease>>,
@@ -168,12 +168,12 @@ impl Board {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The chain of now.
+    /// Returns the present chain.
     pub(crate) fn chain(&self) -> Arc<Chain> {
         Arc::clone(&self.lock().chain)
     }
 
-    /// The end of all requests that began on the chain of now, once another one has been adopted.
+    /// Returns the end of all requests that began on the present chain. It comes after another chain was adopted.
     pub(crate) fn over(&self) -> Arc<Over> {
         Arc::clone(&self.lock().over)
     }
@@ -195,7 +195,7 @@ impl Board {
         }
     }
 
-    /// Takes a seat, if nothing was announced since `glance`.
+    /// Takes a seat if nothing was announced since `glance`.
     pub(crate) fn join(&self, glance: &Glance) -> Option<Attendance> {
         let mut state = self.lock();
         if state.number != glance.number {
@@ -206,7 +206,7 @@ impl Board {
         Some(Attendance { seat, bell: self.bell() })
     }
 
-    /// For tests of the tests: one queue goes on with the chain that it has when it is told of the next ones.
+    /// For tests of the tests: makes one queue stay on its chain for the next `count` chains.
     pub(crate) fn miss_chains_for_test(&self, count: u64) {
         self.late.1.store(count, Ordering::Relaxed);
     }
@@ -223,7 +223,7 @@ impl Board {
         is_me && self.late.1.fetch_update(Ordering::Relaxed, Ordering::Relaxed, takes).is_ok()
     }
 
-    /// The last order and its number.
+    /// Returns the last order and its number.
     pub(crate) fn order(&self) -> (u64, Option<Order>) {
         let state = self.lock();
         (state.number, state.order.clone())
@@ -237,14 +237,14 @@ impl Bell {
         self.announced.until(|| news().then_some(())).await;
     }
 
-    /// The queue takes part no more.
+    /// Notes that the queue takes part no more.
     pub(crate) fn leave(&self, seat: &Seat) {
         seat.is_gone.store(true, Ordering::Release);
         self.answered.wake_all();
         self.announced.wake_all();
     }
 
-    /// The queue has carried out an order, or could not.
+    /// Notes that the queue has carried out an order, or could not.
     pub(crate) fn answer(&self, seat: &Seat, number: u64, result: Result<()>) {
         if let Err(error) = result {
             seat.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
@@ -254,7 +254,7 @@ impl Bell {
     }
 }
 
-/// A queue takes part for as long as it has this.
+/// A queue's membership: it takes part as long as it keeps this.
 pub(crate) struct Attendance {
     pub(crate) seat: Arc<Seat>,
     bell: Arc<Bell>,
@@ -268,10 +268,10 @@ impl Drop for Attendance {
 
 /// The side of those who exchange the chain.
 impl Board {
-    /// Gives the queues an order; its number.
+    /// Gives the queues an order and returns its number.
     pub(crate) fn announce(&self, order: Order) -> u64 {
         let mut state = self.lock();
-        // Dropped when the lock is not held any more: its end wakes others.
+        // Dropped after the lock is released: its end wakes others.
         let mut former = None;
         match &order {
             Order::Prepare { layers, hold } => {
@@ -302,17 +302,18 @@ impl Board {
         number
     }
 
-    /// Keeps something for as long as the disk is open.
+    /// Keeps a value as long as the disk is open.
     pub(crate) fn keep(&self, value: Box<dyn Any + Send>) {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner).push(value);
     }
 
-    /// A lease with which queues may go on with the chain that there is.
+    /// Returns a lease with which queues may go on with the present chain.
     pub(crate) fn renewed_lease(&self) -> Arc<Lease> {
         Lease::renewed(&self.lock().over)
     }
 
-    /// Waits until all queues have carried out the order with this number; the first error of one that could not.
+    /// Waits until all queues have carried out the order with this number. Fails with the error of a queue that could
+    /// not.
     pub(crate) async fn answered(&self, number: u64) -> Result<()> {
         self.bell.answered.until(|| self.look(number)).await
     }
@@ -324,13 +325,14 @@ impl Board {
             return None;
         }
         let error = |seat: &Arc<Seat>| seat.error.lock().unwrap_or_else(PoisonError::into_inner).take();
-        match state.seats.iter().rev().find_map(error) {
+        // All are taken: one that stayed would fail a later order.
+        match state.seats.iter().filter_map(error).last() {
             Some(error) => Some(Err(error)),
             None => Some(Ok(())),
         }
     }
 
-    /// Takes the right to exchange the chain. Refused while somebody else has it, or writes past the queues.
+    /// Takes the right to exchange the chain. Refused while somebody else has the right or writes past the queues.
     pub(crate) fn try_turn(self: &Arc<Self>) -> Result<Turn> {
         let mut state = self.lock();
         let name = state.chain.layers.first().map(|top| top.name.to_string()).unwrap_or_default();
@@ -345,12 +347,12 @@ impl Board {
         Ok(Turn(Arc::clone(self)))
     }
 
-    /// As `try_turn`, waiting for others, and whoever writes past the queues.
+    /// As `try_turn`, but waits for others, and does not look at who writes past the queues.
     pub(crate) async fn turn(self: &Arc<Self>) -> Turn {
         self.freed.until(|| (!std::mem::replace(&mut self.lock().is_taken, true)).then(|| Turn(Arc::clone(self)))).await
     }
 
-    /// The chain of now, for somebody who writes to its top layer past the queues. Refused while it is being exchanged.
+    /// Returns the present chain to somebody who writes to its top layer past the queues. Refused during an exchange.
     pub(crate) fn pin(self: &Arc<Self>) -> Result<(Arc<Chain>, Pin)> {
         let mut state = self.lock();
         if state.is_taken {
@@ -361,7 +363,7 @@ impl Board {
     }
 }
 
-/// The right to exchange the chain, until it is dropped.
+/// The right to exchange the chain. Dropping it gives the right back.
 pub(crate) struct Turn(Arc<Board>);
 
 impl Drop for Turn {
@@ -371,7 +373,7 @@ impl Drop for Turn {
     }
 }
 
-/// Keeps the chain from being exchanged.
+/// Keeps the chain from being exchanged until dropped.
 pub(crate) struct Pin(Arc<Board>);
 
 impl Drop for Pin {

@@ -1,14 +1,14 @@
-//! Where a disk was written to, while somebody copies it.
+//! Records where a disk is written to while somebody copies it.
 
 use block::sync::{AtomicU64, Ordering};
 use std::ops::Range;
 
-/// A bit stands for at least so many bytes.
+/// A bit stands for at least 64 KiB.
 const GRANULE_BITS_MIN: u32 = 16;
-/// There are no more bits than this.
+/// The most bits in a log.
 const BITS_MAX: u64 = 1 << 20;
 
-/// Ranges that were written to, rounded to granules. A write is noted before it begins.
+/// Written ranges, rounded to granules. A write is noted before it begins.
 pub(crate) struct ChangeLog {
     granule_bits: u32,
     words: Box<[AtomicU64]>,
@@ -23,7 +23,7 @@ impl ChangeLog {
         Self { granule_bits, words: (0..words).map(|_| AtomicU64::new(0)).collect() }
     }
 
-    /// A range will be written to.
+    /// Notes a range that will be written to.
     pub(crate) fn note(&self, offset: u64, length_bytes: u64) {
         let Some(last) = offset.saturating_add(length_bytes).checked_sub(1).filter(|_| length_bytes > 0) else {
             return;
@@ -36,12 +36,12 @@ impl ChangeLog {
         }
     }
 
-    /// What was noted, in order, neighbours joined; not beyond `size_bytes`.
+    /// Returns the noted ranges in order, with neighbours joined, cut off at `size_bytes`.
     pub(crate) fn ranges(&self, size_bytes: u64) -> Vec<Range<u64>> {
         self.ranges_by(size_bytes, |word| word.load(Ordering::Relaxed))
     }
 
-    /// As [`ChangeLog::ranges`]; they are not noted any more.
+    /// As [`ChangeLog::ranges`], and forgets them.
     pub(crate) fn take_ranges(&self, size_bytes: u64) -> Vec<Range<u64>> {
         self.ranges_by(size_bytes, |word| word.swap(0, Ordering::Relaxed))
     }

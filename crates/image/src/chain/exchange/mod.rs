@@ -10,15 +10,15 @@
 //!    what it has kept. Nothing can fail here: all files are open.
 //!
 //! So no request begins on the former chain once one has begun on the next. Nothing is drained: a request ends on the
-//! chain that it began with. Until its last request there has ended, a queue keeps that chain's files, its place in the
-//! epochs of the top layer, and a *lease* ([`board::Lease`]). When the last lease ends, the former chain is over.
+//! chain that it began with. A queue keeps the chain's files, its place in the top layer's epochs, and a *lease*
+//! ([`board::Lease`]) until its last request there has ended. When the last lease ends, the former chain is over.
 //!
-//! A queue is told by a task of its own on its reactor ([`attendant`]), which sleeps until something is announced. So
-//! idle queues on sleeping reactors are reached, and a request pays only for a look at a flag of its queue. A queue
-//! that is opened during an exchange takes its seat only if nothing was announced since it looked, and holds if the
-//! others do. A queue that is dropped leaves its seat; its requests in flight keep its lease.
+//! Each queue has a task on its reactor ([`attendant`]) that sleeps until an order is announced. So idle queues on
+//! sleeping reactors are reached, and a request pays only for a look at a flag of its queue. A queue that is opened
+//! during an exchange takes its seat only if nothing was announced since it looked, and holds if the others do. A
+//! dropped queue leaves its seat; its requests in flight keep its lease.
 //!
-//! What is done by such barriers is in [`crate::online`].
+//! [`crate::online`] holds the changes that use this barrier.
 
 pub(crate) mod attendant;
 pub(crate) mod board;
@@ -30,14 +30,15 @@ use block::Result;
 use board::{Board, Hold, Lease, Order};
 use std::sync::Arc;
 
-/// A barrier that the queues of some disks have come to. Dropped, it lets them go on with the chains that they have.
+/// A barrier that the queues of some disks have reached. Dropping it lets the queues go on with the chains that they
+/// have.
 pub(crate) struct Barrier {
     boards: Vec<Arc<Board>>,
     is_pending: bool,
 }
 
 impl Barrier {
-    /// Has all queues prepare for chains with these additional layers. If one cannot, all go on as before.
+    /// Makes all queues prepare for chains with these additional layers. If one queue cannot, all go on as before.
     pub(crate) async fn prepare(disks: Vec<(Arc<Board>, Vec<Arc<Layer>>)>, hold: Hold) -> Result<Self> {
         let order = |(board, layers): (Arc<Board>, _)| (board.announce(Order::Prepare { layers, hold }), board);
         let (numbers, boards): (Vec<u64>, Vec<_>) = disks.into_iter().map(order).unzip();
@@ -51,7 +52,7 @@ impl Barrier {
         }
     }
 
-    /// Has the queues, which hold all requests, prepare for chains with these layers, too. They hold on, whatever the result.
+    /// Makes the holding queues also prepare for chains with these layers. They hold on, whatever the result.
     pub(crate) async fn prepare_more(&self, layers: &[Arc<Layer>]) -> Result<()> {
         let order =
             |board: &Arc<Board>| board.announce(Order::Prepare { layers: layers.to_vec(), hold: Hold::UntilQuiet });
@@ -59,7 +60,7 @@ impl Barrier {
         self.answered(&numbers).await
     }
 
-    /// Lets the queues go on with these chains, one a disk, and waits until all have adopted them.
+    /// Gives each disk's queues their next chain and waits until all have adopted it.
     pub(crate) async fn release(mut self, chains: Vec<Arc<Chain>>) {
         self.is_pending = false;
         let orders = chains.iter().map(|chain| Order::Adopt(Arc::clone(chain), Lease::new()));
@@ -68,7 +69,7 @@ impl Barrier {
         let _ = self.answered(&numbers).await;
     }
 
-    /// Lets the queues go on with the chains that they have.
+    /// Lets the queues go on with the chains that they have, and waits until all do.
     pub(crate) async fn give_up(mut self) {
         let numbers = self.resume();
         let _ = self.answered(&numbers).await;
@@ -79,7 +80,7 @@ impl Barrier {
         self.boards.iter().map(|board| board.announce(Order::Resume(board.renewed_lease()))).collect()
     }
 
-    /// Waits for all, also if some cannot: an order is given only when the one before has been carried out.
+    /// Waits for all queues even if some fail: an order is given only when the one before has been carried out.
     async fn answered(&self, numbers: &[u64]) -> Result<()> {
         let mut result = Ok(());
         for (board, number) in self.boards.iter().zip(numbers) {
@@ -98,12 +99,12 @@ impl Drop for Barrier {
     }
 }
 
-/// Goes over to a chain that may be used together with the one before, and waits until that is over.
+/// Goes over to a chain that may be used beside the former one. Waits until the former chain's requests have ended.
 pub(crate) async fn go_over(board: &Arc<Board>, chain: Chain) -> Result<()> {
     go_over_to(board, chain, Vec::new()).await
 }
 
-/// As [`go_over`], to a chain for which the files of these layers have to be open.
+/// As [`go_over`], to a chain that needs the files of these layers open.
 pub(crate) async fn go_over_to(board: &Arc<Board>, chain: Chain, layers: Vec<Arc<Layer>>) -> Result<()> {
     let over = board.over();
     let barrier = Barrier::prepare(vec![(Arc::clone(board), layers)], Hold::No).await?;

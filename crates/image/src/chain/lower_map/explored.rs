@@ -8,10 +8,10 @@ use testkit::schedules::{SHORT, Verdict, explore, schedules, seed};
 use testkit::{Dice, mix};
 
 const G: u64 = 1 << 16;
-/// Of three slices; the first two go on in one file.
+/// Granules in three slices; the first two are adjacent in one file.
 const GRANULES: [u64; 5] = [0, 1, 512, 1024, 1026];
 
-/// What the layers say about a granule.
+/// Returns the layers' answer for a granule.
 fn place(granule: u64) -> Place {
     let extent = match granule {
         512 => Extent::Zero,
@@ -27,7 +27,7 @@ fn learn(below: &LowerMap, granule: u64) {
     below.learn(granule * G + 512, |_, _| Some(place(granule)));
 }
 
-/// A mutant that changes the entry when it has let go of the book.
+/// A mutant that changes the entry after it has released the book.
 fn learn_late(below: &LowerMap, granule: u64) {
     let slice = below.slice_of(granule * G);
     if below.cache.view(slice).is_none() {

@@ -1,8 +1,9 @@
-//! A filter that writes every change of a disk to a file, from which `ringdisk replay` makes the disk of any moment.
+//! A filter that writes every change of a disk to a file. From it, `ringdisk replay` makes the disk as it was at any
+//! moment.
 //!
-//! A request ends for the guest when the log has it. So whatever a guest was told is in the log, also after the daemon
-//! was killed, in an order in which it can have happened: of two requests that were in flight together either may come
-//! first. A flush makes the log durable, too. A request that fails is not logged.
+//! A request ends for the guest when it is in the log. So the log holds everything that a guest was told, even after
+//! the daemon was killed. Its order is one that can have happened: of two requests in flight together, either may come
+//! first. A flush also makes the log durable. A request that fails is not logged.
 
 mod reader;
 mod record;
@@ -24,16 +25,16 @@ use writer::{Ended, Told};
 pub use reader::{LogReader, LoggedRequest};
 pub use record::{LogEntry, LoggedKind};
 
-/// Copies of data that a queue holds at most, but for one request.
+/// The most bytes of data whose copies a queue holds, but for one request.
 const HELD_BYTES_MAX: usize = 32 << 20;
 
-/// See the module.
+/// The filter. See the module's documentation.
 pub struct WriteLog {
     ended: Sender<Ended>,
 }
 
 impl WriteLog {
-    /// A log in `file`, opened for reading and writing: an empty file, or a log, which is carried on.
+    /// Makes a log in `file`, which is open for reading and writing. The file is empty, or holds a log to be continued.
     pub fn new(file: File) -> Result<Self> {
         writer::lock(&file)?;
         Ok(Self { ended: writer::start(file)? })
@@ -65,7 +66,7 @@ impl Filter for WriteLog {
     }
 }
 
-/// Readable when the log's thread has told a queue something.
+/// Readable when the log's thread has told a queue of logged requests.
 struct WakeFd(Arc<Told>);
 
 impl AsFd for WakeFd {
@@ -74,7 +75,7 @@ impl AsFd for WakeFd {
     }
 }
 
-/// A request that changes the disk, as it goes into the log.
+/// A request that changes the disk, with its entry in the log.
 struct Change {
     entry: LogEntry,
     data: Vec<u8>,
@@ -110,12 +111,12 @@ struct LogQueue {
     ended: Sender<Ended>,
     told: Arc<Told>,
     wake: Watch<WakeFd>,
-    /// Those that are in flight below.
+    /// The changes in flight below.
     changes: HashMap<Tag, Change>,
-    /// No room for a copy of their data yet, or behind such a one.
+    /// Requests that wait for memory to copy their data, or behind one that does.
     waiting: VecDeque<(Tag, Op)>,
     held_bytes: usize,
-    /// Requests that the log's thread has.
+    /// How many requests the log's thread has.
     with_log: usize,
     scratch: Vec<Completion>,
     refused: Vec<Completion>,
@@ -123,7 +124,7 @@ struct LogQueue {
 
 impl LogQueue {
     fn begin(&mut self, tag: Tag, op: Op) {
-        // The log counts in sectors, as guests do; a disk refuses other requests, too.
+        // The log counts in sectors, as guests do. Other disks refuse such requests, too.
         let in_sectors = |(offset, length): (u64, u64)| (offset | length).is_multiple_of(SECTOR_BYTES);
         if op.is_write() && !op.range().is_some_and(in_sectors) {
             self.refused.push(Completion { tag, result: Err(IoError::new(IoErrorKind::OutOfRange)) });
@@ -140,7 +141,7 @@ impl LogQueue {
         self.held_bytes < HELD_BYTES_MAX
     }
 
-    /// A request has ended below. Returns its end where nothing of it goes into the log.
+    /// Hands a request that ended below to the log's thread. Returns the completion if nothing is to be logged.
     fn ended_below(&mut self, completion: Completion) -> Option<Completion> {
         let Some(Change { entry, data, durable, preflush }) = self.changes.remove(&completion.tag) else {
             return Some(completion);

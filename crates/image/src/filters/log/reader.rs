@@ -6,30 +6,30 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-/// A write log that is read. Its entries are counted from 0.
+/// A reader of a write log. Entries are counted from 0.
 #[derive(Debug)]
 pub struct LogReader {
     file: Arc<File>,
     entries: u64,
     sector_bytes: u64,
     next: u64,
-    /// Where the next entry lies.
+    /// The offset of the next entry.
     at: u64,
 }
 
-/// An entry, and where its data lie in the log.
+/// An entry, and the place of its data in the log.
 #[derive(Debug, Clone)]
 pub struct LoggedRequest {
-    /// Its number.
+    /// The number of the entry, from 0.
     pub index: u64,
-    /// What it tells.
+    /// What the entry records.
     pub entry: LogEntry,
     file: Arc<File>,
     data_at: u64,
 }
 
 impl LoggedRequest {
-    /// Reads the data from `skip_bytes` on.
+    /// Fills `buf` with the entry's data from `skip_bytes` on.
     pub fn read_data(&self, skip_bytes: u64, buf: &mut [u8]) -> Result<()> {
         let at = self.data_at.saturating_add(skip_bytes);
         self.file.read_exact_at(buf, at).map_err(|error| cut_off(self.index, error))
@@ -46,7 +46,7 @@ fn cut_off(index: u64, error: std::io::Error) -> Error {
 }
 
 impl LogReader {
-    /// Opens a log; the file may still grow.
+    /// Opens a log. The file may still grow.
     pub fn new(file: File) -> Result<Self> {
         let mut bytes = [0; LOG_SECTOR_BYTES];
         file.read_exact_at(&mut bytes, 0).map_err(|error| match error.kind() {
@@ -58,18 +58,18 @@ impl LogReader {
         Ok(Self { file: Arc::new(file), entries, sector_bytes, next: 0, at: sector_bytes })
     }
 
-    /// How many entries there are.
+    /// Returns the number of entries.
     #[must_use]
     pub fn entries(&self) -> u64 {
         self.entries
     }
 
-    /// Where the entry after the last one that was read lies in the file.
+    /// Returns the offset in the file behind the last entry that was read.
     pub(super) fn end(&self) -> u64 {
         self.at
     }
 
-    /// The next entry; `None` after the last.
+    /// Reads the next entry; `None` after the last.
     pub fn next_entry(&mut self) -> Result<Option<LoggedRequest>> {
         if self.next >= self.entries {
             return Ok(None);

@@ -1,14 +1,14 @@
-//! The bytes of a write log: the format of Linux's device-mapper target `log-writes`, so that its tools read it, too.
+//! The bytes of a write log, in the format of Linux's device-mapper target `log-writes`, whose tools can read it.
 //!
-//! All numbers are little-endian. The first sector holds the magic, the version, the number of entries and the sector's
-//! size. Each entry is a sector (place, length, flags, and the length of a mark's text, which follows in it), then the
-//! data of a write, in whole sectors. A discard and a flush have no data.
+//! All numbers are little-endian. The first sector holds the magic, the version, the number of entries and the sector
+//! size. Each entry is a sector with the place, the length, flags and the length of a mark's text, which follows in the
+//! sector. Then come a write's data, in whole sectors. A discard and a flush have no data.
 
 use block::SECTOR_BYTES;
 
 const MAGIC: u64 = 0x006a_7366_7773_6872;
 const VERSION: u64 = 1;
-/// What a log of ours counts in.
+/// The sector size of logs that we write.
 pub(super) const LOG_SECTOR_BYTES: usize = SECTOR_BYTES as usize;
 
 const FLUSH: u64 = 1;
@@ -16,12 +16,12 @@ const FUA: u64 = 1 << 1;
 const DISCARD: u64 = 1 << 2;
 const MARK: u64 = 1 << 3;
 
-/// What an entry of a write log tells.
+/// The kind of an entry of a write log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LoggedKind {
-    /// Data; `fua` if they were durable when the request ended.
+    /// Data were written.
     Write {
-        /// The request asked for it.
+        /// Whether the data were durable when the request ended.
         fua: bool,
     },
     /// All entries before it were durable when the request ended.
@@ -37,14 +37,14 @@ pub enum LoggedKind {
 pub struct LogEntry {
     /// First byte on the disk.
     pub offset: u64,
-    /// Bytes on the disk.
+    /// Length on the disk.
     pub length_bytes: u64,
-    /// What happened to them.
+    /// What happened to these bytes.
     pub kind: LoggedKind,
 }
 
 impl LogEntry {
-    /// Bytes of data that follow the entry in the log.
+    /// Returns how many bytes of data follow the entry in the log.
     #[must_use]
     pub fn data_bytes(&self) -> u64 {
         match self.kind {
@@ -53,7 +53,7 @@ impl LogEntry {
         }
     }
 
-    /// Its sector in a log of ours.
+    /// Encodes the entry's sector in a log that we write.
     pub(super) fn to_bytes(self) -> [u8; LOG_SECTOR_BYTES] {
         let flags = match self.kind {
             LoggedKind::Write { fua: false } => 0,
@@ -65,7 +65,7 @@ impl LogEntry {
         words_to_bytes(&[self.offset / SECTOR_BYTES, self.length_bytes / SECTOR_BYTES, flags, 0])
     }
 
-    /// Reads an entry of a log that counts in `sector_bytes`; `None` where it lies beyond any disk.
+    /// Decodes an entry of a log whose sectors have `sector_bytes`; `None` if it lies beyond any disk.
     pub(super) fn from_bytes(bytes: &[u8], sector_bytes: u64) -> Option<Self> {
         let [sector, count, flags] = [0, 1, 2].map(|index| word(bytes, index));
         let flags = flags?;
@@ -82,12 +82,12 @@ impl LogEntry {
     }
 }
 
-/// The first sector of a log of ours.
+/// Encodes the first sector of a log that we write.
 pub(super) fn superblock(entries: u64) -> [u8; LOG_SECTOR_BYTES] {
     words_to_bytes(&[MAGIC, VERSION, entries, LOG_SECTOR_BYTES as u64])
 }
 
-/// What the first sector of a log says: how many entries there are, and the unit that they count in.
+/// Decodes the first sector of a log: the number of entries, and the sector size.
 pub(super) fn read_superblock(bytes: &[u8]) -> Result<(u64, u64), &'static str> {
     if word(bytes, 0) != Some(MAGIC) {
         return Err("it is no write log");
@@ -95,7 +95,7 @@ pub(super) fn read_superblock(bytes: &[u8]) -> Result<(u64, u64), &'static str> 
     if word(bytes, 1) != Some(VERSION) {
         return Err("it is a write log of a version that is not known");
     }
-    // The last field has 32 bits.
+    // The sector size is a field of 32 bits.
     let sector_bytes = word(bytes, 3).unwrap_or(0) & u64::from(u32::MAX);
     match (word(bytes, 2), sector_bytes) {
         (Some(entries), 512 | 1024 | 2048 | 4096) => Ok((entries, sector_bytes)),

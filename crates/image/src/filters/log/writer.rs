@@ -1,4 +1,4 @@
-//! The thread that writes a log. A file's `write` can wait for storage, which a reactor must not.
+//! The thread that writes a log: a file's `write` can wait for storage, which a reactor must not.
 
 use super::reader::LogReader;
 use super::record::{LOG_SECTOR_BYTES, LogEntry, LoggedKind, superblock};
@@ -11,24 +11,24 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Requests that are written before their ends are told.
+/// The most requests that are written before their ends are reported.
 const BATCH: usize = 256;
 
 const LOCK_PATIENCE: Duration = Duration::from_secs(2);
 
-/// What a queue hands over when a request has ended below.
+/// A request that has ended below, handed over by its queue.
 pub(super) struct Ended {
     pub(super) entry: LogEntry,
-    /// Empty where the data are zeros: they are left out of the file, which is sparse there.
+    /// Empty if the data are zeros: the file stays sparse there.
     pub(super) data: Vec<u8>,
     pub(super) durable: bool,
-    /// A flush came before it.
+    /// Whether a flush came before it.
     pub(super) preflush: bool,
     pub(super) completion: Completion,
     pub(super) queue: Arc<Told>,
 }
 
-/// Where a queue hears of requests that are in the log.
+/// Tells a queue of requests that are in the log.
 #[derive(Debug)]
 pub(super) struct Told {
     pub(super) wake: OwnedFd,
@@ -42,7 +42,7 @@ impl Told {
         Ok(Self { wake, ends: Mutex::default() })
     }
 
-    /// The ends since the last call, each with the bytes that were held for it.
+    /// Takes the completions since the last call, each with the bytes that were held for it.
     pub(super) fn take(&self) -> Vec<(Completion, usize)> {
         std::mem::take(&mut *self.ends.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -53,14 +53,15 @@ impl Told {
     }
 }
 
-/// Starts the thread over `file`: a new file, or a log that is carried on. It ends when the last sender is gone.
+/// Starts the thread over `file`: a new file, or a log to be continued. The thread ends when the last sender is
+/// dropped.
 pub(super) fn start(file: File) -> Result<Sender<Ended>> {
     let failed = |error| Error::io("cannot look at the write log", error);
     let (entries, end) = match file.metadata().map_err(failed)?.len() {
         0 => (0, LOG_SECTOR_BYTES as u64),
         _ => end_of_log(file.try_clone().map_err(failed)?)?,
     };
-    // What an earlier daemon began and did not count is left out.
+    // Cuts off what an earlier daemon began and did not count.
     file.set_len(end).map_err(|error| Error::io("cannot set the length of the write log", error))?;
     let log = Log { file, entries, end, broken: false };
     log.write_superblock().map_err(|error| Error::io("cannot write the log", error))?;
@@ -84,7 +85,7 @@ struct Log {
     file: File,
     entries: u64,
     end: u64,
-    /// It could not be written: what comes later would not follow on what is there.
+    /// Writing has failed: later entries would not follow on what is in the file.
     broken: bool,
 }
 
@@ -106,7 +107,7 @@ impl Log {
         }
     }
 
-    /// Writes the entries, then how many there are.
+    /// Writes the entries, then their number.
     fn write(&mut self, batch: &[Ended]) -> std::io::Result<()> {
         for Ended { entry, data, preflush, .. } in batch {
             if *preflush {
@@ -115,7 +116,7 @@ impl Log {
             self.append(*entry, data)?;
         }
         if self.file.metadata()?.len() < self.end {
-            // Zeros at the end.
+            // The last data are zeros, which were left out.
             self.file.set_len(self.end)?;
         }
         self.write_superblock()?;
@@ -143,7 +144,7 @@ fn broken() -> std::io::Error {
     std::io::Error::from(std::io::ErrorKind::BrokenPipe)
 }
 
-/// Takes the file for this log alone. A thread that is about to end may hold it for a moment.
+/// Locks the file for this log alone. A thread that is ending may hold the lock for a moment longer.
 pub(super) fn lock(file: &File) -> Result<()> {
     let since = Instant::now();
     while rustix::fs::flock(file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_err() {

@@ -1,4 +1,4 @@
-//! Limits that disks share, and whose turn it is.
+//! Limits that disks share fairly.
 
 use super::rates::{Bucket, ThrottleLimits};
 use block::Op;
@@ -7,12 +7,12 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A disk may be so far ahead of another one that waits.
+/// How far a disk may be ahead of another disk that waits.
 const LEAD_NS: u64 = 500_000;
-/// A disk that is held back for another one looks again so much later.
+/// After this time, a disk that is held back for another disk looks again.
 const LOOK_AGAIN: Duration = Duration::from_micros(200);
 
-/// What a request is for the limits.
+/// What a request costs of the limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Load {
     pub(super) is_write: bool,
@@ -20,7 +20,7 @@ pub(super) struct Load {
 }
 
 impl Load {
-    /// `None` for what never waits.
+    /// Returns the request's load; `None` for a request that never waits.
     pub(super) fn of(op: &Op) -> Option<Self> {
         match op {
             Op::Read { data, .. } => Some(Self { is_write: false, bytes: data.length_bytes() as u64 }),
@@ -36,16 +36,16 @@ impl Load {
 /// One disk of a group.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Member {
-    /// Queues of it that have requests waiting.
+    /// How many of its queues have waiting requests.
     waiting: u32,
-    /// What it has used of the group, in nanoseconds of the tightest bound.
+    /// Its use of the group's limits, in nanoseconds of the tightest one.
     used_ns: u64,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct State {
     limits: ThrottleLimits,
-    /// Requests and bytes of both, of reads, of writes.
+    /// For all requests, for reads, and for writes: the limit of requests and the limit of bytes.
     pub(super) buckets: [[Bucket; 2]; 3],
     pub(super) members: BTreeMap<u64, Member>,
     next_member: u64,
@@ -56,7 +56,7 @@ impl State {
         [0, if load.is_write { 2 } else { 1 }]
     }
 
-    /// Lets a request of `member` through, or says when to ask again.
+    /// Lets a request of `member` through, or returns when to ask again.
     pub(super) fn take(&mut self, member: u64, now_ns: u64, load: Load) -> Result<(), u64> {
         let kinds = Self::concerns(load);
         let opens_ns = |[requests, bytes]: &[Bucket; 2]| requests.opens_ns().max(bytes.opens_ns());
@@ -84,7 +84,8 @@ impl State {
         Ok(())
     }
 
-    /// A queue of this member has requests waiting. What it did not use while it had none is lost.
+    /// Notes that another queue of this member has waiting requests. The share that the member did not use while it had
+    /// none is lost.
     pub(super) fn begins_to_wait(&mut self, member: u64) {
         let others = self.members.iter().filter(|(id, other)| **id != member && other.waiting > 0);
         let least_ns = others.map(|(_, other)| other.used_ns).min();
@@ -107,7 +108,7 @@ impl State {
 #[derive(Default)]
 pub struct ThrottleGroup {
     pub(super) state: Mutex<State>,
-    /// From when nanoseconds count.
+    /// The time from which nanoseconds count.
     start: OnceLock<Instant>,
 }
 
@@ -118,7 +119,7 @@ impl fmt::Debug for ThrottleGroup {
 }
 
 impl ThrottleGroup {
-    /// A group with these limits.
+    /// Makes a group with these limits.
     #[must_use]
     pub fn new(limits: ThrottleLimits) -> Arc<Self> {
         let group = Self::default();
@@ -130,13 +131,13 @@ impl ThrottleGroup {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Its limits.
+    /// Returns the limits.
     #[must_use]
     pub fn limits(&self) -> ThrottleLimits {
         self.lock().limits
     }
 
-    /// Changes its limits. Requests that wait go on under the new ones, without a burst.
+    /// Changes the limits. Waiting requests go on under the new ones, without a burst.
     pub fn set_limits(&self, limits: ThrottleLimits) {
         let now_ns = self.start.get().map_or(0, |start| nanos(start.elapsed()));
         self.set(now_ns, limits);
@@ -152,7 +153,7 @@ impl ThrottleGroup {
         }
     }
 
-    /// One disk more: its number.
+    /// Adds a disk and returns its number.
     pub(super) fn join(&self) -> u64 {
         let mut state = self.lock();
         let id = state.next_member;

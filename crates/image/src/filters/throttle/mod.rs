@@ -1,10 +1,10 @@
 //! A filter that bounds the rate of a disk: requests and bytes a second, of reads, of writes, and of both.
 //!
-//! Requests that come too fast wait in the order in which they came, reads and writes each in a line of their own. They
-//! are let through one by one at even distances, not all at once at the beginning of a period. Flushes never wait.
+//! Requests that come too fast wait in the order in which they came; reads and writes have separate lines. Requests
+//! pass one by one at even distances, not all at once at the beginning of a period. Flushes never wait.
 //!
 //! Limits belong to a [`ThrottleGroup`], which disks can share. Disks that wait get equal shares, however many requests
-//! each has in flight: a disk that is ahead of another one that waits is held back.
+//! each has in flight. A disk that is ahead of another waiting disk is held back.
 
 mod group;
 mod rates;
@@ -23,12 +23,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Requests for which a line has room from the beginning.
+/// Requests for which a new line has room.
 const ROOM: usize = 256;
-/// Times that are kept until somebody asks for them: of more requests than a ring has.
+/// The most timings that are kept until somebody takes them: more than a ring has requests.
 const TIMINGS_MAX: usize = 2048;
 
-/// See the module.
+/// The filter. See the module's documentation.
 #[derive(Debug)]
 pub struct Throttle {
     member: Arc<ThrottleMember>,
@@ -43,13 +43,13 @@ pub struct ThrottleMember {
 }
 
 impl ThrottleMember {
-    /// The group.
+    /// Returns the group.
     #[must_use]
     pub fn group(&self) -> &ThrottleGroup {
         &self.group
     }
 
-    /// How long requests of this disk have waited, all together.
+    /// Returns how long requests of this disk have waited, in total.
     #[must_use]
     pub fn waited(&self) -> Duration {
         Duration::from_nanos(self.waited_ns.load(Ordering::Relaxed))
@@ -63,14 +63,14 @@ impl Drop for ThrottleMember {
 }
 
 impl Throttle {
-    /// A filter that makes its disk a member of `group`.
+    /// Makes a filter whose disk is a member of `group`.
     #[must_use]
     pub fn new(group: Arc<ThrottleGroup>) -> Self {
         let id = group.join();
         Self { member: Arc::new(ThrottleMember { group, id, waited_ns: AtomicU64::new(0) }) }
     }
 
-    /// The disk's place in its group.
+    /// Returns the disk's place in its group.
     #[must_use]
     pub fn member(&self) -> Arc<ThrottleMember> {
         Arc::clone(&self.member)
@@ -96,17 +96,17 @@ struct Waiting {
 struct ThrottleQueue {
     below: Box<dyn DiskQueue>,
     member: Arc<ThrottleMember>,
-    /// Reads, and writes.
+    /// Waiting reads, and waiting writes.
     lines: [VecDeque<Waiting>; 2],
-    /// How long those that passed have waited.
+    /// How long the requests that passed have waited.
     timings: Vec<(Tag, Parts)>,
-    /// The group knows that this queue waits.
+    /// Whether the group knows that this queue waits.
     waits: bool,
     timer: Timer,
 }
 
 impl ThrottleQueue {
-    /// Submits all that may pass, and sets the timer for the next.
+    /// Submits all requests that may pass, and sets the timer for the next.
     fn let_pass(&mut self) {
         let group = &self.member.group;
         let now = self.timer.now();
@@ -118,7 +118,7 @@ impl ThrottleQueue {
             for (line, pass) in self.lines.iter().zip(&mut pass) {
                 for waiting in line {
                     if let Err(again_ns) = state.take(self.member.id, now_ns, waiting.load) {
-                        // What is later than any time that there is comes never.
+                        // A time too large to represent never comes: no timer is needed.
                         next = [next, group.at(again_ns)].into_iter().flatten().min();
                         break;
                     }
@@ -133,13 +133,13 @@ impl ThrottleQueue {
             }
             self.waits = waits;
         }
-        // Without the lock: a disk in memory carries a request out as it is submitted.
+        // After the lock is released: a disk in memory carries a request out while it is submitted.
         for (line, pass) in self.lines.iter_mut().zip(pass) {
             for Waiting { since, tag, op, .. } in line.drain(..pass) {
                 let waited = now.saturating_duration_since(since);
                 if !waited.is_zero() {
                     self.member.waited_ns.fetch_add(nanos(waited), Ordering::Relaxed);
-                    // Not every owner of a queue asks for it.
+                    // Not every owner of a queue takes the timings.
                     if self.timings.len() < TIMINGS_MAX {
                         self.timings.push((tag, Parts::of(Part::Throttle, waited)));
                     }

@@ -1,27 +1,27 @@
-//! Bounds of a disk's rate, and when each lets the next unit through.
+//! Limits of a disk's rate, and the time at which each lets the next unit through.
 
-/// What was not used so recently may be made up for. It covers a late wake-up, so that the rate is kept.
+/// What was not used during this time may be made up for. This covers a late wake-up, so that the rate is kept.
 const SLACK_NS: u64 = 1_000_000;
 pub(super) const NANOS: u64 = 1_000_000_000;
 
-/// One bound.
+/// One limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Rate {
-    /// Units a second; `None` for no bound.
+    /// Units a second; `None` for no limit.
     pub per_second: Option<u64>,
-    /// Units that may come at once after a time without any.
+    /// Units that may pass at once after a time without any.
     pub burst: u64,
 }
 
 impl Rate {
-    /// A bound without bursts.
+    /// Returns a limit without bursts.
     #[must_use]
     pub fn of(per_second: u64) -> Self {
         Self { per_second: Some(per_second), burst: 0 }
     }
 }
 
-/// The bounds of reads, of writes, or of both together.
+/// The limits of reads, of writes, or of both together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Rates {
     /// Requests.
@@ -30,7 +30,7 @@ pub struct Rates {
     pub bytes: Rate,
 }
 
-/// How much of a disk, or of a group of disks, may be used.
+/// The limits of a disk or of a group of disks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct ThrottleLimits {
@@ -43,7 +43,7 @@ pub struct ThrottleLimits {
 }
 
 impl ThrottleLimits {
-    /// Changes some of them: `ThrottleLimits::default().with(|limits| ...)`.
+    /// Changes some of the limits: `ThrottleLimits::default().with(|limits| ...)`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
@@ -51,7 +51,7 @@ impl ThrottleLimits {
     }
 }
 
-/// One bound, and when it lets the next unit through.
+/// One limit, and the time at which it lets the next unit through.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Bucket {
     rate: Rate,
@@ -65,7 +65,7 @@ impl Bucket {
         u64::try_from(nanos).unwrap_or(u64::MAX)
     }
 
-    /// From when a request may pass.
+    /// Returns the time from which a request may pass.
     pub(super) fn opens_ns(&self) -> u64 {
         if self.rate.per_second.is_some() { self.next_ns } else { 0 }
     }
@@ -75,8 +75,8 @@ impl Bucket {
         self.next_ns = self.next_ns.max(now_ns.saturating_sub(slack_ns)).saturating_add(self.cost_ns(units));
     }
 
-    /// A new bound. What was used before counts as if it had been used under the new one, so that neither a burst nor a
-    /// long wait follows.
+    /// Sets a new limit. Past use counts as if the new limit had applied, so that neither a burst nor a long wait
+    /// follows.
     pub(super) fn set(&mut self, now_ns: u64, rate: Rate) {
         self.rate = rate;
         let one_ns = self.cost_ns(1);

@@ -8,12 +8,12 @@ const READ: Load = Load { is_write: false, bytes: 4096 };
 const WRITE: Load = Load { is_write: true, bytes: 4096 };
 const SECOND: u64 = NANOS;
 
-/// A disk in virtual time: so many requests in flight at most, each of which takes so long below.
+/// A disk in virtual time. It has at most `depth` requests in flight, and each takes `service_ns` below.
 struct Disk {
     id: u64,
     depth: usize,
     service_ns: u64,
-    /// Ends of what is below.
+    /// Times at which requests below end.
     below: Vec<u64>,
     admitted: Vec<u64>,
     waits: bool,
@@ -35,7 +35,7 @@ fn disk(id: u64, depth: usize, service_ns: u64) -> Disk {
     Disk { id, depth, service_ns, below: Vec::new(), admitted: Vec::new(), waits: false }
 }
 
-/// Plays disks against a group. Each looks again when it is told to, up to 60 us late, as a reactor would.
+/// Runs disks against a group. Each looks again when it is told to, up to 60 us late, as a reactor would.
 fn play(state: &mut State, disks: &mut [Disk], load: Load, from_ns: u64, until_ns: u64, seed: u64) {
     let mut dice = seed;
     let mut wakes: Vec<u64> = disks.iter().map(|_| from_ns).collect();
@@ -73,7 +73,7 @@ fn play(state: &mut State, disks: &mut [Disk], load: Load, from_ns: u64, until_n
     }
 }
 
-/// The rate in each second after the first, and the longest gap.
+/// Checks the rate in each second after the first, and the longest gap.
 fn judge(admitted: &[u64], per_second: u64) {
     let seconds = admitted.last().unwrap() / SECOND;
     for second in 1..seconds {
@@ -103,7 +103,7 @@ fn bytes_are_bounded_as_requests_are() {
     let mut disks = [disk(0, 32, 0)];
     play(&mut state, &mut disks, READ, 0, 4 * SECOND, 1);
     judge(&disks[0].admitted, 1000);
-    // Writes are not.
+    // Writes are not limited.
     assert_eq!((0..100).map(|_| state.take(0, 4 * SECOND, WRITE)).filter(Result::is_ok).count(), 100);
 }
 
