@@ -13,7 +13,8 @@ pub(super) fn text(rows: &[(Job, Vec<(Side, Figures)>)], size_mib: u64) -> Resul
         "`cargo xtask bench --jobs` has written this page. A guest reads and writes 4 KiB at random, {DEPTH} requests in flight,\n\
          while its disk is changed. The disk is a full qcow2 image of {size_mib} MiB, past the page cache. The peer is\n\
          {}, steered by QMP: `blockdev-snapshot`, `block-commit`,\n\
-         `blockdev-mirror` (`copy-mode=write-blocking`, so that it ends), `blockdev-backup`. The server and the guest have a\n\
+         `blockdev-mirror` (`copy-mode=write-blocking`, so that it ends), `blockdev-backup`. It serves from its\n\
+         main loop: with a thread for the disk, it ends with an assertion when a layer is put on the disk under load. The server and the guest have a\n\
          core each, and the guest is the same program for both. Each job ran once on each side.\n\n\
          * The guest runs alone for {} s. Then the job begins. One that takes longer than {} s is cancelled.\n\
          * The longest stall is the longest request that completed during the job; in brackets, the longest before.\n\
