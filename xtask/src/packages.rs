@@ -23,6 +23,8 @@ const PROGRAMS: &[(&str, &str)] = &[
     // No program, but found in the same directories.
     ("../lib/x86_64-linux-gnu/qemu/block-rbd.so", "qemu-block-extra"),
     ("nbdkit", "nbdkit"),
+    ("nbd-client", "nbd-client"),
+    ("slirp-fullbolt", "slirp"),
     ("ceph-mon", "ceph-mon"),
     ("ceph-mgr", "ceph-mgr"),
     ("ceph-osd", "ceph-osd"),

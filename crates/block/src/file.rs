@@ -188,6 +188,26 @@ pub enum PastEnd {
     Fails,
 }
 
+impl PastEnd {
+    /// For a read from `offset` on in a file of `file_bytes`: how many bytes of `data` the file has. The others become
+    /// zeros, or the read fails.
+    pub fn settle(self, offset: u64, data: &Window, file_bytes: u64) -> IoResult<u64> {
+        let length = data.length_bytes() as u64;
+        let there = file_bytes.saturating_sub(offset).min(length);
+        if there == length {
+            return Ok(there);
+        }
+        match self {
+            Self::Zeros => {
+                let skip = usize::try_from(there).unwrap_or(usize::MAX);
+                data.slice(skip, data.length_bytes().saturating_sub(skip)).fill(0);
+                Ok(there)
+            }
+            Self::Fails => Err(IoError::EIO),
+        }
+    }
+}
+
 /// One operation on a file. Offsets and lengths are bytes of the file.
 #[derive(Debug)]
 pub enum FileOp {
@@ -467,5 +487,18 @@ mod tests {
             io.done.complete(Ok(()));
         }
         assert_eq!(Rc::strong_count(&kept), 1);
+    }
+
+    #[test]
+    fn what_lies_behind_the_end_is_zeros_or_an_error() {
+        let settle = |past_end: PastEnd, offset, file_bytes| {
+            let data = memory::IoBuf::zeroed(8).whole();
+            data.fill(7);
+            (past_end.settle(offset, &data, file_bytes), data.to_vec())
+        };
+        assert_eq!(settle(PastEnd::Fails, 4, 12), (Ok(8), vec![7; 8]));
+        assert_eq!(settle(PastEnd::Fails, 4, 11).0, Err(IoError::EIO));
+        assert_eq!(settle(PastEnd::Zeros, 4, 7), (Ok(3), vec![7, 7, 7, 0, 0, 0, 0, 0]));
+        assert_eq!(settle(PastEnd::Zeros, 9, 7), (Ok(0), vec![0; 8]));
     }
 }

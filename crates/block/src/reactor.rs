@@ -77,10 +77,17 @@ pub trait ReactorCtx {
     fn timers(&self) -> &Rc<Timers>;
 
     /// Watches a descriptor and raises `readiness` when it becomes ready; for [`crate::Watch`]. The reactor looks
-    /// before it sleeps, while it sleeps, and now and then while it is busy. Fails if the reactor cannot watch any.
+    /// when it has nothing else to do, while it sleeps, and now and then while it is busy. Fails if the reactor cannot
+    /// watch any.
     fn watch_fd(&self, fd: BorrowedFd<'_>, readiness: &Rc<Readiness>) -> Result<WatchId> {
         let _ = (fd, readiness);
         Err(crate::Error::new(crate::ErrorKind::Unsupported, "this reactor watches no descriptors"))
+    }
+
+    /// Whether a descriptor is watched for room to write, too. One that has just come under watch is not; one that is, and
+    /// has room, becomes ready.
+    fn watch_room(&self, id: WatchId, fd: BorrowedFd<'_>, wanted: bool) {
+        let _ = (id, fd, wanted);
     }
 
     /// Ends a watch. The descriptor must still be open.

@@ -23,12 +23,14 @@ pub enum Interest {
 pub struct Readiness {
     /// For reading, for writing. True until a call would block.
     ready: [Cell<bool>; 2],
+    /// The other side sends nothing any more, or has gone.
+    has_ended: Cell<bool>,
     wakers: [RefCell<Option<Waker>>; 2],
 }
 
 impl Default for Readiness {
     fn default() -> Self {
-        Self { ready: [Cell::new(true), Cell::new(true)], wakers: Default::default() }
+        Self { ready: [Cell::new(true), Cell::new(true)], has_ended: Cell::new(false), wakers: Default::default() }
     }
 }
 
@@ -41,6 +43,11 @@ impl Readiness {
             waker.wake();
         }
     }
+
+    /// The reactor's part: nothing more will come from the other side. Said before it is raised for that.
+    pub fn ends(&self) {
+        self.has_ended.set(true);
+    }
 }
 
 /// An object whose descriptor a reactor watches. The descriptor must not block (`O_NONBLOCK`).
@@ -49,11 +56,15 @@ impl Readiness {
 /// reactor hears that it became ready. [`Watch::io`] does that for tasks. A poller makes its call if
 /// [`Watch::is_ready`] says so, and calls [`Watch::not_ready`] if that would block. The reactor wakes up when it is
 /// ready again. At most one task waits for reading and one for writing.
+///
+/// Room to write is watched for only while a user waits for it. Otherwise each reply that a peer takes would wake the
+/// reactor up.
 pub struct Watch<T: AsFd> {
     io: T,
     readiness: Rc<Readiness>,
     ctx: Rc<dyn ReactorCtx>,
     id: WatchId,
+    awaits_room: Cell<bool>,
 }
 
 /// Names a watched descriptor on its reactor.
@@ -65,7 +76,7 @@ impl<T: AsFd> Watch<T> {
     pub fn new(ctx: &Rc<dyn ReactorCtx>, io: T) -> Result<Self> {
         let readiness = Rc::new(Readiness::default());
         let id = ctx.watch_fd(io.as_fd(), &readiness)?;
-        Ok(Self { io, readiness, ctx: Rc::clone(ctx), id })
+        Ok(Self { io, readiness, ctx: Rc::clone(ctx), id, awaits_room: Cell::new(false) })
     }
 
     /// Returns the watched object.
@@ -82,6 +93,28 @@ impl<T: AsFd> Watch<T> {
     /// Notes that a call would have blocked.
     pub fn not_ready(&self, interest: Interest) {
         self.readiness.ready[interest as usize].set(false);
+        if interest == Interest::Write {
+            self.watch_room(true);
+        }
+    }
+
+    /// A call has taken less from a stream than it had room for. So nothing is left there, unless the stream has ended:
+    /// then there is its end.
+    pub fn is_drained(&self) {
+        if !self.readiness.has_ended.get() {
+            self.not_ready(Interest::Read);
+        }
+    }
+
+    /// All is written that was to be written.
+    pub fn has_written(&self) {
+        self.watch_room(false);
+    }
+
+    fn watch_room(&self, wanted: bool) {
+        if self.awaits_room.replace(wanted) != wanted {
+            self.ctx.watch_room(self.id, self.io.as_fd(), wanted);
+        }
     }
 
     /// Waits until a call is worth trying.
@@ -102,7 +135,12 @@ impl<T: AsFd> Watch<T> {
             self.ready(interest).await;
             match call(&self.io) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.not_ready(interest),
-                result => return result,
+                result => {
+                    if interest == Interest::Write {
+                        self.has_written();
+                    }
+                    return result;
+                }
             }
         }
     }

@@ -6,7 +6,9 @@
 mod common;
 
 use common::{Server, path_str, run_ok, tool_ok};
-use guestlab::{GuestKind, GuestOptions, GuestReport, GuestWork, ImageFormat, MeasureJob, Monitor, verify_image};
+use guestlab::{
+    GuestKind, GuestOptions, GuestReport, GuestWork, ImageFormat, MeasureJob, Monitor, NbdDisk, verify_image,
+};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -202,6 +204,35 @@ fn uml_on_qcow2_with_a_backing_file_over_threads() {
 fn uml_on_two_disks_of_one_daemon() {
     let (raw, qcow2) = (TestImage::raw(), TestImage::qcow2_with_backing());
     fill_restart_check(GuestKind::Uml, &[(&raw, "engine=threads"), (&qcow2, "engine=io_uring")]);
+}
+
+#[test]
+#[ignore = "boots a guest; run by cargo xtask ci"]
+fn uml_with_its_kernels_nbd_client() {
+    let image = TestImage::qcow2_with_backing();
+    let port = {
+        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        free.local_addr().unwrap().port()
+    };
+    let address = format!("127.0.0.1:{port}");
+    let run = |work: Option<GuestWork>| {
+        let mut command = common::ringdisk();
+        command.args(["nbd", "--listen", &address, "--drive", &image.drive("name=disk")]);
+        let server = Server::start_command(command);
+        let mut options = GuestOptions::new(GuestKind::Uml, Vec::new());
+        options.nbd = Some(NbdDisk { port, export: "disk".to_owned() });
+        options.work = work.unwrap_or(options.work);
+        let report = guestlab::run(&options, &mut |step| eprintln!("{step}"));
+        server.stop();
+        image.assert_clean();
+        report.unwrap().disks.remove(0)
+    };
+    let disk = run(None);
+    assert_eq!((disk.name.as_str(), disk.size_bytes), ("nbd0", DISK_BYTES));
+    assert!(disk.volatile_cache && disk.discard_max_bytes > 0 && disk.trimmed_bytes > 0, "{disk:?}");
+    assert!(disk.checks == 2 && disk.files == 200 && disk.fio.is_some(), "{disk:?}");
+    let disk = run(Some(GuestWork::CheckAgain));
+    assert!(disk.checks == 1 && disk.files == 200, "{disk:?}");
 }
 
 #[test]

@@ -78,6 +78,61 @@ fn other_programs_and_our_own_use_a_disk_under_tls() {
 }
 
 #[test]
+fn a_daemons_export_is_for_clients_with_tls_and_a_certificate_also_after_a_kill() {
+    if !["nbdinfo", "nbdcopy", "qemu-img"].into_iter().all(has_tool) {
+        return;
+    }
+    let directory = directory();
+    let path = |name: &str| path_str(&directory.path().join(name)).to_owned();
+    let (raw, copy, other, back) = (path("disk.raw"), path("copy.raw"), path("other.raw"), path("back.raw"));
+    let (control, state, creds, mine) = (path("control"), path("state"), path("pki"), path("mine"));
+    for directory in [&creds, &mine] {
+        std::fs::create_dir(directory).unwrap();
+    }
+    certificates(Path::new(&creds));
+    std::fs::copy(format!("{creds}/ca-cert.pem"), format!("{mine}/ca-cert.pem")).unwrap();
+    let mut bytes = common::numbered(5 << 20);
+    std::fs::write(&raw, &bytes).unwrap();
+    let port = {
+        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        free.local_addr().unwrap().port()
+    };
+    let drive = format!("file={raw},format=raw,name=d");
+    let start = || Server::start(&["--control", &control, "--state-dir", &state, "--drive", &drive]);
+    let mut server = start();
+    let address = format!("127.0.0.1:{port}");
+    run_ok(&["ctl", "--control", &control, "export", "d", "--nbd", &address, "--tls-creds", &creds]);
+    let (plain, secret) = (format!("nbd://localhost:{port}/d"), format!("nbds://localhost:{port}/d"));
+    let (ours, nobody) = (format!("{secret}?tls-certificates={creds}"), format!("{secret}?tls-certificates={mine}"));
+    let object = format!("tls-creds-x509,id=tls,endpoint=client,dir={creds}");
+    let options = format!(
+        "driver=raw,file.driver=nbd,file.server.type=inet,file.server.host=localhost,file.server.port={port},\
+         file.export=d,file.tls-creds=tls"
+    );
+    for round in 0..2_u8 {
+        for uri in [&plain, &nobody] {
+            assert!(!tool("nbdinfo", &[uri]).status.success(), "{uri}");
+            assert!(!tool("nbdcopy", &[uri, &copy]).status.success(), "{uri}");
+        }
+        assert!(!tool("qemu-img", &["info", &plain]).status.success());
+        assert!(tool_ok("nbdinfo", &[&ours]).contains("with TLS"));
+        tool_ok("nbdcopy", &[&ours, &copy]);
+        assert!(std::fs::read(&copy).unwrap() == bytes);
+        tool_ok("qemu-img", &["convert", "--object", &object, "--image-opts", &options, "-O", "raw", &back]);
+        assert!(std::fs::read(&back).unwrap() == bytes);
+        bytes.rotate_left(4096 + usize::from(round));
+        std::fs::write(&other, &bytes).unwrap();
+        let put = ["convert", "-n", "--object", &object, "-f", "raw", "--target-image-opts", &other, &options];
+        tool_ok("qemu-img", &put);
+        run_ok(&["compare", "-f", "raw", "-F", "raw", &ours, &other]);
+        // What it was asked for while it ran is in the state directory.
+        server.kill();
+        server = start();
+    }
+    server.stop();
+}
+
+#[test]
 fn who_has_no_certificate_is_refused_unless_the_server_does_not_ask_for_one() {
     let directory = directory();
     let path = |name: &str| path_str(&directory.path().join(name)).to_owned();

@@ -2,9 +2,15 @@
 
 mod common;
 
-use common::{Server, directory, has_tool, path_str, ringdisk, text, tool_ok};
+use block::{Disk, ReactorHandle};
+use common::{Server, directory, has_tool, path_str, ringdisk, run_ok, text, tool_ok};
+use driver::{Driver, DriverOptions};
+use engine::{Reactor, ReactorConfig};
+use load::{BenchSpec, Hooks, Initial, Pattern, Stop, Verify};
+use std::path::Path;
 use std::process::{Command, Output};
-use testkit::RbdStandIn;
+use std::sync::Arc;
+use testkit::{CephNode, RbdStandIn};
 
 struct Cluster(RbdStandIn);
 
@@ -156,4 +162,44 @@ fn a_served_image_is_locked_until_its_server_ends() {
     assert!(cluster.ok(&["info", "-f", "raw", &image]).contains("4 MiB"));
     served.stop();
     cluster.ok(&["--lock-timeout-s", "0", "resize", "-f", "raw", &image, "8M"]);
+}
+
+#[test]
+fn a_guest_uses_a_disk_in_a_real_cluster() {
+    let Some(cluster) = CephNode::start() else { return };
+    let directory = directory();
+    let socket = path_str(&directory.path().join("vm.sock")).to_owned();
+    for format in ["raw", "qcow2"] {
+        let image = cluster.name(format);
+        run_ok(&["create", "-q", "-f", format, &image, "64M"]);
+        let drive = format!("file={image},format={format},name=root,queues=1,socket={socket}");
+        // What one server has written, the next one reads.
+        let mut initial = Initial::Zeros;
+        for _ in 0..2 {
+            let server = Server::start(&["--drive", &drive]);
+            let disk: Arc<dyn Disk> = Arc::new(Driver::connect(Path::new(&socket), DriverOptions::default()).unwrap());
+            let reactor = Reactor::spawn(ReactorConfig::default()).unwrap();
+            let handles: [Arc<dyn ReactorHandle>; 1] = [reactor.handle()];
+            let spec = BenchSpec::default().with(|spec| {
+                spec.queue_depth = 16;
+                spec.block_bytes = 4096;
+                spec.length_bytes = Some(16 << 20);
+                spec.drain_timeout = common::PATIENCE;
+                spec.read_percent = 50;
+                spec.verify = Some(Verify::new(5, initial));
+                spec.pattern = Pattern::Random { seed: 6 };
+                spec.flush_every = Some(32);
+                spec.stop = Stop::Requests(2000);
+            });
+            let outcome = load::run(&disk, &handles, &spec, &Hooks::default()).unwrap();
+            assert_eq!((outcome.report.errors, outcome.report.mismatches), (0, 0), "{format}");
+            initial = Initial::State(outcome.state.expect("it was verified"));
+            drop(disk);
+            reactor.stop().unwrap();
+            server.stop();
+        }
+        if format == "qcow2" {
+            run_ok(&["check", &image]);
+        }
+    }
 }

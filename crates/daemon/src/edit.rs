@@ -22,10 +22,7 @@ impl Daemon {
     /// only while no guest is connected to the disk.
     pub fn edit_disk(&self, node: NodeId, edit: &ClosedEdit) -> Result<()> {
         let (_work, found, image) = self.image_for("a change of its image".to_owned(), node, None)?;
-        if let Some(job) = self.jobs.running_on(node) {
-            let what = format!("the disk '{}' has {job}; wait for its end, or cancel it", found.name);
-            return Err(Error::new(ErrorKind::Locked, what));
-        }
+        let _editing = self.jobs.begin_edit(node, &found.name)?;
         if matches!(edit, ClosedEdit::ApplySnapshot(_))
             && let Some(socket) = self.table.guest_of(node)
         {

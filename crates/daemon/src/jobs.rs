@@ -39,6 +39,8 @@ pub(crate) struct Jobs {
 struct State {
     jobs: BTreeMap<JobId, Arc<Job>>,
     next: u64,
+    /// Disks whose image is being edited, once for each edit. No job starts on them.
+    edited: Vec<NodeId>,
 }
 
 struct Job {
@@ -95,6 +97,29 @@ impl Job {
     }
 }
 
+/// An edit of a disk's image that keeps jobs away.
+pub(crate) struct Editing {
+    jobs: Arc<Jobs>,
+    node: NodeId,
+}
+
+impl Drop for Editing {
+    fn drop(&mut self) {
+        let mut state = self.jobs.lock();
+        if let Some(place) = state.edited.iter().position(|node| *node == self.node) {
+            state.edited.swap_remove(place);
+        }
+    }
+}
+
+impl State {
+    /// Describes the job that runs on a disk, if any.
+    fn running_on(&self, node: NodeId) -> Option<String> {
+        let job = self.jobs.values().find(|job| job.node == node && job.runs())?;
+        Some(format!("job {} ({})", job.id, job.kind))
+    }
+}
+
 impl Jobs {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -110,11 +135,31 @@ impl Jobs {
         self.lock().jobs.get(&id).cloned().ok_or_else(|| no_job(id))
     }
 
-    /// Describes the job that runs on a disk, if any.
-    pub(crate) fn running_on(&self, node: NodeId) -> Option<String> {
-        let state = self.lock();
-        let job = state.jobs.values().find(|job| job.node == node && job.runs())?;
-        Some(format!("job {} ({})", job.id, job.kind))
+    /// Lists a job, unless its disk has another one or is being edited. One lock covers the question and the answer:
+    /// of several callers at once, one goes on.
+    fn begin(&self, job: &Arc<Job>) -> Result<()> {
+        let mut state = self.lock();
+        if let Some(other) = state.running_on(job.node) {
+            let what = format!("the disk '{}' has a job already: {other}; wait for its end, or cancel it", job.disk);
+            return Err(Error::new(ErrorKind::Locked, what));
+        }
+        if state.edited.contains(&job.node) {
+            let what = format!("the image of the disk '{}' is being changed: try again", job.disk);
+            return Err(Error::new(ErrorKind::Locked, what));
+        }
+        state.jobs.insert(job.id, Arc::clone(job));
+        Ok(())
+    }
+
+    /// Keeps jobs away from a disk while its image is edited. Refused if the disk has a job.
+    pub(crate) fn begin_edit(self: &Arc<Self>, node: NodeId, disk: &str) -> Result<Editing> {
+        let mut state = self.lock();
+        if let Some(job) = state.running_on(node) {
+            let what = format!("the disk '{disk}' has {job}; wait for its end, or cancel it");
+            return Err(Error::new(ErrorKind::Locked, what));
+        }
+        state.edited.push(node);
+        Ok(Editing { jobs: Arc::clone(self), node })
     }
 
     fn running_jobs_on(&self, node: NodeId) -> Vec<Arc<Job>> {
@@ -349,10 +394,6 @@ impl Daemon {
         watch.set_rate(bytes_per_second.unwrap_or(0));
         let claim = format!("job {id} ({kind})");
         let (work, found, image) = self.image_for(claim, node, Some(Arc::clone(&watch)))?;
-        if let Some(other) = self.jobs.running_on(node) {
-            let what = format!("the disk '{}' has a job already: {other}; wait for its end, or cancel it", found.name);
-            return Err(Error::new(ErrorKind::Locked, what));
-        }
         if self.table.has_left_works(node) {
             let what = format!(
                 "the disk '{}' has a job that was given up and still waits for the storage: try again when it answers",
@@ -371,7 +412,7 @@ impl Daemon {
             end: OnceLock::new(),
         });
         drop(found.disk);
-        self.jobs.lock().jobs.insert(id, Arc::clone(&job));
+        self.jobs.begin(&job)?;
         let (running, table) = (Running { jobs: Arc::clone(&self.jobs), job }, Arc::clone(&self.table));
         let run = move || {
             let has_new_top = || table.has_new_top(node, top_of(&image));

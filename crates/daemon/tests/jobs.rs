@@ -9,7 +9,7 @@ use image::BackingPolicy;
 use load::{BenchSpec, Hooks, Initial, Pattern, Stop, Verify, VerifyState, run};
 use ringdisk_daemon::{Daemon, ExportId, JobId, JobState, JobStatus, NodeId};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use tempfile::TempDir;
 
 /// Enough that a copy takes a while.
@@ -201,5 +201,33 @@ fn the_last_jobs_that_have_ended_stay_listed() {
     assert_eq!(listed.len(), 64);
     assert!(listed.iter().all(|job| matches!(job.state, JobState::Failed(_))), "{listed:?}");
     daemon.remove_disk(disk, false).unwrap();
+    daemon.shutdown().unwrap();
+}
+
+#[test]
+fn of_many_who_start_a_job_on_a_disk_at_once_one_succeeds() {
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(1);
+    let disk = daemon.add_disk(&create(&dir.path().join("image"), DriveFormat::Qcow2).disk).unwrap();
+    for round in 0..50 {
+        daemon.put_overlays(&[(disk, &*dir.path().join(format!("overlay{round}")))]).unwrap();
+        // The job that succeeds runs until all have tried.
+        let (starts, ends) = (Barrier::new(8), Arc::new(Barrier::new(2)));
+        let started: Vec<JobId> = std::thread::scope(|scope| {
+            let try_one = || {
+                let ends = Arc::clone(&ends);
+                starts.wait();
+                daemon.start_take_overlay_back_with(disk, move |_| {
+                    ends.wait();
+                    Ok(())
+                })
+            };
+            let tries: Vec<_> = (0..8).map(|_| scope.spawn(try_one)).collect();
+            tries.into_iter().filter_map(|one| one.join().unwrap().ok()).collect()
+        });
+        ends.wait();
+        assert_eq!(started.len(), 1, "round {round}");
+        daemon.wait_job(started[0]).unwrap();
+    }
     daemon.shutdown().unwrap();
 }

@@ -4,7 +4,7 @@ use crate::file_part::FilePart;
 use crate::keyval::{KeyValue, parse as parse_key_values};
 use crate::size::parse_size;
 use block::{Error, ErrorKind, Result};
-use image::{FileName, Format, without_secrets};
+use image::{FileName, Format, shown};
 use serde_json::Value;
 use std::ffi::OsStr;
 
@@ -39,8 +39,7 @@ impl ImageName {
             Some(description) => from_json(description, format),
             None => FileName::parse(text).map(|file| Self { format, ..file.into() }),
         };
-        parsed
-            .map_err(|error| error.in_context(format!("Could not open '{}'", without_secrets(&text.to_string_lossy()))))
+        parsed.map_err(|error| error.in_context(format!("Could not open '{}'", shown(text))))
     }
 
     /// Parses a description of the form `driver=FORMAT,file.filename=FILE`.
@@ -48,11 +47,12 @@ impl ImageName {
         let parse = || {
             // For QEMU, a single word without a key names a node.
             if !text.contains('=') {
+                let text = shown(text);
                 return Err(bad(format!("Cannot find device='{text}' nor node-name='{text}': write key=value")));
             }
             described(&parse_key_values(text)?)
         };
-        parse().map_err(|error| error.in_context(format!("Could not open '{text}'")))
+        parse().map_err(|error| error.in_context(format!("Could not open '{}'", shown(text))))
     }
 
     /// Returns the file and its format, for a command that changes a whole image.
@@ -79,7 +79,7 @@ fn from_json(text: &str, format: Option<Format>) -> Result<ImageName> {
     let mut pairs = Vec::new();
     let value: Value = serde_json::from_str(&with_double_quotes(text)).map_err(invalid)?;
     if !value.is_object() {
-        return Err(bad(format!("Invalid JSON object given: {value}")));
+        return Err(bad(format!("Invalid JSON object given: {}", shown(value.to_string()))));
     }
     flatten("", &value, &mut pairs)?;
     let name = described(&pairs)?;
@@ -135,6 +135,7 @@ fn flatten(key: &str, value: &Value, pairs: &mut Vec<KeyValue>) -> Result<()> {
             Ok(())
         }
         other => {
+            let other = shown(other.to_string());
             Err(bad(format!("the option '{key}' cannot be {other} (driver, file.driver and file.filename are texts)")))
         }
     }

@@ -201,6 +201,61 @@ fn a_watch_that_is_dropped_is_over_and_another_of_the_same_socket_begins() {
 }
 
 #[test]
+fn what_a_peer_takes_wakes_nobody_up_who_does_not_wait_for_room() {
+    const MESSAGES: usize = 200;
+    let reactor = sleeper();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    ours.set_nonblocking(true).unwrap();
+    // The watch stays with a task that waits for what never comes.
+    let spawn = move |ctx: &Rc<dyn ReactorCtx>| {
+        let watch = Watch::new(ctx, ours).unwrap();
+        ctx.spawn(block::Task::new(async move {
+            for _ in 0..MESSAGES {
+                watch.io(Interest::Write, |mut socket: &UnixStream| socket.write(&[1; 64])).await.unwrap();
+            }
+            watch.not_ready(Interest::Read);
+            watch.ready(Interest::Read).await;
+        }));
+    };
+    run_and_wait(&*reactor.handle(), spawn).unwrap();
+    let mut theirs = &theirs;
+    theirs.read_exact(&mut [0; 64]).unwrap();
+    let before = wait_until_idle(&reactor).sleeps;
+    for _ in 1..MESSAGES {
+        theirs.read_exact(&mut [0; 64]).unwrap();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let woken = wait_until_idle(&reactor).sleeps - before;
+    assert!(woken < MESSAGES as u64 / 4, "it has slept {woken} times");
+    reactor.stop().unwrap();
+}
+
+#[test]
+fn an_end_that_comes_with_the_last_bytes_is_not_missed() {
+    for sleeps_between in [false, true] {
+        let reactor = reactor("ends");
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        run_task(&reactor, move |ctx| async move {
+            let watch = Watch::new(&ctx, ours).unwrap();
+            watch.not_ready(Interest::Read);
+            theirs.write_all(&[1; 3]).unwrap();
+            if sleeps_between {
+                watch.ready(Interest::Read).await;
+            }
+            drop(theirs);
+            watch.ready(Interest::Read).await;
+            let mut bytes = [0; 64];
+            assert_eq!(watch.get_ref().read(&mut bytes).unwrap(), 3);
+            watch.is_drained();
+            watch.ready(Interest::Read).await;
+            assert_eq!(watch.get_ref().read(&mut bytes).unwrap(), 0);
+        });
+        reactor.stop().unwrap();
+    }
+}
+
+#[test]
 fn jobs_of_a_thread_run_in_its_order_and_none_is_lost_or_run_after_the_end() {
     const JOBS: usize = 2000;
     for reactor in [sleeper(), reactor("jobs")] {

@@ -160,6 +160,9 @@ impl<G: Clone + Send + 'static> Connection<G> {
 
     fn harvest(&mut self) -> bool {
         let Phase::Transmission(transmission) = &mut self.phase else { return false };
+        if self.shuts {
+            transmission.ends();
+        }
         let mut did = transmission.harvest(&mut self.output);
         while let Some((tag, answer)) = self.link.mailbox.take() {
             transmission.answer(tag, answer, &mut self.output);
@@ -171,7 +174,7 @@ impl<G: Clone + Send + 'static> Connection<G> {
     /// Takes what has arrived.
     fn receive(&mut self) -> bool {
         let (mut did, mut steps, mut bytes) = (false, 0_usize, 0_usize);
-        while !self.shuts && steps < STEPS_PER_TURN && bytes < BYTES_PER_TURN {
+        while !self.shuts && steps < STEPS_PER_TURN && bytes < BYTES_PER_TURN && !self.has_enough() {
             match self.step(&mut bytes) {
                 Ok(Outcome::Goes) => did = true,
                 Ok(Outcome::Waits) => break,
@@ -187,6 +190,10 @@ impl<G: Clone + Send + 'static> Connection<G> {
             steps = steps.saturating_add(1);
         }
         did
+    }
+
+    fn has_enough(&self) -> bool {
+        matches!(&self.phase, Phase::Transmission(transmission) if transmission.has_enough())
     }
 
     fn step(&mut self, bytes: &mut usize) -> io::Result<Outcome> {
@@ -301,10 +308,20 @@ impl<G: Clone + Send + 'static> Connection<G> {
         if !self.socket.is_ready(Interest::Read) {
             return Ok(Outcome::Waits);
         }
-        let socket = self.socket.get_ref();
-        match self.input.fill(|room| Ok(rustix::io::read(socket, room)?)) {
+        let (socket, mut is_drained) = (self.socket.get_ref(), false);
+        let filled = self.input.fill(|room| {
+            let count = rustix::io::read(socket, &mut *room)?;
+            is_drained = count < room.len();
+            Ok(count)
+        });
+        match filled {
             Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection")),
-            Ok(_) => Ok(Outcome::Goes),
+            Ok(_) => {
+                if is_drained {
+                    self.socket.is_drained();
+                }
+                Ok(Outcome::Goes)
+            }
             Err(error) => self.or_waits(error),
         }
     }
@@ -342,6 +359,9 @@ impl<G: Clone + Send + 'static> Connection<G> {
                     Ok(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it left within a request")),
                     Ok(count) => {
                         filled = filled.saturating_add(count);
+                        if filled < window.length_bytes() {
+                            self.socket.is_drained();
+                        }
                         *bytes = bytes.saturating_add(count);
                     }
                     Err(error) => outcome = Ok(self.or_waits(error)?),
@@ -386,6 +406,9 @@ impl<G: Clone + Send + 'static> Connection<G> {
                     did = true;
                 }
             }
+        }
+        if self.output.is_empty() {
+            self.socket.has_written();
         }
         did
     }

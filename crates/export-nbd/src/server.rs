@@ -42,6 +42,7 @@ impl NbdListener {
             Self::Unix(listener) => {
                 let (stream, _) = listener.accept()?;
                 stream.set_nonblocking(true)?;
+                nbd_tls::widen(&stream);
                 Ok(stream.into())
             }
             Self::Tcp(listener) => {

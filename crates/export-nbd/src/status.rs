@@ -71,7 +71,7 @@ impl StatusThread {
     ) -> std::io::Result<Self> {
         let (questions, asked) = channel();
         std::thread::Builder::new().name("nbd-status".into()).spawn(move || {
-            answer_all(&asked, Teller { export: &export, contexts, maps: BTreeMap::new() }, &mailbox, reactor.as_ref());
+            answer_all(&asked, Teller::new(&export, contexts), &mailbox, reactor.as_ref());
             drop(export);
             drop(guard);
         })?;
@@ -106,15 +106,23 @@ fn answer_all(asked: &Receiver<Question>, mut teller: Teller<'_>, mailbox: &Mail
 struct Teller<'a> {
     export: &'a NbdExport,
     contexts: Vec<Context>,
-    /// Bitmaps that do not record: a client that asks for one part after the other gets those of one moment, which ends with
-    /// a question for the first byte.
+    /// Bitmaps that do not record: a client that asks for one part after the other gets those of one moment. It ends with a
+    /// question that does not go on behind the last one.
     maps: BTreeMap<usize, DirtyMap>,
+    /// Where the last question began.
+    last: Option<u64>,
+}
+
+impl<'a> Teller<'a> {
+    fn new(export: &'a NbdExport, contexts: Vec<Context>) -> Self {
+        Self { export, contexts, maps: BTreeMap::new(), last: None }
+    }
 }
 
 impl Teller<'_> {
     fn answer(&mut self, question: &Question) -> block::Result<Answer> {
         let most = if question.one { 1 } else { EXTENTS_MAX };
-        if question.offset == 0 {
+        if self.last.replace(question.offset).is_some_and(|last| question.offset <= last) {
             // Whoever begins anew is to see what was enabled, cleared or merged since.
             self.maps.clear();
         }
@@ -204,4 +212,43 @@ pub(crate) fn cut(mut list: Vec<Extent>, one: bool, length_bytes: u64) -> Vec<Ex
     }
     list.retain(|extent| extent.length_bytes > 0);
     list
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::NbdBitmap;
+    use block::DirtyBitmaps;
+    use image::NullDisk;
+    use std::sync::atomic::AtomicU8;
+
+    /// One bitmap, whose first bits are these.
+    struct Bits(AtomicU8);
+
+    impl DirtyBitmaps for Bits {
+        fn dirty_bitmap(&self, _: &str) -> block::Result<DirtyMap> {
+            Ok(DirtyMap::new(9, 1 << 20, vec![self.0.load(Ordering::Relaxed); 256], false))
+        }
+    }
+
+    #[test]
+    fn a_client_sees_one_moment_of_a_bitmap_until_it_begins_anew_wherever_that_is() {
+        let bits = Arc::new(Bits(AtomicU8::new(0)));
+        let export = NbdExport::new("disk", Arc::new(NullDisk::new(1 << 20, String::new()))).with(|export| {
+            export.bitmaps = vec![NbdBitmap { name: "daily".into(), source: Arc::clone(&bits) as _ }];
+        });
+        let mut teller = Teller::new(&export, vec![Context::Bitmap(0)]);
+        let mut is_dirty = |offset| {
+            let question = Question { tag: 0, offset, length_bytes: 512, one: false };
+            let answer = teller.answer(&question).unwrap();
+            answer[0].1[0].flags == DIRTY
+        };
+        assert!(!is_dirty(4096));
+        bits.0.store(0xff, Ordering::Relaxed);
+        assert!(!is_dirty(8192), "it goes on");
+        assert!(is_dirty(8192), "the same place again");
+        bits.0.store(0, Ordering::Relaxed);
+        assert!(is_dirty(65536));
+        assert!(!is_dirty(4096), "it has gone back");
+    }
 }

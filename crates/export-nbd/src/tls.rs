@@ -2,7 +2,7 @@
 //! it and a socket. A reactor has the other end of that, and knows nothing of TLS.
 
 use block::{Error, LogLimit, Result};
-use nbd_tls::{Connection, Credentials, ServerConfig, ServerConnection, Timed, relay, shake_hands};
+use nbd_tls::{Connection, Credentials, ServerConfig, ServerConnection, Timed, relay, shake_hands, widen};
 use nbd_wire::Reader;
 use nbd_wire::numbers::{answer, handshake, option};
 use nbd_wire::option::{GREETING_BYTES, OptionHeader, put_answer, put_greeting};
@@ -45,6 +45,7 @@ impl Tls {
         let failed = |error| Error::io("cannot begin TLS", error);
         let (own, given) = UnixStream::pair().map_err(failed)?;
         given.set_nonblocking(true).map_err(failed)?;
+        [&own, &given].into_iter().for_each(widen);
         let (tls, client) = (self.clone(), UnixStream::from(client));
         let serve = move || {
             let _guard = guard;

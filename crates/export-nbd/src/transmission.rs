@@ -11,7 +11,7 @@ use block::meter::{self, Stopwatch};
 use block::{Completion, DiskInfo, DiskListener, DiskQueue, IoErrorKind, IoResult, Op, OpFlags, Tag};
 use memory::{IoBuf, Window};
 use nbd_wire::WireError;
-use nbd_wire::numbers::{chunk, command, command_flag, error};
+use nbd_wire::numbers::{PAYLOAD_BYTES_MAX, chunk, command, command_flag, error};
 use nbd_wire::reply::{Chunk, Extent, Style, put_error, put_status, simple};
 use nbd_wire::request::Request;
 use std::rc::Rc;
@@ -22,6 +22,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const TIMED_MAX: usize = 1024;
 /// What is read ahead at once.
 const CACHE_PIECE_BYTES: u64 = 1 << 20;
+/// And for one request: no more than a read could ask for. The rest of the hint is not taken.
+const CACHE_BYTES_MAX: u64 = PAYLOAD_BYTES_MAX as u64;
+/// Requests to read ahead of one connection at once.
+const CACHES_MAX: usize = 4;
+/// Requests that a turn takes, and their data in bytes. Then what has ended is told, so that the client has something to do
+/// while the next ones are carried out.
+const TAKEN_MAX: usize = 16;
+const TAKEN_BYTES_MAX: usize = 128 << 10;
 
 /// What the connection does after a request's header.
 #[derive(Debug)]
@@ -58,6 +66,10 @@ pub(crate) struct Transmission {
     /// Requests at the disk's queue.
     submitted: usize,
     questions: usize,
+    /// Requests to read ahead.
+    caches: usize,
+    /// Nothing is read ahead any more.
+    is_ending: bool,
     done: Vec<Completion>,
     account: Rc<Account>,
     payload_bytes_max: u64,
@@ -67,8 +79,9 @@ pub(crate) struct Transmission {
     can_discard: bool,
     presence: Arc<Presence>,
     stopwatch: Stopwatch,
-    /// Requests that were taken in this turn.
+    /// Requests that were taken in this turn, and their data in bytes.
     taken: usize,
+    taken_bytes: usize,
     /// Requests that have ended and whose replies are not counted as sent yet.
     ended: usize,
 }
@@ -103,6 +116,8 @@ impl Transmission {
             requests,
             submitted,
             questions,
+            caches: 0,
+            is_ending: false,
             done,
             account,
             payload_bytes_max,
@@ -111,6 +126,7 @@ impl Transmission {
             presence,
             stopwatch,
             taken: 0,
+            taken_bytes: 0,
             ended: 0,
         }
     }
@@ -140,6 +156,16 @@ impl Transmission {
     /// Requests that the disk has in hand.
     pub(crate) fn in_flight(&self) -> usize {
         self.submitted
+    }
+
+    /// Whether this turn has taken as many as it takes.
+    pub(crate) fn has_enough(&self) -> bool {
+        self.taken >= TAKEN_MAX || self.taken_bytes >= TAKEN_BYTES_MAX
+    }
+
+    /// No more requests come: what is read ahead for those that are there is not gone on with.
+    pub(crate) fn ends(&mut self) {
+        self.is_ending = true;
     }
 
     /// Begins a request.
@@ -257,6 +283,7 @@ impl Transmission {
                 let length = usize::try_from(request.length_bytes).unwrap_or(0);
                 let work = Work::Read(whole.slice(skip, length));
                 self.stopwatch.moves(meter::READ, length);
+                self.taken_bytes = self.taken_bytes.saturating_add(length);
                 self.submit(Pending { request, work, grant, key: 0 }, Op::read(start, whole));
             }
         }
@@ -266,17 +293,25 @@ impl Transmission {
     /// Carries out a write whose payload has arrived.
     pub(crate) fn write(&mut self, request: Request, data: Window, grant: Option<Grant>) {
         self.stopwatch.moves(meter::WRITE, data.length_bytes());
+        self.taken_bytes = self.taken_bytes.saturating_add(data.length_bytes());
         let op = Op::write(request.offset, data, fua(&request));
         self.submit(Pending { request, work: Work::Write, grant, key: 0 }, op);
     }
 
     fn cache(&mut self, request: Request, out: &mut Output) -> Result<Next, WireError> {
-        let (next, end) = self.whole_blocks_around(request.offset, request.length_bytes);
+        if self.caches >= CACHES_MAX {
+            // It is a hint.
+            self.succeed(&request, out);
+            return Ok(Next::Header);
+        }
+        let length_bytes = request.length_bytes.min(CACHE_BYTES_MAX);
+        let (next, end) = self.whole_blocks_around(request.offset, length_bytes);
         let piece = end.saturating_sub(next).min(CACHE_PIECE_BYTES);
         let Some(buffer) = self.buffer(piece) else { return Ok(Next::Later) };
         match buffer {
             Err(number) => self.refuse(&request, number, out),
             Ok((buffer, grant)) => {
+                self.caches = self.caches.saturating_add(1);
                 let op = Op::read(next, buffer.whole());
                 let next = next.saturating_add(piece);
                 self.submit(Pending { request, work: Work::Cache { buffer, next, end }, grant, key: 0 }, op);
@@ -338,6 +373,7 @@ impl Transmission {
     /// The requests of this turn are taken. Those that have ended at once are taken, too; returns whether there were any.
     pub(crate) fn ends_turn(&mut self, out: &mut Output) -> bool {
         let taken = std::mem::take(&mut self.taken);
+        self.taken_bytes = 0;
         if taken == 0 {
             return false;
         }
@@ -421,11 +457,16 @@ impl Transmission {
 
     fn end(&mut self, pending: Pending, tag: Tag, result: IoResult, out: &mut Output) {
         let Pending { request, work, grant, key } = pending;
+        if let Work::Cache { next, end, .. } = work
+            && (result.is_err() || next >= end || self.is_ending)
+        {
+            self.caches = self.caches.saturating_sub(1);
+        }
         match (work, result) {
             (Work::Trim { then_flush: true }, Ok(())) => {
                 return self.submit(Pending { request, work: Work::Flush, grant, key }, Op::Flush);
             }
-            (Work::Cache { buffer, next, end }, Ok(())) if next < end => {
+            (Work::Cache { buffer, next, end }, Ok(())) if next < end && !self.is_ending => {
                 let piece = end.saturating_sub(next).min(CACHE_PIECE_BYTES);
                 let length = usize::try_from(piece).unwrap_or(0).min(buffer.length_bytes());
                 let op = Op::read(next, buffer.whole().slice(0, length));

@@ -65,6 +65,28 @@ fn beside_a_good_client(served: &Served, attack: impl FnOnce()) {
 }
 
 #[test]
+fn a_hint_to_read_all_of_a_large_disk_ahead_is_taken_in_part() {
+    let mut served = Served::raw(1 << 43, ServerOptions::default());
+    beside_a_good_client(&served, || {
+        let mut client = Client::connect(&served, Style::Extended, &[]);
+        let hints: Vec<u64> = (0..64).map(|_| client.send(command::CACHE, 0, 0, 1 << 43, &[])).collect();
+        let mut told: Vec<u64> = hints
+            .iter()
+            .map(|_| client.reply())
+            .map(|(kind, cookie, _)| {
+                assert_eq!(kind, chunk::NONE);
+                cookie
+            })
+            .collect();
+        told.sort_unstable();
+        assert_eq!(told, hints);
+        // One that leaves meanwhile keeps nothing going.
+        client.send(command::CACHE, 0, 0, 1 << 43, &[]);
+    });
+    served.stop();
+}
+
+#[test]
 fn clients_that_break_the_protocol_are_disconnected_and_others_go_on() {
     let mut served = Served::raw(SIZE, ServerOptions::default());
     beside_a_good_client(&served, || {

@@ -9,7 +9,7 @@ use crate::secrets::Secrets;
 use crate::url::{HttpOptions, HttpUrl};
 use block::{
     Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Locks, PastEnd,
-    ReactorCtx, Result, Task, block_on,
+    ReactorCtx, Result, block_on, spawn_or_block_on,
 };
 use memory::Window;
 use std::collections::HashMap;
@@ -188,25 +188,12 @@ impl FileQueue for HttpQueue {
             };
             done.complete(result);
         };
-        match &self.ctx {
-            Some(ctx) => ctx.spawn(Task::new(work)),
-            None => block_on(work),
-        }
+        spawn_or_block_on(self.ctx.as_ref(), work);
     }
 }
 
 async fn read(blocks: &Arc<Blocks>, offset: u64, data: &Window, past_end: PastEnd) -> IoResult {
-    let length = data.length_bytes() as u64;
-    let there = blocks.pin.length_bytes.saturating_sub(offset).min(length);
-    if there < length {
-        match past_end {
-            PastEnd::Zeros => {
-                let (skip, rest) = (to_usize(there), to_usize(length.saturating_sub(there)));
-                data.slice(skip, rest).fill(0);
-            }
-            PastEnd::Fails => return Err(IoError::EIO),
-        }
-    }
+    let there = past_end.settle(offset, data, blocks.pin.length_bytes)?;
     let mut done = 0;
     while done < there {
         let start = offset.saturating_add(done);

@@ -6,7 +6,7 @@ use crate::link::Link;
 use crate::uri::NbdUri;
 use block::{
     Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Locks, PastEnd,
-    RangeGuard, RangeLocks, ReactorCtx, Result, Task, block_on,
+    RangeGuard, RangeLocks, ReactorCtx, Result, block_on, spawn_or_block_on,
 };
 use memory::{AlignedBuf, Window};
 use nbd_wire::numbers::{allocation, export};
@@ -120,10 +120,7 @@ impl FileQueue for NbdQueue {
         }
         let (remote, number) = (Arc::clone(&self.remote), self.number);
         let work = async move { done.complete(remote.perform(number, op).await) };
-        match &self.ctx {
-            Some(ctx) => ctx.spawn(Task::new(work)),
-            None => block_on(work),
-        }
+        spawn_or_block_on(self.ctx.as_ref(), work);
     }
 }
 
@@ -248,17 +245,7 @@ impl Remote {
     }
 
     async fn read(&self, queue: usize, offset: u64, data: &Window, past_end: PastEnd) -> IoResult {
-        let length = data.length_bytes() as u64;
-        let there = self.agreed.size_bytes.saturating_sub(offset).min(length);
-        if there < length {
-            match past_end {
-                PastEnd::Zeros => {
-                    let (skip, rest) = (to_usize(there), to_usize(length.saturating_sub(there)));
-                    data.slice(skip, rest).fill(0);
-                }
-                PastEnd::Fails => return Err(IoError::EIO),
-            }
-        }
+        let there = past_end.settle(offset, data, self.agreed.size_bytes)?;
         let mut done = 0;
         while done < there {
             let start = offset.saturating_add(done);

@@ -2,7 +2,7 @@
 
 use crate::uri::{NbdUri, Place};
 use block::{Error, ErrorKind, Result};
-use nbd_tls::{Credentials, relay, shake_hands};
+use nbd_tls::{Credentials, relay, shake_hands, widen};
 use nbd_wire::Reader;
 use nbd_wire::numbers::{BASE_ALLOCATION, PAYLOAD_BYTES_MAX, answer, handshake, info, option};
 use nbd_wire::option::{
@@ -34,6 +34,7 @@ impl Stream {
         match place {
             Place::Unix(path) => {
                 let stream = UnixStream::connect(path)?;
+                widen(&stream);
                 stream.set_read_timeout(Some(PATIENCE))?;
                 stream.set_write_timeout(Some(PATIENCE))?;
                 Ok(Self::Unix(stream))
@@ -178,6 +179,7 @@ impl Talk<'_> {
         let mut outer = self.stream.any().map_err(failed)?;
         shake_hands(&mut session, &mut outer).map_err(failed)?;
         let (inner, own) = UnixStream::pair().map_err(failed)?;
+        [&inner, &own].into_iter().for_each(widen);
         own.set_read_timeout(Some(PATIENCE)).map_err(failed)?;
         own.set_write_timeout(Some(PATIENCE)).map_err(failed)?;
         let name = self.uri.to_string();

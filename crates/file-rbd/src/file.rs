@@ -9,7 +9,7 @@ use crate::lock;
 use crate::name::RbdName;
 use block::{
     Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Locks, PastEnd,
-    RangeLocks, ReactorCtx, Result, Task, block_on,
+    RangeLocks, ReactorCtx, Result, block_on, spawn_or_block_on,
 };
 use memory::{AlignedBuf, BufferAccount, BufferUse, Window};
 use std::rc::Rc;
@@ -218,10 +218,7 @@ impl FileQueue for RbdQueue {
         }
         let remote = Arc::clone(&self.remote);
         let work = async move { done.complete(remote.perform(op).await) };
-        match &self.ctx {
-            Some(ctx) => ctx.spawn(Task::new(work)),
-            None => block_on(work),
-        }
+        spawn_or_block_on(self.ctx.as_ref(), work);
     }
 }
 
@@ -342,17 +339,7 @@ impl Remote {
     }
 
     async fn read(&self, offset: u64, data: &Window, past_end: PastEnd) -> IoResult {
-        let length = data.length_bytes() as u64;
-        let there = self.length_bytes().saturating_sub(offset).min(length);
-        if there < length {
-            match past_end {
-                PastEnd::Zeros => {
-                    let (skip, rest) = (to_usize(there), to_usize(length.saturating_sub(there)));
-                    data.slice(skip, rest).fill(0);
-                }
-                PastEnd::Fails => return Err(IoError::EIO),
-            }
-        }
+        let there = past_end.settle(offset, data, self.length_bytes())?;
         let mut done = 0;
         while done < there {
             let piece = there.saturating_sub(done).min(self.piece_bytes());

@@ -7,6 +7,8 @@
 //! runs as a process and boots in a second. It has one CPU and uses one queue. QEMU ([`GuestKind::Qemu`]) boots a
 //! Debian kernel with an initramfs that is built here, with any number of CPUs and queues.
 //!
+//! User Mode Linux can also have a disk of an NBD server, by its kernel's own client over a network in user space.
+//!
 //! Both run the same script (`script`). It makes ext4 on each disk, writes files, reads them back with checksums, lets
 //! `fio` write and verify in parallel, trims, mounts again, and powers off. The console is read line by line. A guest
 //! that exceeds its time is killed. [`verify_image`] checks what a guest left behind with other projects' tools.
@@ -38,6 +40,6 @@ mod uml;
 
 pub use image_check::{ImageFormat, verify_image};
 pub use monitor::Monitor;
-pub use options::{GuestKind, GuestOptions, GuestWork, MeasureJob};
+pub use options::{GuestKind, GuestOptions, GuestWork, MeasureJob, NbdDisk};
 pub use report::{DiskReport, FioReport, GuestReport};
 pub use run::{check_tools, run};

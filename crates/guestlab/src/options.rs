@@ -82,6 +82,15 @@ impl MeasureJob {
     }
 }
 
+/// A disk of an NBD server of this host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NbdDisk {
+    /// The port at 127.0.0.1.
+    pub port: u16,
+    /// What the server calls the disk: a word of letters and digits.
+    pub export: String,
+}
+
 /// The options of a guest.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -90,6 +99,8 @@ pub struct GuestOptions {
     pub kind: GuestKind,
     /// A vhost-user socket for each disk; the first is the guest's `vda`.
     pub sockets: Vec<PathBuf>,
+    /// One more disk, `nbd0`, by the NBD client of the guest's kernel (User Mode Linux only).
+    pub nbd: Option<NbdDisk>,
     /// The guest's work.
     pub work: GuestWork,
     /// How many of the last disks are only measured, if the work measures at all.
@@ -129,10 +140,11 @@ impl GuestOptions {
         let work = GuestWork::Fill { measure_seconds: 0, measure_mib: 0, fio_mib: 16 };
         let stop = Arc::default();
         let (memory_mib, packed, kvm, reconnect_ms, log) = (512, false, false, None, None);
-        let (only_measured, monitor, event_idx) = (0, None, true);
+        let (only_measured, monitor, event_idx, nbd) = (0, None, true, None);
         Self {
             kind,
             sockets,
+            nbd,
             work,
             only_measured,
             memory_mib,

@@ -5,7 +5,7 @@ use crate::initramfs::Archive;
 use crate::options::{GuestOptions, GuestWork};
 use crate::script::{self, Places};
 use crate::tools::{self, GuestTools};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -37,6 +37,7 @@ pub(crate) fn check_tools() -> Result<()> {
 
 /// Returns the guest's process. `directory` is empty and lives as long as the guest.
 pub(crate) fn command(options: &GuestOptions, directory: &Path) -> Result<Command> {
+    ensure!(options.nbd.is_none(), "only User Mode Linux gets disks of NBD servers");
     let kernel = tools::debian_kernel()?;
     let initramfs = directory.join("initramfs");
     build_initramfs(options, &kernel.modules, &initramfs)?;
@@ -82,7 +83,12 @@ fn comma_doubled(path: &Path) -> String {
 
 fn build_initramfs(options: &GuestOptions, modules: &Path, output: &Path) -> Result<()> {
     let host = tools::guest_tools()?;
-    let guest = GuestTools { busybox: "/bin/busybox".into(), mke2fs: "/sbin/mke2fs".into(), fio: "/bin/fio".into() };
+    let guest = GuestTools {
+        busybox: "/bin/busybox".into(),
+        mke2fs: "/sbin/mke2fs".into(),
+        fio: "/bin/fio".into(),
+        nbd_client: None,
+    };
     let mut archive = Archive::default();
     for directory in ["proc", "sys", "dev", "scratch", "modules", "bin", "sbin", "etc", "tmp"] {
         archive.directory(Path::new(directory));

@@ -8,6 +8,7 @@ use crate::inspect;
 use crate::options::{GuestOptions, GuestWork, MeasureJob};
 use crate::tools::GuestTools;
 use std::fmt::Write;
+use std::path::Path;
 
 /// Begins each line that the host reads.
 pub(crate) const MARK: &str = "@ringdisk ";
@@ -37,7 +38,11 @@ pub(crate) fn init(options: &GuestOptions, tools: &GuestTools, places: &Places<'
     set("mark", &MARK.trim_end());
     set("scratch", &places.scratch);
     set("modules", &places.modules);
-    let disks = DISK_NAMES.get(..options.sockets.len()).unwrap_or(&DISK_NAMES);
+    let mut disks = DISK_NAMES.get(..options.sockets.len()).unwrap_or(&DISK_NAMES).to_vec();
+    disks.extend(options.nbd.as_ref().map(|_| NBD_DISK));
+    set("nbd_client", &tools.nbd_client.as_deref().unwrap_or_else(|| Path::new("")).display());
+    set("nbd_port", &options.nbd.as_ref().map_or(0, |nbd| nbd.port));
+    set("nbd_export", &options.nbd.as_ref().map_or("", |nbd| nbd.export.as_str()));
     set("disks", &disks.join(" "));
     set("worked", &disks.get(..disks.len().saturating_sub(options.only_measured)).unwrap_or_default().join(" "));
     let (work, measure_seconds, measure_mib, fio_mib) = match options.work {
@@ -74,6 +79,9 @@ pub(crate) fn init(options: &GuestOptions, tools: &GuestTools, places: &Places<'
     script
 }
 
+/// The disk of an NBD server.
+const NBD_DISK: &str = "nbd0";
+
 /// The most disks of a guest.
 pub(crate) const DISK_NAMES: [&str; 8] = ["vda", "vdb", "vdc", "vdd", "vde", "vdf", "vdg", "vdh"];
 
@@ -102,6 +110,12 @@ for module in $(eval echo "$modules"); do
     esac
 done
 say "kernel release=$release cpus=$($bb nproc)"
+
+# The host is 10.0.2.2 in a network in user space.
+if [ $nbd_port -ne 0 ]; then
+    $bb ifconfig eth0 10.0.2.15 netmask 255.255.255.0 up || fail "there is no network"
+    $nbd_client -N $nbd_export 10.0.2.2 $nbd_port /dev/nbd0 || fail "nbd-client cannot connect"
+fi
 
 for disk in $disks; do
     waited=0
@@ -220,6 +234,7 @@ done
 if $bb dmesg | $bb grep -E 'I/O error|EXT4-fs error|EXT4-fs warning|hung task|Call Trace'; then
     fail "the guest's kernel complained"
 fi
+[ $nbd_port -eq 0 ] || $nbd_client -d /dev/nbd0 || fail "nbd-client cannot disconnect"
 say "end"
 $bb poweroff -f
 $bb sleep 1000

@@ -9,6 +9,8 @@ pub(crate) struct GuestTools {
     pub(crate) busybox: PathBuf,
     pub(crate) mke2fs: PathBuf,
     pub(crate) fio: PathBuf,
+    /// Where the guest has a disk of an NBD server.
+    pub(crate) nbd_client: Option<PathBuf>,
 }
 
 /// Finds the tools of every guest.
@@ -17,6 +19,7 @@ pub(crate) fn guest_tools() -> Result<GuestTools> {
         busybox: find("busybox", "busybox-static")?,
         mke2fs: find("mke2fs", "e2fsprogs")?,
         fio: find("fio", "fio")?,
+        nbd_client: None,
     })
 }
 

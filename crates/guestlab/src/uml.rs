@@ -35,10 +35,15 @@ pub(crate) fn command(options: &GuestOptions, directory: &Path) -> Result<(Comma
     );
     let scratch = directory.join("scratch");
     std::fs::create_dir(&scratch)?;
-    let modules = format!("{MODULES}/$release/kernel/drivers/block/virtio_blk.ko*");
+    let mut modules = format!("{MODULES}/$release/kernel/drivers/block/virtio_blk.ko*");
+    let mut tools = tools::guest_tools()?;
+    if options.nbd.is_some() {
+        modules = format!("{modules} {}", modules.replace("virtio_blk", "nbd"));
+        tools.nbd_client = Some(tools::find("nbd-client", "nbd-client")?);
+    }
     let places = Places { scratch: &scratch.to_string_lossy(), modules: &modules };
     let init = directory.join("init");
-    std::fs::write(&init, script::init(options, &tools::guest_tools()?, &places))?;
+    std::fs::write(&init, script::init(options, &tools, &places))?;
     std::fs::set_permissions(&init, std::fs::Permissions::from_mode(0o755))?;
 
     let program = tools::find("linux.uml", PACKAGE)?;
@@ -60,6 +65,10 @@ pub(crate) fn command(options: &GuestOptions, directory: &Path) -> Result<(Comma
         let socket = std::path::absolute(socket)?;
         std::os::unix::fs::symlink(&socket, &link).context("cannot link the disk's socket")?;
         command.arg(format!("virtio_uml.device={}:2", link.display()));
+    }
+    if options.nbd.is_some() {
+        let network = tools::find("slirp-fullbolt", "slirp")?;
+        command.arg(format!("eth0=slirp,,{}", network.display()));
     }
     command.env("TMPDIR", memory_directory(options.memory_mib, directory));
     Ok((command, prepare))

@@ -65,7 +65,7 @@ impl FileName {
                 })
             }
             Some((protocol, _)) => {
-                let (text, known) = (text.display(), Self::PROTOCOLS.join(", "));
+                let (text, known) = (shown(text), Self::PROTOCOLS.join(", "));
                 Err(bad(format!(
                     "Unknown protocol '{protocol}' (known are {known}; a file of that name is './{text}')"
                 )))
@@ -225,6 +225,8 @@ pub fn options_without_secrets(text: &str) -> String {
         let mut chars = from_url.char_indices().peekable();
         let end = loop {
             match chars.next() {
+                // Of a description in JSON, or of a name: what follows it ends nothing.
+                Some((_, '\\')) => drop(chars.next()),
                 Some((_, ',')) if chars.next_if(|(_, next)| *next == ',').is_some() => {}
                 Some((end, ',' | '"')) => break end,
                 Some(_) => {}
@@ -238,6 +240,14 @@ pub fn options_without_secrets(text: &str) -> String {
     }
     shown.push_str(rest);
     shown
+}
+
+/// What a user has given as the name of a file or as a description of one, for messages: without what may be secret.
+#[must_use]
+pub fn shown(text: impl AsRef<OsStr>) -> String {
+    let text = text.as_ref().to_string_lossy();
+    let is_name = text.starts_with(RBD) || text.starts_with("http://") || text.starts_with("https://");
+    if is_name { without_secrets(&text).into_owned() } else { options_without_secrets(&text) }
 }
 
 impl From<PathBuf> for FileName {
@@ -300,9 +310,25 @@ mod tests {
             ("file=https://h/a?s,,", "file=https://h/a?..."),
             ("file=/a?b,name=é", "file=/a?b,name=é"),
             ("name=a,file=rbd:p/i:key=secret,,secret,size=1", "name=a,file=rbd:p/i:key=...,size=1"),
+            (r#"{"x":"rbd:p/i:key=a\"secret","y":1}"#, r#"{"x":"rbd:p/i:key=...","y":1}"#),
         ] {
             assert_eq!(options_without_secrets(text), shown);
         }
+    }
+
+    #[test]
+    fn what_a_user_has_given_is_shown_without_secrets_whatever_it_is() {
+        for (text, expected) in [
+            ("rbd:p/i,j:key=secret", "rbd:p/i,j:key=..."),
+            ("https://me:secret@h/a,b?secret", "https://h/a,b?..."),
+            (r#"json:{"file.filename":"rbd:p/i:key=secret"}"#, r#"json:{"file.filename":"rbd:p/i:key=..."}"#),
+            ("driver=raw,file.filename=rbd:p/i:key=secret", "driver=raw,file.filename=rbd:p/i:key=..."),
+            ("disk.raw", "disk.raw"),
+        ] {
+            assert_eq!(shown(text), expected);
+        }
+        let error = FileName::parse("image:rbd:p/i:key=secret").unwrap_err().to_string();
+        assert!(!error.contains("secret"), "{error}");
     }
 
     #[test]

@@ -41,7 +41,7 @@ pub use chain::compressed_writer::CompressedWriter;
 pub use chain::copy_offload::CopyOffload;
 pub use chain::image::Image;
 pub use chain::table_cache::TableCacheStats;
-pub use file_name::{FileName, options_without_secrets, without_secrets};
+pub use file_name::{FileName, options_without_secrets, shown, without_secrets};
 pub use filters::delay::{Delay, DelayOptions};
 pub use filters::error::{ErrorOptions, Errors, RequestKind};
 pub use filters::hold::{ErrorPolicy, GivingUp, HeldRequests, Hold, HoldControl, HoldListener};

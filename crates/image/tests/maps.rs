@@ -9,6 +9,7 @@ use ringdisk_image::{
     ScratchFiles, TemporaryFiles,
 };
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -299,6 +300,21 @@ fn a_map_that_outlives_the_layer_it_was_made_in_fails_and_is_made_again() {
         assert_eq!(bytes, [2; 65536]);
         drop(harness);
         threads.into_iter().for_each(|thread| thread.stop().unwrap());
+    }
+}
+
+#[test]
+fn a_disk_whose_layer_could_not_be_opened_again_says_so_and_nobody_waits_for_it() {
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let disk = make(directory.path(), Kind::Qcow2, false);
+    let before = disk.block_status(&StatusQuery::all()).unwrap();
+    let own = std::fs::read_dir(directory.path()).unwrap().next().unwrap().unwrap().path();
+    let file = std::fs::File::options().write(true).open(own.join("image")).unwrap();
+    file.write_all_at(b"gone", 0).unwrap();
+    disk.edit_online(&ClosedEdit::CreateSnapshot(NewSnapshot::new("one"))).unwrap_err();
+    for walk in [before, disk.block_status(&StatusQuery::all()).unwrap()] {
+        let error = walk.map(|run| run.map(drop)).find_map(Result::err).unwrap().to_string();
+        assert!(error.contains("open the disk anew"), "{error}");
     }
 }
 

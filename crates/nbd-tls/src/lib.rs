@@ -2,6 +2,7 @@
 //!
 //! * [`Credentials`]: certificates in a directory, in the layout of QEMU's `tls-creds-x509`.
 //! * [`relay`]: a thread between a TLS connection and a socket, so that the code behind the socket knows nothing of TLS.
+//! * [`widen`]: room in the Unix sockets of connections, with TLS or without.
 
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
@@ -12,9 +13,11 @@
 
 mod credentials;
 mod relay;
+mod room;
 mod timed;
 
 pub use credentials::Credentials;
 pub use relay::{relay, shake_hands};
+pub use room::widen;
 pub use rustls::{ClientConfig, Connection, ServerConfig, ServerConnection};
 pub use timed::Timed;

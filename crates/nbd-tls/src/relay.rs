@@ -4,6 +4,7 @@ use crate::timed::wait_until;
 use rustix::event::{PollFd, PollFlags};
 use rustls::Connection;
 use std::io::{self, Read, Write};
+use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -11,7 +12,8 @@ use std::time::{Duration, Instant};
 const HELD_BYTES_MAX: usize = 1 << 20;
 /// What lies here on its way out.
 const SENDING_BYTES_MAX: usize = 1 << 20;
-const READ_BYTES: usize = 64 << 10;
+/// What is taken from either side at once. (The session itself would take 4 KiB of the peer's with a call.)
+const READ_BYTES: usize = 256 << 10;
 
 /// How long a peer may take for what it is still to be told, when there is nobody behind it any more.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -34,22 +36,8 @@ pub fn relay(session: Connection, outer: UnixStream, inner: UnixStream) -> io::R
     relay_and_drain(session, outer, inner, DRAIN)
 }
 
-fn relay_and_drain(mut session: Connection, outer: UnixStream, inner: UnixStream, drain: Duration) -> io::Result<()> {
-    outer.set_nonblocking(true)?;
-    inner.set_nonblocking(true)?;
-    session.set_buffer_limit(Some(SENDING_BYTES_MAX));
-    let mut relay = Relay {
-        session,
-        outer,
-        inner,
-        held: Vec::new(),
-        sent: 0,
-        outer_ended: false,
-        inner_ended: false,
-        drain,
-        drained_until: None,
-    };
-    relay.decrypt()?;
+fn relay_and_drain(session: Connection, outer: UnixStream, inner: UnixStream, drain: Duration) -> io::Result<()> {
+    let mut relay = Relay::new(session, outer, inner, drain)?;
     while !relay.has_ended() {
         relay.turn()?;
     }
@@ -60,8 +48,14 @@ struct Relay {
     session: Connection,
     outer: UnixStream,
     inner: UnixStream,
-    /// Plain bytes for `inner`, and how many of them are gone.
+    /// For plain bytes of `inner`.
+    plain: Vec<u8>,
+    /// What has arrived from the peer, and which part of it the session has not taken yet.
+    arrived: Vec<u8>,
+    rest: Range<usize>,
+    /// Plain bytes for `inner`: how many there are, and how many of them are gone.
     held: Vec<u8>,
+    filled: usize,
     sent: usize,
     outer_ended: bool,
     inner_ended: bool,
@@ -80,8 +74,33 @@ fn went(result: io::Result<usize>) -> io::Result<Option<usize>> {
 }
 
 impl Relay {
+    /// Takes what has come with the last of the keys, too.
+    fn new(mut session: Connection, outer: UnixStream, inner: UnixStream, drain: Duration) -> io::Result<Self> {
+        outer.set_nonblocking(true)?;
+        inner.set_nonblocking(true)?;
+        session.set_buffer_limit(Some(SENDING_BYTES_MAX));
+        let mut relay = Self {
+            session,
+            outer,
+            inner,
+            plain: vec![0; READ_BYTES],
+            arrived: vec![0; READ_BYTES],
+            rest: 0..0,
+            held: Vec::new(),
+            filled: 0,
+            sent: 0,
+            outer_ended: false,
+            inner_ended: false,
+            drain,
+            drained_until: None,
+        };
+        relay.decrypt()?;
+        relay.give()?;
+        Ok(relay)
+    }
+
     fn waiting(&self) -> usize {
-        self.held.len().saturating_sub(self.sent)
+        self.filled.saturating_sub(self.sent)
     }
 
     fn has_ended(&self) -> bool {
@@ -91,6 +110,11 @@ impl Relay {
 
     fn turn(&mut self) -> io::Result<()> {
         let reads_outer = !self.outer_ended && self.waiting() < HELD_BYTES_MAX;
+        if reads_outer && !self.rest.is_empty() {
+            // It is here, so nothing tells of it.
+            self.take_rest()?;
+            return self.give();
+        }
         // What is not sent yet is bounded.
         let reads_inner = !self.inner_ended && !self.session.wants_write();
         let when = |wanted: bool, flag| if wanted { flag } else { PollFlags::empty() };
@@ -102,11 +126,7 @@ impl Relay {
         }
         let arrives = PollFlags::IN | PollFlags::ERR | PollFlags::HUP;
         if reads_outer && outer.intersects(arrives) {
-            match went(self.session.read_tls(&mut self.outer))? {
-                Some(0) => self.outer_ended = true,
-                Some(_) => self.decrypt()?,
-                None => {}
-            }
+            self.receive()?;
         }
         if reads_inner && inner.intersects(arrives) {
             self.encrypt()?;
@@ -137,6 +157,27 @@ impl Relay {
         Ok((outer, found.next().unwrap_or(PollFlags::empty())))
     }
 
+    /// Takes what has arrived from the peer.
+    fn receive(&mut self) -> io::Result<()> {
+        match went(self.outer.read(&mut self.arrived))? {
+            Some(0) => self.outer_ended = true,
+            Some(count) => self.rest = 0..count,
+            None => {}
+        }
+        self.take_rest()
+    }
+
+    /// Has the session take what has arrived, as far as there is room for it.
+    fn take_rest(&mut self) -> io::Result<()> {
+        while !self.rest.is_empty() && !self.outer_ended && self.waiting() < HELD_BYTES_MAX {
+            let mut rest = self.arrived.get(self.rest.clone()).unwrap_or_default();
+            self.session.read_tls(&mut rest)?;
+            self.rest.start = self.rest.end.saturating_sub(rest.len());
+            self.decrypt()?;
+        }
+        Ok(())
+    }
+
     /// What the peer has sent, in plain.
     fn decrypt(&mut self) -> io::Result<()> {
         let state = match self.session.process_new_packets() {
@@ -147,24 +188,26 @@ impl Relay {
                 return Err(io::Error::new(io::ErrorKind::InvalidData, error));
             }
         };
-        let here = self.held.len();
-        self.held.resize(here.saturating_add(state.plaintext_bytes_to_read()), 0);
-        if let Some(room) = self.held.get_mut(here..) {
+        let end = self.filled.saturating_add(state.plaintext_bytes_to_read());
+        if self.held.len() < end {
+            self.held.resize(end, 0);
+        }
+        if let Some(room) = self.held.get_mut(self.filled..end) {
             self.session.reader().read_exact(room)?;
         }
+        self.filled = end;
         self.outer_ended |= state.peer_has_closed();
-        self.give()
+        Ok(())
     }
 
     fn encrypt(&mut self) -> io::Result<()> {
-        let mut bytes = [0; READ_BYTES];
-        match went(self.inner.read(&mut bytes))? {
+        match went(self.inner.read(&mut self.plain))? {
             Some(0) => {
                 self.inner_ended = true;
                 self.session.send_close_notify();
             }
             // There is room for it: nothing else was waiting.
-            Some(count) => self.session.writer().write_all(bytes.get(..count).unwrap_or_default())?,
+            Some(count) => self.session.writer().write_all(self.plain.get(..count).unwrap_or_default())?,
             None => {}
         }
         Ok(())
@@ -172,14 +215,24 @@ impl Relay {
 
     fn give(&mut self) -> io::Result<()> {
         while self.waiting() > 0 {
-            match went(self.inner.write(self.held.get(self.sent..).unwrap_or_default()))? {
+            match went(self.inner.write(self.held.get(self.sent..self.filled).unwrap_or_default()))? {
                 Some(count) => self.sent = self.sent.saturating_add(count),
-                None => return Ok(()),
+                None => {
+                    self.forget_sent();
+                    return Ok(());
+                }
             }
         }
-        self.held.clear();
-        self.sent = 0;
+        (self.filled, self.sent) = (0, 0);
         Ok(())
+    }
+
+    /// Who is behind `inner` may always have something left to take: what is gone makes room now and then.
+    fn forget_sent(&mut self) {
+        if self.sent >= HELD_BYTES_MAX {
+            self.held.copy_within(self.sent..self.filled, 0);
+            (self.filled, self.sent) = (self.waiting(), 0);
+        }
     }
 }
 
@@ -259,6 +312,44 @@ mod tests {
         drop(server);
         let error = relays.join().unwrap().unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{error}");
+    }
+
+    #[test]
+    fn a_reader_that_is_always_behind_does_not_have_it_hold_all_that_ever_passed() {
+        const PART: usize = 64 << 10;
+        let directory = tempfile::tempdir().unwrap();
+        certificates(directory.path());
+        let credentials = Credentials::in_directory(directory.path());
+        let (mut to_server, mut to_client) = UnixStream::pair().unwrap();
+        let (mut server, inner) = UnixStream::pair().unwrap();
+        let config = credentials.server(false).unwrap();
+        let mut ours = Connection::Server(rustls::ServerConnection::new(config).unwrap());
+        let shaken = std::thread::spawn(move || {
+            shake_hands(&mut ours, &mut to_client).unwrap();
+            (ours, to_client)
+        });
+        let mut theirs = credentials.connect("localhost").unwrap();
+        shake_hands(&mut theirs, &mut to_server).unwrap();
+        let (session, outer) = shaken.join().unwrap();
+        let mut relay = Relay::new(session, outer, inner, DRAIN).unwrap();
+        let (mut next, mut behind) = (0_u8, 0);
+        for round in 0..400_u32 {
+            theirs.writer().write_all(&[round as u8; PART]).unwrap();
+            while theirs.wants_write() {
+                theirs.write_tls(&mut to_server).unwrap();
+            }
+            relay.turn().unwrap();
+            if behind < 10 {
+                // More than lies in the socket.
+                behind += 1;
+                continue;
+            }
+            let mut bytes = vec![0; PART];
+            server.read_exact(&mut bytes).unwrap();
+            assert!(bytes.iter().all(|byte| *byte == next));
+            next = next.wrapping_add(1);
+        }
+        assert!(relay.held.len() < 4 << 20, "it holds {} bytes", relay.held.len());
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 /// The programs, from Debian's packages ceph-mon, ceph-mgr, ceph-osd and ceph-common.
-const PROGRAMS: [&str; 6] = ["ceph-mon", "ceph-mgr", "ceph-osd", "monmaptool", "ceph", "rbd"];
+const PROGRAMS: [&str; 7] = ["ceph-mon", "ceph-mgr", "ceph-osd", "ceph-authtool", "monmaptool", "ceph", "rbd"];
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Size of the OSD's file, which is sparse.
 const DISK_BYTES: u64 = 4 << 30;
@@ -38,10 +38,12 @@ impl CephNode {
         let mut node = Self { directory, daemons: Vec::new(), osd: None };
         node.configure();
         node.start_monitor();
+        node.make_key("mgr.x", &["mon", "allow profile mgr", "osd", "allow *", "mds", "allow *"]);
         let manager = node.spawn("ceph-mgr", &["-i", "x", "-f"]);
         node.daemons.push(manager);
         let id = uuid();
         assert_eq!(node.run("ceph", &["osd", "new", &id]).trim(), "0");
+        node.make_key("osd.0", &["mon", "allow profile osd", "mgr", "allow profile osd", "osd", "allow *"]);
         node.run("ceph-osd", &["-i", "0", "--mkfs", "--osd-uuid", &id]);
         node.start_osd();
         node.run("ceph", &["osd", "pool", "create", POOL, "8", "8"]);
@@ -59,13 +61,28 @@ impl CephNode {
         self.path("ceph.conf")
     }
 
-    /// Returns the name of one of its images.
+    /// Makes a user that may do this with images (`profile rbd pool=disks`), and returns the file that has its key.
+    ///
+    /// # Panics
+    /// If it cannot be made.
+    #[must_use]
+    pub fn add_user(&self, name: &str, may: &str) -> PathBuf {
+        self.make_key(&format!("client.{name}"), &["mon", "profile rbd", "osd", may])
+    }
+
+    fn make_key(&self, who: &str, may: &[&str]) -> PathBuf {
+        let keyring = self.path(&format!("{who}.keyring"));
+        self.run("ceph", &[&["auth", "get-or-create", who], may, &["-o", keyring.to_str().unwrap()]].concat());
+        keyring
+    }
+
+    /// Returns the name of one of its images, for its administrator.
     #[must_use]
     pub fn name(&self, image: &str) -> String {
         format!("rbd:{POOL}/{image}:conf={}", self.conf().display())
     }
 
-    /// Writes the configuration. Nobody else uses the cluster, so it needs no authentication.
+    /// Writes the configuration. Every user needs a key, as in most clusters.
     fn configure(&self) {
         let mut text = format!("[global]\nfsid = {}\nmon_initial_members = a\n", uuid());
         let _ = writeln!(text, "mon_host = {}", monitor_address());
@@ -73,8 +90,9 @@ impl CephNode {
             let _ = writeln!(text, "{key} = 127.0.0.1");
         }
         for who in ["cluster", "service", "client"] {
-            let _ = writeln!(text, "auth_{who}_required = none");
+            let _ = writeln!(text, "auth_{who}_required = cephx");
         }
+        let _ = writeln!(text, "keyring = {}/$name.keyring", self.directory.path().display());
         for (key, directory) in [("mon_data", "mon"), ("mgr_data", "mgr"), ("osd_data", "osd"), ("run_dir", "run")] {
             std::fs::create_dir(self.path(directory)).unwrap();
             let _ = writeln!(text, "{key} = {}", self.path(directory).display());
@@ -98,6 +116,7 @@ impl CephNode {
         ] {
             let _ = writeln!(text, "{key} = {value}");
         }
+        let _ = writeln!(text, "[mon]\nkeyring = {}/keyring", self.path("mon").display());
         std::fs::write(self.conf(), text).unwrap();
     }
 
@@ -107,7 +126,14 @@ impl CephNode {
         let value = |key: &str| conf.lines().find_map(|line| line.strip_prefix(&format!("{key} = "))).unwrap();
         let map = map.to_str().unwrap();
         self.run("monmaptool", &["--create", "--fsid", value("fsid"), "--addv", "a", value("mon_host"), map]);
-        self.run("ceph-mon", &["--mkfs", "-i", "a", "--monmap", map]);
+        let (own, admin) = (self.path("mon.keyring"), self.path("client.admin.keyring"));
+        let (own, admin) = (own.to_str().unwrap(), admin.to_str().unwrap());
+        let all = |what| ["--cap", what, "allow *"];
+        let new = |file, who| ["--create-keyring", file, "--gen-key", "-n", who];
+        self.run("ceph-authtool", &[&new(own, "mon.")[..], &all("mon")].concat());
+        self.run("ceph-authtool", &[&new(admin, "client.admin")[..], &all("mon"), &all("mgr"), &all("osd")].concat());
+        self.run("ceph-authtool", &[own, "--import-keyring", admin]);
+        self.run("ceph-mon", &["--mkfs", "-i", "a", "--monmap", map, "--keyring", own]);
         let monitor = self.spawn("ceph-mon", &["-i", "a", "-f"]);
         self.daemons.push(monitor);
     }

@@ -20,6 +20,7 @@ mod page;
 mod profile;
 mod qcow2_file;
 mod results;
+mod rounds;
 mod scratch;
 mod statistics;
 mod stolen;

@@ -4,7 +4,8 @@
 
 use super::BenchArguments;
 use super::measure::{CLIENT_CORE, SERVER_CORE, Tools, json_of, number, pinned, socket_path, version, with_server};
-use super::statistics::{median, ratios};
+use super::rounds::{chosen, in_turn, put_page};
+use super::statistics::{Spread, median};
 use super::stolen::least_stolen;
 use crate::command::Program;
 use crate::packages;
@@ -30,7 +31,7 @@ struct Load {
     goals: [f64; 2],
 }
 
-const LOADS: [Load; 3] = [
+static LOADS: [Load; 3] = [
     Load {
         name: "4 KiB random read, depth 32",
         fio: &["--rw=randread", "--bs=4k", "--iodepth=32"],
@@ -110,7 +111,7 @@ fn make_certificates(directory: &Path) -> Result<()> {
 fn server(side: Side, tools: &Tools, file: &Path, certificates: &Path, socket: &Path) -> Command {
     let ours = || {
         let mut command = pinned(SERVER_CORE, tools.ringdisk());
-        let drive = format!("file={},format=raw,name=disk", file.display());
+        let drive = format!("file={},format=raw,cache=writeback,name=disk", file.display());
         command.args(["nbd", "--reactors", "1", "--drive", &drive, "--socket"]).arg(socket);
         command
     };
@@ -196,7 +197,7 @@ fn cpu_us(pid: u32) -> Result<f64> {
 }
 
 struct Row {
-    load: usize,
+    load: &'static Load,
     place: &'static str,
     samples: [Vec<Sample>; 5],
 }
@@ -206,12 +207,9 @@ impl Row {
         self.samples[side].iter().map(|sample| sample.iops).collect()
     }
 
-    /// Formats the ratio of the rate of `side` to that of `other`: median, least and most over the rounds.
-    fn ratio(&self, side: usize, other: usize) -> String {
-        let ratios = ratios(&self.rates(side), &self.rates(other));
-        let least = ratios.iter().copied().fold(f64::MAX, f64::min);
-        let most = ratios.iter().copied().fold(0.0, f64::max);
-        format!("{:.2} ({least:.2} to {most:.2})", median(&ratios))
+    /// Returns the ratio of the rate of `side` to that of `other`.
+    fn ratio(&self, side: usize, other: usize) -> Spread {
+        Spread::of_ratios(&self.rates(side), &self.rates(other))
     }
 
     fn cpu(&self, side: usize) -> f64 {
@@ -224,55 +222,25 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
         ensure!(packages::find_program(program).is_some(), "{program} is missing; it is in the package {package}");
     }
     let tools = Tools::find(ringdisk)?;
-    let chosen: Vec<usize> = (0..LOADS.len())
-        .filter(|load| {
-            let name = LOADS[*load].name;
-            arguments.filter.is_empty() || arguments.filter.iter().any(|text| name.contains(text.as_str()))
-        })
-        .collect();
-    ensure!(!chosen.is_empty(), "no load has such a name: {}", LOADS.map(|load| load.name).join("; "));
-    if arguments.list {
-        chosen.iter().for_each(|load| println!("{}", LOADS[*load].name));
-        return Ok(());
-    }
+    let Some(loads) = chosen(&LOADS, |load| load.name, arguments)? else { return Ok(()) };
     let places = Places::create(arguments.directory.as_deref())?;
     let rounds = arguments.pairs.min(ROUNDS_MAX);
     let mut rows = Vec::new();
-    for load in chosen {
+    for load in loads {
         for (place, directory) in [("memory", &places.memory), ("disk", &places.disk)] {
             let file = directory.path().join("disk.raw");
             let mut row = Row { load, place, samples: Default::default() };
-            for round in 0..rounds {
-                for turn in 0..SIDES.len() {
-                    // Each side is first in turn, so that none has the better place.
-                    let side = (turn + round) % SIDES.len();
-                    let once =
-                        || measure(&LOADS[load], SIDES[side], &tools, &file, places.memory.path(), arguments.seconds);
-                    row.samples[side].push(least_stolen(STOLEN_ATTEMPTS, once)?);
-                }
-            }
-            println!(
-                "{}, {place}: {} of nbdkit, {} of qemu-nbd, TLS {}",
-                LOADS[load].name,
-                row.ratio(0, 1),
-                row.ratio(0, 2),
-                row.ratio(4, 3)
-            );
+            in_turn(rounds, SIDES.len(), |side| {
+                let once = || measure(load, SIDES[side], &tools, &file, places.memory.path(), arguments.seconds);
+                row.samples[side].push(least_stolen(STOLEN_ATTEMPTS, once)?);
+                Ok(())
+            })?;
+            let (to_nbdkit, to_qemu, tls) = (row.ratio(0, 1), row.ratio(0, 2), row.ratio(4, 3));
+            println!("{}, {place}: {to_nbdkit} of nbdkit, {to_qemu} of qemu-nbd, TLS {tls}", load.name);
             rows.push(row);
         }
     }
-    let text = page(&rows, rounds, arguments.seconds)?;
-    let output = match (&arguments.output, arguments.filter.is_empty()) {
-        (Some(path), _) => path.clone(),
-        (None, true) => workspace::root().join("docs/benchmarks-nbd.md"),
-        (None, false) => {
-            println!("\n{text}");
-            return Ok(());
-        }
-    };
-    std::fs::write(&output, text).with_context(|| format!("cannot write {}", output.display()))?;
-    println!("written: {}", output.display());
-    Ok(())
+    put_page(&page(&rows, rounds, arguments.seconds)?, "benchmarks-nbd.md", arguments)
 }
 
 fn page(rows: &[Row], rounds: usize, seconds: f64) -> Result<String> {
@@ -281,8 +249,9 @@ fn page(rows: &[Row], rounds: usize, seconds: f64) -> Result<String> {
         text,
         "`cargo xtask bench --nbd` has written this page. Each load ran {rounds} times for {seconds} s on each server, in\n\
          turn, with the same client: fio's nbd engine, one connection over a Unix socket, on a core of its own. Each server\n\
-         had one core, and a raw file of {} MiB, in memory (tmpfs) or on the disk by way of the page cache. The peers are\n\
-         {} with its file plugin and\n{} with io_uring.\n\n\
+         had one core, and a raw file of {} MiB, in memory (tmpfs) or on the disk by way of the page cache, which\n\
+         all of them use (`cache=writeback`), and which has all of it. The peers are {} with its file plugin\n\
+         and {} with io_uring.\n\n\
          Requests a second are medians. Ratios are medians of the rounds, with the least and the most.\n",
         FILE_BYTES >> 20,
         version("nbdkit"),
@@ -290,7 +259,7 @@ fn page(rows: &[Row], rounds: usize, seconds: f64) -> Result<String> {
     )?;
     text += "| load | file | Ringdisk | nbdkit | qemu-nbd | to nbdkit | goal | to qemu-nbd | goal |\n|---|---|---|---|---|---|---|---|---|\n";
     for row in rows {
-        let Load { name, goals: [first, second], .. } = &LOADS[row.load];
+        let Load { name, goals: [first, second], .. } = row.load;
         let [own, nbdkit, qemu] = [0, 1, 2].map(|side| median(&row.rates(side)));
         let (to_nbdkit, to_qemu) = (row.ratio(0, 1), row.ratio(0, 2));
         writeln!(
@@ -303,7 +272,7 @@ fn page(rows: &[Row], rounds: usize, seconds: f64) -> Result<String> {
     text += "| load | file | Ringdisk | nbdkit | qemu-nbd | clear, own client | TLS, own client | TLS to clear |\n|---|---|---|---|---|---|---|---|\n";
     for row in rows {
         let [own, nbdkit, qemu, clear, tls] = [0, 1, 2, 3, 4].map(|side| row.cpu(side));
-        let (name, ratio) = (LOADS[row.load].name, row.ratio(4, 3));
+        let (name, ratio) = (row.load.name, row.ratio(4, 3));
         writeln!(
             text,
             "| {name} | {} | {own:.1} | {nbdkit:.1} | {qemu:.1} | {clear:.1} | {tls:.1} | {ratio} |",

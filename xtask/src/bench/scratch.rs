@@ -4,10 +4,10 @@
 
 use super::BenchArguments;
 use super::measure::{Tools, bench, escaped, number, qemu, serve, socket_path, version, with_server};
-use super::statistics::{median, ratios};
+use super::rounds::{chosen, in_turn, put_page};
+use super::statistics::{Spread, median};
 use crate::command::Program;
-use crate::workspace;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -139,53 +139,28 @@ impl Row<'_> {
         median(&self.samples[side])
     }
 
-    /// Returns the ratio of the scratch overlay's rate to that of `side`: median, least and most over the rounds.
-    fn ratio(&self, side: usize) -> (f64, f64, f64) {
-        let ratios = ratios(&self.samples[0], &self.samples[side]);
-        let least = ratios.iter().copied().fold(f64::MAX, f64::min);
-        let most = ratios.iter().copied().fold(0.0, f64::max);
-        (median(&ratios), least, most)
+    /// Returns the ratio of the scratch overlay's rate to that of `side`.
+    fn ratio(&self, side: usize) -> Spread {
+        Spread::of_ratios(&self.samples[0], &self.samples[side])
     }
 }
 
 pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
     let tools = Tools::find(ringdisk)?;
-    let is_chosen = |load: &&Load| {
-        arguments.filter.is_empty() || arguments.filter.iter().any(|text| load.name.contains(text.as_str()))
-    };
-    let loads: Vec<&Load> = LOADS.iter().filter(is_chosen).collect();
-    ensure!(!loads.is_empty(), "no load has such a name: {}", LOADS.map(|load| load.name).join("; "));
-    if arguments.list {
-        loads.iter().for_each(|load| println!("{}", load.name));
-        return Ok(());
-    }
+    let Some(loads) = chosen(&LOADS, |load| load.name, arguments)? else { return Ok(()) };
     let files = Files::create()?;
     let mut rows = Vec::new();
     for load in loads {
         let mut samples = [Vec::new(), Vec::new(), Vec::new()];
-        for round in 0..arguments.pairs {
-            for place in 0..SIDES.len() {
-                // Each side is first in turn, so that none has the better place.
-                let side = (place + round) % SIDES.len();
-                samples[side].push(measure(load, SIDES[side], &tools, &files, arguments.seconds)?);
-            }
-        }
+        in_turn(arguments.pairs, SIDES.len(), |side| {
+            samples[side].push(measure(load, SIDES[side], &tools, &files, arguments.seconds)?);
+            Ok(())
+        })?;
         let row = Row { load, samples };
-        println!("{}: {:.2} of QEMU, {:.2} of qcow2", load.name, row.ratio(1).0, row.ratio(2).0);
+        println!("{}: {:.2} of QEMU, {:.2} of qcow2", load.name, row.ratio(1).middle, row.ratio(2).middle);
         rows.push(row);
     }
-    let text = page(&rows, arguments)?;
-    let output = match (&arguments.output, arguments.filter.is_empty()) {
-        (Some(path), _) => path.clone(),
-        (None, true) => workspace::root().join("docs/benchmarks-scratch.md"),
-        (None, false) => {
-            println!("\n{text}");
-            return Ok(());
-        }
-    };
-    std::fs::write(&output, text).with_context(|| format!("cannot write {}", output.display()))?;
-    println!("written: {}", output.display());
-    Ok(())
+    put_page(&page(&rows, arguments)?, "benchmarks-scratch.md", arguments)
 }
 
 fn page(rows: &[Row<'_>], arguments: &BenchArguments) -> Result<String> {
@@ -204,10 +179,7 @@ fn page(rows: &[Row<'_>], arguments: &BenchArguments) -> Result<String> {
     text += "|---|---|---|---|---|---|---|\n";
     for row in rows {
         let [own, qemu, qcow2] = [0, 1, 2].map(|side| row.rate(side));
-        let [of_qemu, of_qcow2] = [1, 2].map(|side| {
-            let (middle, least, most) = row.ratio(side);
-            format!("{middle:.2} ({least:.2} to {most:.2})")
-        });
+        let [of_qemu, of_qcow2] = [1, 2].map(|side| row.ratio(side));
         let (name, goal) = (row.load.name, row.load.goal);
         writeln!(text, "| {name} | {own:.0} | {qemu:.0} | {qcow2:.0} | {of_qemu} | {goal} | {of_qcow2} |")?;
     }

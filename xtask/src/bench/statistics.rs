@@ -21,6 +21,28 @@ pub(super) fn ratios(ours: &[f64], theirs: &[f64]) -> Vec<f64> {
     ours.iter().zip(theirs).filter(|(_, theirs)| **theirs > 0.0).map(|(ours, theirs)| ours / theirs).collect()
 }
 
+/// The middle of some ratios, and how far they go.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Spread {
+    pub(super) middle: f64,
+    least: f64,
+    most: f64,
+}
+
+impl Spread {
+    /// Of the ratios of pairs.
+    pub(super) fn of_ratios(ours: &[f64], theirs: &[f64]) -> Self {
+        let ratios = ratios(ours, theirs);
+        Self { middle: median(&ratios), least: quantile(&ratios, 0.0), most: quantile(&ratios, 1.0) }
+    }
+}
+
+impl std::fmt::Display for Spread {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:.2} ({:.2} to {:.2})", self.middle, self.least, self.most)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -32,5 +54,6 @@ mod tests {
         assert_eq!((quantile(&values, 0.0), quantile(&values, 1.0)), (1.0, 4.0));
         assert_eq!(median(&[]), 0.0);
         assert_eq!(ratios(&[2.0, 9.0, 1.0], &[1.0, 3.0, 0.0]), [2.0, 3.0]);
+        assert_eq!(Spread::of_ratios(&[2.0, 9.0, 1.0], &[1.0, 3.0, 0.0]).to_string(), "2.50 (2.00 to 3.00)");
     }
 }

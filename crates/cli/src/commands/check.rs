@@ -153,7 +153,7 @@ fn human(report: &CheckReport) -> String {
 /// Returns the JSON. Zero counts are left out, except that of errors.
 fn machine(args: &Args, report: &CheckReport) -> Value {
     let mut value = Map::new();
-    value.insert("filename".to_owned(), args.file.display().to_string().into());
+    value.insert("filename".to_owned(), image::shown(&args.file).into());
     value.insert("format".to_owned(), Format::Qcow2.to_string().into());
     value.insert("check-errors".to_owned(), report.check_errors.into());
     for (key, count) in [

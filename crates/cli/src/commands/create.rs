@@ -50,7 +50,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut wanted = NewImage::parse(format, &args.options)?;
     if size_bytes.is_some() {
         if wanted.size_bytes.is_some() {
-            return Err(usage(format!("{}: The image size must be specified only once", file.display())));
+            return Err(usage(format!("{}: The image size must be specified only once", opened_name(file))));
         }
         wanted.size_bytes = size_bytes;
     }
@@ -82,7 +82,7 @@ fn announcement(new: &NewImage, file: &Path) -> String {
         say("nocow", new.nocow.said());
         say("preallocation", new.preallocation.as_deref());
     }
-    say("backing_file", new.backing_file.as_deref());
+    say("backing_file", new.backing_file.as_deref().map(image::shown).as_deref());
     say("backing_fmt", new.backing_format.as_deref());
     if is_qcow2 {
         say("compat", new.compat.as_deref());

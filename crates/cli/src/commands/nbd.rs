@@ -163,8 +163,13 @@ fn serve(
     }
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     let count = args.reactors.map_or(cpus.min(usize::from(args.shared)), usize::from);
-    let spawn =
-        |index| Reactor::spawn(ReactorConfig::default().with(|config| config.name = format!("reactor-{index}")));
+    let spawn = |index| {
+        Reactor::spawn(ReactorConfig::default().with(|config| {
+            config.name = format!("reactor-{index}");
+            // There are no rings that would have to wait.
+            config.inline_bytes = INLINE_BYTES;
+        }))
+    };
     let reactors = (0..count).map(spawn).collect::<block::Result<Vec<ReactorThread>>>()?;
     let tls = args.tls.asked().map(|AddTls { credentials, required, verify_peer }| {
         Tls::new(&Credentials::in_directory(&credentials), required, verify_peer)
@@ -185,6 +190,9 @@ fn bitmap(image: Option<&Arc<Image>>, name: &str) -> anyhow::Result<NbdBitmap> {
     image.dirty_bitmap(name)?;
     Ok(NbdBitmap { name: name.to_owned(), source: Arc::clone(image) as Arc<dyn DirtyBitmaps> })
 }
+
+/// The longest transfer of a file in memory that a reactor carries out itself.
+const INLINE_BYTES: usize = 1 << 20;
 
 /// Only this user can connect.
 const SOCKET_MODE: u32 = 0o600;

@@ -90,12 +90,12 @@ pub(crate) fn create(
 fn check_served(socket: &Path, wanted: &NewImage) -> anyhow::Result<()> {
     if wanted.format != Format::Raw {
         let what = "no image can be created at a server's disk: use -O raw, or -n for an image that it holds";
-        bail!("{}: {what}", socket.display());
+        bail!("{}: {what}", opened_name(socket));
     }
     let disk_bytes = files().open(&opened_name(socket), Role::ReadOnly)?.length_bytes()?;
     match wanted.size_bytes {
         Some(size_bytes) if size_bytes > disk_bytes => {
-            bail!("{}: the server's disk has {disk_bytes} bytes, the image {size_bytes}", socket.display())
+            bail!("{}: the server's disk has {disk_bytes} bytes, the image {size_bytes}", opened_name(socket))
         }
         _ => Ok(()),
     }
@@ -124,7 +124,7 @@ fn empty_file(path: &Path, is_new: bool) -> anyhow::Result<Arc<dyn File>> {
     if !file.info().block_device {
         let queue = file.open_blocking()?;
         block_on(queue.start(FileOp::SetLength { length: 0 }))
-            .with_context(|| format!("cannot empty '{}'", path.display()))?;
+            .with_context(|| format!("cannot empty '{}'", opened_name(path)))?;
     }
     Ok(file)
 }

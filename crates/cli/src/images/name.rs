@@ -3,7 +3,7 @@
 use anyhow::{Context, anyhow, bail};
 use drive::ImageName;
 use file_rbd::RbdName;
-use image::{FileName, Format, name_text, os_name};
+use image::{FileName, Format, name_text, os_name, shown};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -30,9 +30,9 @@ fn protocol(text: &str) -> Option<(&str, &str)> {
 /// Returns the path of a file that will be created or written to.
 pub(crate) fn file_name(text: &Path) -> anyhow::Result<PathBuf> {
     if let Some(("json", _)) = text.to_str().and_then(protocol) {
-        bail!("Could not open '{}': a description names no file to be written", text.display());
+        bail!("Could not open '{}': a description names no file to be written", shown(text));
     }
-    path_of(&FileName::parse(text).with_context(|| format!("Could not open '{}'", text.display()))?)
+    path_of(&FileName::parse(text).with_context(|| format!("Could not open '{}'", shown(text)))?)
 }
 
 /// The beginnings of names of servers' disks.
@@ -85,7 +85,7 @@ pub(crate) fn backing_name(overlay: Option<&Path>, text: &str, look: bool) -> an
         None => return Ok(text.to_owned()),
         Some((protocol, _)) if !look && !FILE_DRIVERS.contains(&protocol) => return Ok(text.to_owned()),
         Some(("json", _)) => {
-            bail!("'{text}': an image names its backing file by the file's name, not by a description")
+            bail!("'{}': an image names its backing file by the file's name, not by a description", shown(text))
         }
         Some(("vhost-user", _)) => bail!("'{text}': a backing file is a file, not the disk of a vhost-user server"),
         Some(_) if let Some(remote) = remote_name(text) => {

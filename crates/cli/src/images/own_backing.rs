@@ -1,6 +1,7 @@
 //! A new image must not overwrite a file that it will rest on.
 
 use super::file_id::FileId;
+use super::name::opened_name;
 use super::open::files;
 use crate::output::usage;
 use image::{BackingPolicy, Format, Opener, Role, inspect, pass_gate};
@@ -42,8 +43,8 @@ fn refuse_one(emptied: &[PathBuf], below: &Path) -> anyhow::Result<()> {
         None => Ok(()),
         Some(path) => Err(usage(format!(
             "{}: Trying to create an image with the same filename as the backing file, or as one below it ('{}')",
-            path.display(),
-            below.display()
+            opened_name(path),
+            opened_name(below)
         ))),
     }
 }

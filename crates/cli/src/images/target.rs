@@ -26,7 +26,7 @@ pub(crate) fn refuse_same_file(source: &Image, target: &Path) -> anyhow::Result<
     if !target.exists() {
         return Ok(());
     }
-    let target_id = FileId::of(target).with_context(|| format!("Could not open '{}'", target.display()))?;
+    let target_id = FileId::of(target).with_context(|| format!("Could not open '{}'", opened_name(target)))?;
     let is_target = |name: &FileName| FileId::of(&name.look_at()).is_ok_and(|id| id == target_id);
     let said = source.said_image_names().next().map(|name| name.to_string()).unwrap_or_default();
     let what = match source.file_names().position(|name| is_target(&name)) {
@@ -34,7 +34,7 @@ pub(crate) fn refuse_same_file(source: &Image, target: &Path) -> anyhow::Result<
         Some(0) => format!("the source '{said}' itself"),
         Some(_) => format!("a file that the source '{said}' rests on"),
     };
-    let target = target.display();
+    let target = opened_name(target);
     let why = format!("The target '{target}' is {what}: nothing was written, choose another target");
     match program::is_qemu_img() {
         true => bail!("Failed to get \"write\" lock\nIs another process using the image [{target}]?\n{why}"),
@@ -93,10 +93,10 @@ pub(crate) fn sync_directory(path: &Path) -> anyhow::Result<()> {
     match std::fs::File::open(directory).and_then(|file| file.sync_all()) {
         // The copy itself is complete.
         Err(error) if cannot_be_asked(&error) => {
-            tracing::info!("nobody can say whether the name '{}' is durable: {error}", path.display());
+            tracing::info!("nobody can say whether the name '{}' is durable: {error}", opened_name(path));
             Ok(())
         }
-        done => done.with_context(|| format!("cannot make the name '{}' durable", path.display())),
+        done => done.with_context(|| format!("cannot make the name '{}' durable", opened_name(path))),
     }
 }
 

@@ -100,7 +100,7 @@ impl Watch {
     pub(crate) fn resumable<E: Into<anyhow::Error>>(&self, done: Result<(), E>, file: &Path) -> anyhow::Result<()> {
         let how = "its contents are as they were: run the same command again to finish";
         match done.map_err(Into::into) {
-            Err(error) if self.was_interrupted() => Err(error.context(format!("'{}': {how}", file.display()))),
+            Err(error) if self.was_interrupted() => Err(error.context(format!("'{}': {how}", image::shown(file)))),
             done => done,
         }
     }

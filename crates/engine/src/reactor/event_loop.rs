@@ -329,6 +329,10 @@ impl ReactorCtx for Local {
         self.fd_watches.add(&self.epoll, fd, readiness)
     }
 
+    fn watch_room(&self, id: WatchId, fd: BorrowedFd<'_>, wanted: bool) {
+        self.fd_watches.watch_room(&self.epoll, id, fd, wanted);
+    }
+
     fn unwatch_fd(&self, id: WatchId, fd: BorrowedFd<'_>) {
         self.fd_watches.remove(&self.epoll, id, fd);
     }
@@ -414,6 +418,9 @@ impl Local {
                 paces.busy(submitted);
                 pool_trim.worked();
                 look_again = LOOK_AGAIN;
+                continue;
+            }
+            if !self.fd_watches.is_empty() && self.wait(Some(Duration::ZERO)) > 0 {
                 continue;
             }
             if self.engines.in_flight() > 0 {

@@ -7,6 +7,13 @@ use std::collections::BTreeMap;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::rc::Rc;
 
+/// What one is watched for: changes only.
+fn flags(room: bool) -> epoll::EventFlags {
+    use epoll::EventFlags as Flags;
+    let always = Flags::IN | Flags::RDHUP | Flags::ET;
+    if room { always | Flags::OUT } else { always }
+}
+
 /// The watched descriptors of one reactor, by the number that epoll has for each. Zero is for all descriptors that are
 /// watched elsewhere.
 #[derive(Debug, Default)]
@@ -18,16 +25,22 @@ pub(crate) struct FdWatches {
 
 impl FdWatches {
     pub(crate) fn add(&self, epoll: &OwnedFd, fd: BorrowedFd<'_>, readiness: &Rc<Readiness>) -> Result<WatchId> {
-        use epoll::EventFlags as Flags;
         let id = self.last_id.get() + 1;
-        let flags = Flags::IN | Flags::OUT | Flags::RDHUP | Flags::ET;
-        epoll::add(epoll, fd, epoll::EventData::new_u64(id), flags)
+        epoll::add(epoll, fd, epoll::EventData::new_u64(id), flags(false))
             .map_err(|error| Error::io("cannot watch a descriptor with epoll", error.into()))?;
         self.last_id.set(id);
         let mut watches = self.watches.borrow_mut();
         watches.insert(id, Rc::clone(readiness));
         self.count.set(watches.len());
         Ok(WatchId(id))
+    }
+
+    /// Watches for room to write as well, or no longer.
+    pub(crate) fn watch_room(&self, epoll: &OwnedFd, id: WatchId, fd: BorrowedFd<'_>, wanted: bool) {
+        // A descriptor that is watched can be watched for something else: nothing is allocated for that.
+        if let Err(error) = epoll::modify(epoll, fd, epoll::EventData::new_u64(id.0), flags(wanted)) {
+            tracing::error!("cannot watch a descriptor for room to write: {error}");
+        }
     }
 
     pub(crate) fn remove(&self, epoll: &OwnedFd, id: WatchId, fd: BorrowedFd<'_>) {
@@ -52,6 +65,9 @@ impl FdWatches {
         let readiness = self.watches.borrow().get(&id).cloned();
         let Some(readiness) = readiness else { return };
         let ended = flags.intersects(Flags::HUP | Flags::ERR);
+        if ended || flags.contains(Flags::RDHUP) {
+            readiness.ends();
+        }
         if ended || flags.intersects(Flags::IN | Flags::RDHUP) {
             readiness.raise(Interest::Read);
         }

@@ -12,8 +12,8 @@
 //! * A discard writes zeros, because what a discard leaves is not the same in all formats.
 //! * If the other chain fails, or hangs and is given up, guests do not notice: the copy has failed, not the disk. Once
 //!   a record may name the other chain ([`BothSides::decide`]), its failures are reported to guests.
-//! * A write to the other chain that was given up is dropped if nobody uses that chain afterwards. If its layers are
-//!   the disk's own, the write goes on in a task of its own, and whoever copies waits for it ([`LateCalls`]).
+//! * A write to the other chain that was given up is dropped if nobody uses that chain afterwards. If that chain has layers
+//!   of the disk, the write goes on in a task of its own, and whoever copies waits for it ([`LateCalls`]).
 
 use crate::chain::exchange::change_log::ChangeLog;
 use crate::chain::give_up::{GiveUp, LateCalls, given_up};

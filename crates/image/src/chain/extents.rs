@@ -59,6 +59,11 @@ impl Extents {
     /// Returns the run at `self.at`, or its first part.
     fn look(&mut self) -> Result<Run> {
         for _ in 0..TRIES {
+            if self.chain.is_dead() {
+                // Another one comes when somebody opens the disk anew, and that may be never.
+                let what = "a layer of the disk could not be opened again after a change: open the disk anew";
+                return Err(Error::new(ErrorKind::Io, what));
+            }
             let asked = self.chain.layers.get(..self.layers).unwrap_or(&self.chain.layers);
             if let Some(places) = Places::in_layers(asked) {
                 let found = self.look_once();

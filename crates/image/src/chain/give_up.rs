@@ -6,8 +6,8 @@
 //! thread's own buffer.
 //!
 //! A late write still lands at its place in the file. So a write is given up only if nobody uses the file afterwards:
-//! the target of a copy. A write to a layer of the disk always ends: the job's thread waits for its own writes, and those
-//! of guests go on without their guests ([`LateCalls`]). A write keeps its space and its locks until it has ended.
+//! the target of a copy. A write to a layer of the disk is never abandoned: the job's thread waits for its own writes, and
+//! guests' writes go on in tasks of their own ([`LateCalls`]). A write keeps its space and its locks until it has ended.
 
 use super::layer::Layer;
 use block::{
@@ -64,7 +64,7 @@ impl GiveUp {
         self.tasks.wake_all();
     }
 
-    /// What `call` says, or an error as soon as it is given up and `may_end` says that it may be.
+    /// Awaits `call`. Fails as soon as the calls are given up and `may_end` allows this one to end.
     pub(crate) async fn or_end<T>(
         this: Option<&Self>,
         may_end: impl Fn() -> bool,

@@ -135,6 +135,11 @@ impl Chain {
         Self { limit_bytes: 0, ..Self::plain(layers, disk) }
     }
 
+    /// Whether it is such a chain.
+    pub(crate) fn is_dead(&self) -> bool {
+        self.limit_bytes < self.size_bytes
+    }
+
     /// Returns the account of buffer memory that requests use.
     pub(crate) fn buffers(&self) -> &BufferAccount {
         self.layers.first().map_or(&BufferAccount::UNLIMITED, |top| top.file.buffers())

@@ -326,10 +326,8 @@ impl Board {
         }
         let error = |seat: &Arc<Seat>| seat.error.lock().unwrap_or_else(PoisonError::into_inner).take();
         // All are taken: one that stayed would fail a later order.
-        match state.seats.iter().filter_map(error).last() {
-            Some(error) => Some(Err(error)),
-            None => Some(Ok(())),
-        }
+        let errors: Vec<Error> = state.seats.iter().filter_map(error).collect();
+        Some(errors.into_iter().next().map_or(Ok(()), Err))
     }
 
     /// Takes the right to exchange the chain. Refused while somebody else has the right or writes past the queues.
