@@ -259,12 +259,10 @@ fn a_slow_target_slows_the_backup_and_no_guest() {
 }
 
 /// A bitmap that is believed after a crash has to have all that was written since the backup that the next one rests on.
-#[test]
-fn killed_at_any_moment_of_a_backup_the_next_daemon_has_all_that_was_flushed_and_no_fleece() {
+fn backups_are_killed(moments: u64) {
     if !has_tool("qemu-img") {
         return;
     }
-    let moments = std::env::var("RINGDISK_KILL9_MOMENTS").map_or(4, |value| value.parse().expect("a number"));
     let mut bench = Bench::new();
     let [first, second, next, other] = ["first", "second", "next", "other"].map(|name| bench.path(name));
     let mut believed = 0;
@@ -311,6 +309,17 @@ fn killed_at_any_moment_of_a_backup_the_next_daemon_has_all_that_was_flushed_and
         bench.history = Arc::new(SectorHistory::holding(&seen));
     }
     eprintln!("{believed} of {moments} bitmaps were believed after the crash");
+}
+
+#[test]
+fn killed_at_any_moment_of_a_backup_the_next_daemon_has_all_that_was_flushed_and_no_fleece() {
+    backups_are_killed(common::kill9_moments(4));
+}
+
+#[test]
+#[ignore = "takes minutes"]
+fn backups_killed_at_fifty_moments() {
+    backups_are_killed(common::kill9_moments(50));
 }
 
 #[test]

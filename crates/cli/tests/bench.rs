@@ -288,3 +288,28 @@ fn maps_read_and_write_what_requests_do_and_are_counted() {
     run_fails(2, &["bench", "--socket", path_str(&raw), "--maps"]);
     assert!(std::fs::read(&raw).unwrap() == vec![7; 1 << 20]);
 }
+
+#[test]
+fn a_series_has_every_request_in_the_ten_milliseconds_in_which_it_completed() {
+    let directory = directory();
+    let series = at(&directory, "series.jsonl");
+    let load = ["--drive", "format=null,size=1M", "--count", "5000", "--queues", "2", "--series", path_str(&series)];
+    let report = json(&load);
+    let text = std::fs::read_to_string(&series).unwrap();
+    let mut lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let first = lines.next().unwrap();
+    assert!(first["begun_us"].as_u64() > Some(1_500_000_000_000_000) && first["width_ms"] == 10, "{first}");
+    let (mut requests, mut longest) = (0, 0.0_f64);
+    for (index, line) in lines.enumerate() {
+        assert_eq!(line["start_ms"].as_f64(), Some(index as f64 * 10.0));
+        let figure = |name: &str| line[name].as_f64().unwrap();
+        assert!(figure("p50_us") <= figure("p99_us") && figure("p99_us") <= figure("max_us"), "{line}");
+        requests += line["requests"].as_u64().unwrap();
+        longest = longest.max(figure("max_us"));
+    }
+    assert_eq!(requests, 5000);
+    let max_us = report["latency_us"]["max"].as_f64().unwrap();
+    assert!((longest / max_us - 1.0).abs() < 0.05, "{longest}, {max_us}");
+    let refused = run_fails(2, &["bench", "--compare", NULL, NULL, "--series", path_str(&series)]);
+    assert!(refused.contains("--series"), "{refused}");
+}

@@ -128,7 +128,7 @@ impl Patient {
         });
         let outcome = run(&disk, &self.handles(), &spec, &hooks).unwrap();
         killer.join().unwrap();
-        let Outcome { report, state } = outcome;
+        let Outcome { report, state, .. } = outcome;
         assert_eq!(report.mismatches, 0, "before the kill: {:?}", report.first_mismatch);
         assert!(report.cancelled && report.errors > 0, "the server was not killed under load: {report:?}");
         state.expect("a verified run").after_crash()

@@ -56,12 +56,10 @@ fn layers_are_streamed_and_committed_while_guests_work() {
     bench.history.check_read(0, &bench.as_qemu_sees(&top), bench.history.now()).unwrap();
 }
 
-#[test]
-fn killed_at_any_moment_of_a_job_the_chain_holds_what_was_flushed() {
+fn commits_and_streams_are_killed(moments: u64) {
     if !has_tool("qemu-img") {
         return;
     }
-    let moments = std::env::var("RINGDISK_KILL9_MOMENTS").map_or(4, |value| value.parse().expect("a number"));
     let mut bench = Bench::new();
     for moment in 0..moments {
         let server = bench.serve();
@@ -94,6 +92,17 @@ fn killed_at_any_moment_of_a_job_the_chain_holds_what_was_flushed() {
         assert_valid(&top, true);
         bench.history = Arc::new(SectorHistory::holding(&seen));
     }
+}
+
+#[test]
+fn killed_at_any_moment_of_a_job_the_chain_holds_what_was_flushed() {
+    commits_and_streams_are_killed(common::kill9_moments(4));
+}
+
+#[test]
+#[ignore = "takes minutes"]
+fn commits_and_streams_killed_at_fifty_moments() {
+    commits_and_streams_are_killed(common::kill9_moments(50));
 }
 
 /// Fills the disk, and discards most of it again.
@@ -146,12 +155,10 @@ fn a_file_gets_shorter_while_guests_work() {
     bench.history.check_read(0, &bench.as_qemu_sees(&image), bench.history.now()).unwrap();
 }
 
-#[test]
-fn killed_at_any_moment_of_a_compaction_the_image_holds_what_was_flushed() {
+fn compactions_are_killed(moments: u64) {
     if !has_tool("qemu-img") {
         return;
     }
-    let moments = std::env::var("RINGDISK_KILL9_MOMENTS").map_or(4, |value| value.parse().expect("a number"));
     let mut bench = Bench::new();
     let image = bench.path("base.qcow2");
     for moment in 0..moments {
@@ -175,4 +182,15 @@ fn killed_at_any_moment_of_a_compaction_the_image_holds_what_was_flushed() {
         assert_valid(&image, true);
         bench.history = Arc::new(SectorHistory::holding(&seen));
     }
+}
+
+#[test]
+fn killed_at_any_moment_of_a_compaction_the_image_holds_what_was_flushed() {
+    compactions_are_killed(common::kill9_moments(4));
+}
+
+#[test]
+#[ignore = "takes minutes"]
+fn compactions_killed_at_fifty_moments() {
+    compactions_are_killed(common::kill9_moments(50));
 }

@@ -106,12 +106,10 @@ fn a_mirror_that_is_cancelled_refused_or_has_no_room_leaves_nothing_behind() {
     server.stop();
 }
 
-#[test]
-fn killed_at_any_moment_of_a_mirror_the_disk_is_on_its_image_or_on_the_copy() {
+fn mirrors_are_killed(moments: u64) {
     if !has_tool("qemu-img") {
         return;
     }
-    let moments = std::env::var("RINGDISK_KILL9_MOMENTS").map_or(4, |value| value.parse().expect("a number"));
     let mut bench = Bench::new();
     for moment in 0..moments {
         let server = bench.serve();
@@ -138,6 +136,17 @@ fn killed_at_any_moment_of_a_mirror_the_disk_is_on_its_image_or_on_the_copy() {
         assert_eq!((bench.as_qemu_sees(&top) == seen, bench.recorded_top()), (true, top), "moment {moment}");
         bench.history = Arc::new(SectorHistory::holding(&seen));
     }
+}
+
+#[test]
+fn killed_at_any_moment_of_a_mirror_the_disk_is_on_its_image_or_on_the_copy() {
+    mirrors_are_killed(common::kill9_moments(4));
+}
+
+#[test]
+#[ignore = "takes minutes"]
+fn mirrors_killed_at_fifty_moments() {
+    mirrors_are_killed(common::kill9_moments(50));
 }
 
 /// With `RINGDISK_CONVERGE_RUNS=20`, on a machine of its own, the whole promise with its times. A loaded machine keeps no

@@ -29,6 +29,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 use tokio::sync::broadcast;
 
 /// A disk that the command line or a configuration file gives.
@@ -580,6 +581,11 @@ fn rounds_of(rounds: &image::CopyRounds) -> Option<Rounds> {
     })
 }
 
+/// Rounded up: a job that goes on needs a second at least.
+fn whole_seconds(time: Duration) -> u64 {
+    time.as_secs().saturating_add(u64::from(time.subsec_nanos() > 0)).max(1)
+}
+
 fn to_job(status: JobStatus) -> Job {
     let (state, error) = match status.state {
         daemon::JobState::Running => (JobState::Running, None),
@@ -604,6 +610,7 @@ fn to_job(status: JobStatus) -> Job {
         state,
         error,
         done_bytes: status.done_bytes,
+        eta_s: status.time_left.map(whole_seconds),
         total_bytes: status.total_bytes,
         rounds: rounds_of(&status.rounds),
         outcome: status.outcome,

@@ -90,6 +90,7 @@ impl Job {
             state,
             done_bytes,
             total_bytes,
+            time_left: self.watch.time_left().filter(|_| self.runs()),
             rounds: self.watch.rounds(),
             outcome: self.watch.outcome().map(str::to_owned),
         }

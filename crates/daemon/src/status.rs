@@ -188,6 +188,8 @@ pub struct JobStatus {
     /// Bytes to deal with: the disk's, plus those that guests write meanwhile. Never falls. A job that is done has
     /// dealt with all.
     pub total_bytes: u64,
+    /// How long the rest takes at the rate of the last seconds; `None` if it is not known.
+    pub time_left: Option<Duration>,
     /// The rounds in which a copy of a disk in use comes to its end.
     pub rounds: CopyRounds,
     /// The result of a job that is done, if it has more to say.

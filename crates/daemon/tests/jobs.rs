@@ -119,6 +119,7 @@ fn a_job_is_listed_with_progress_that_rises_to_its_total_and_takes_the_overlay_b
     }
     assert_eq!((last.state, last.done_bytes), (JobState::Done, last.total_bytes));
     assert!(last.total_bytes >= LARGE_BYTES);
+    assert_eq!(last.time_left, None, "it has ended");
     assert_eq!(served.layers(), layers - 1);
     served.daemon.wait_job(id).unwrap();
     served.daemon.cancel_job(id).unwrap();

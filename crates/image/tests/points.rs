@@ -7,7 +7,7 @@ use block::{ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, ReactorCtx, Re
 use live::{Bench, HostOpener, Shape, create};
 use ringdisk_image::{
     BitmapAction, ClosedEdit, Copied, CopyWatch, Format, Image, ImageOptions, MirrorEnd, MirrorScope, NewSnapshot,
-    PointInTime, SnapshotName, StateSource,
+    PointInTime, SnapshotName, StateSource, compact,
 };
 use std::path::Path;
 use std::process::Command;
@@ -87,6 +87,28 @@ fn a_chain_of_backups_has_the_disk_at_each_moment_while_queues_work() {
     let restored = bytes(&last);
     bench.image.close().unwrap();
     assert!(bytes(&top) == restored);
+    bench.assert_sound_and_as_written();
+}
+
+#[test]
+fn backups_by_a_bitmap_have_the_disk_while_its_file_gets_shorter() {
+    let bench = Bench::new(&Shape::qcow2(SIZE, &[4096]));
+    bench.image.edit_online(&bitmap("b", BitmapAction::Add { granularity_bytes: Some(4096) })).unwrap();
+    let fill = HistoryLoad { write_percent: 95, sectors_max: 256, ..HistoryLoad::default() };
+    let filling = bench.start(fill);
+    filling.wait_for_more(500);
+    assert_eq!(filling.finish(), [""; 0]);
+    let sectors = bench.history.sectors();
+    let load = bench.start(HistoryLoad { write_percent: 20, depth: 2, ..HistoryLoad::default() });
+    let (mut last, mut moved_bytes) = (back_up(&bench, None, Some("b")), 0);
+    for round in 0..3 {
+        bench.give_back(round * sectors / 4..round * sectors / 4 + sectors / 5);
+        load.wait_for_more(100);
+        moved_bytes += compact(&bench.image, &CopyWatch::default()).unwrap().moved_bytes;
+        last = back_up(&bench, Some(&last), Some("b"));
+    }
+    assert!(moved_bytes > 0);
+    assert_eq!(load.finish(), [""; 0]);
     bench.assert_sound_and_as_written();
 }
 

@@ -100,7 +100,7 @@ pub fn fill_and_verify(
         };
         run(disk, reactors, &bench, &Hooks { progress: Some(&halved), ..hooks.clone() })
     };
-    let Outcome { report: fill, state } = pass(0, Initial::Unknown)?;
+    let Outcome { report: fill, state, .. } = pass(0, Initial::Unknown)?;
     let flushed = flush(disk, reactors, spec.drain_timeout)?;
     let state = state.ok_or_else(|| Error::new(ErrorKind::Io, "a verified run gave no state"))?;
     // Blocks whose write failed may hold anything. The failed write itself is counted.

@@ -4,6 +4,7 @@
 //! them begin then.
 
 use crate::evenness::Evenness;
+use crate::moments::Moments;
 use crate::range::Range;
 use crate::report::{BatchCounts, Timings};
 use crate::spec::{BenchSpec, Pattern, Stop};
@@ -68,6 +69,7 @@ pub(crate) struct QueueResult {
     pub(crate) first_mismatch: Option<String>,
     pub(crate) batches: BatchCounts,
     pub(crate) evenness: Evenness,
+    pub(crate) moments: Option<Moments>,
     pub(crate) elapsed_seconds: f64,
     pub(crate) blocks: Option<Vec<BlockState>>,
     pub(crate) abandoned: usize,
@@ -162,6 +164,7 @@ impl Generator {
             first_mismatch: None,
             batches: BatchCounts::up_to(slots.len()),
             evenness: Evenness::default(),
+            moments: spec.moments.map(Moments::new),
             elapsed_seconds: 0.0,
             blocks: None,
             abandoned: 0,
@@ -211,6 +214,9 @@ impl Generator {
             result.batches.clear();
             result.evenness.clear();
             (result.bytes, result.by_maps) = (0, 0);
+            if let Some(moments) = &mut result.moments {
+                moments.clear();
+            }
         }
         if phase >= Phase::Drain && self.phase < Phase::Drain {
             result.elapsed_seconds = self.started.elapsed().as_secs_f64();
@@ -338,6 +344,9 @@ impl Generator {
                 Kind::Flush => (&mut result.flushes, 0),
             };
             timings.record(ns);
+            if let (Some(moments), Phase::Measure) = (&mut result.moments, self.phase) {
+                moments.record(now.saturating_duration_since(self.started), ns);
+            }
             result.bytes += bytes as u64;
         }
         self.untold += u64::from(slot.kind != Kind::Flush);

@@ -36,6 +36,7 @@ mod cpu;
 mod evenness;
 mod fill;
 mod generator;
+mod moments;
 mod over_driver;
 mod plot;
 mod range;
@@ -48,6 +49,7 @@ mod verify;
 
 pub use compare::{Comparison, Figure, FigureSpread, Ratios, Side, Spread, compare};
 pub use fill::{FillReport, FillSpec, fill_and_verify};
+pub use moments::Moment;
 pub use over_driver::driver_hooks;
 pub use plot::{Curve, Plot, Point};
 pub use report::{Batches, BenchReport, CounterGrowth, EngineHarvests, Latency, ProcessCpu};

@@ -3,6 +3,7 @@
 use crate::cpu::CpuSample;
 use crate::evenness::Evenness;
 use crate::generator::{Conductor, Generator, Parts, Phase, QueueResult};
+use crate::moments::{Moment, Moments};
 use crate::range::Range;
 use crate::report::{BatchCounts, BenchReport, CounterGrowth, EngineHarvests, ProcessCpu, Timings};
 use crate::spec::{Alloc, BenchSpec, Hooks, Initial, Pattern, Progress, Stop};
@@ -14,7 +15,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 /// How often to report progress and check the caller's cancel flag.
 const TICK: Duration = Duration::from_millis(50);
@@ -26,6 +27,10 @@ pub struct Outcome {
     pub report: BenchReport,
     /// The range's history; `None` if the run was not verified.
     pub state: Option<VerifyState>,
+    /// Latency over time, if [`BenchSpec::moments`] asks for it.
+    pub moments: Vec<Moment>,
+    /// When the measurement began.
+    pub begun: SystemTime,
 }
 
 /// Runs `spec` on `disk`, one queue on each of the first reactors. Waits for the end, so do not call it on a reactor.
@@ -44,7 +49,8 @@ pub fn run(
         conductor.set(Phase::Measure);
     }
     let (results, received) = channel();
-    let mut run = Run { spec, hooks, range, reactors, conductor, received, finished: Vec::new(), cancelled: false };
+    let (finished, begun) = (Vec::new(), SystemTime::now());
+    let mut run = Run { spec, hooks, range, reactors, conductor, received, finished, cancelled: false, begun };
     // Taken before anything is submitted, and again after the warm-up.
     let mut before = Sample::take(spec, hooks);
     let started = run.start(disk, &results);
@@ -52,6 +58,7 @@ pub fn run(
     if started.is_ok() && !spec.warmup.is_zero() {
         run.wait(Instant::now() + spec.warmup);
         before = Sample::take(spec, hooks);
+        run.begun = SystemTime::now();
         run.enter(Phase::Measure);
     }
     if started.is_ok() {
@@ -76,6 +83,7 @@ struct Run<'a> {
     received: Receiver<QueueResult>,
     finished: Vec<QueueResult>,
     cancelled: bool,
+    begun: SystemTime,
 }
 
 /// Counters read before and after the measurement.
@@ -206,7 +214,15 @@ impl Run<'_> {
             let blocks = self.finished.iter_mut().filter_map(|result| result.blocks.take()).flatten().collect();
             VerifyState::new(self.range, verify.seed, zeros, blocks)
         });
-        Ok(Outcome { report: self.report(before, after), state })
+        let mut moments: Option<Moments> = None;
+        for queue in self.finished.iter_mut().filter_map(|result| result.moments.take()) {
+            match &mut moments {
+                Some(moments) => moments.merge(&queue),
+                None => moments = Some(queue),
+            }
+        }
+        let moments = moments.map(Moments::summary).unwrap_or_default();
+        Ok(Outcome { report: self.report(before, after), state, moments, begun: self.begun })
     }
 
     fn report(&self, before: &Sample, after: &Sample) -> BenchReport {

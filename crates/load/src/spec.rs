@@ -93,6 +93,8 @@ pub struct BenchSpec {
     pub maps: bool,
     /// The server's processes, whose CPU time is reported.
     pub server_pids: Vec<u32>,
+    /// Keep latency over time, in pieces of this length. It takes eight bytes a request.
+    pub moments: Option<Duration>,
     /// How long requests in flight may take after the end. Then they are given up.
     pub drain_timeout: Duration,
 }
@@ -114,6 +116,7 @@ impl Default for BenchSpec {
             verify: None,
             maps: false,
             server_pids: Vec::new(),
+            moments: None,
             drain_timeout: Duration::from_secs(60),
         }
     }

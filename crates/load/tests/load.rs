@@ -174,7 +174,7 @@ fn bench(disk: &RamDisk, spec: &BenchSpec) -> Outcome {
 #[test]
 fn an_honest_disk_passes_and_every_request_is_counted() {
     let disk = RamDisk::new(Fault::None);
-    let Outcome { report, state } = bench(&disk, &mixed(Initial::Zeros));
+    let Outcome { report, state, .. } = bench(&disk, &mixed(Initial::Zeros));
     assert_eq!((report.errors, report.mismatches, report.requests), (0, 0, 10_001));
     assert_eq!(report.reads + report.writes, 10_001);
     assert_eq!(disk.requests.load(Ordering::Relaxed), 10_001 + report.flushes);

@@ -169,7 +169,7 @@ impl Noise {
     }
 }
 
-fn write_noise(path: &Path, size_bytes: u64) -> Result<()> {
+pub(super) fn write_noise(path: &Path, size_bytes: u64) -> Result<()> {
     let mut file = std::fs::File::create(path).with_context(|| format!("cannot create {}", path.display()))?;
     let mut noise = Noise::default();
     let mut block = vec![0_u8; 1 << 20];

@@ -12,6 +12,7 @@ mod files;
 mod half_full;
 mod ideas;
 mod images;
+mod jobs;
 mod maps;
 mod measure;
 mod nbd;
@@ -85,6 +86,10 @@ pub(crate) struct BenchArguments {
     /// docs/benchmarks-nbd.md, or the page of --output.
     #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "scrape", "resume", "size_mib", "before"])]
     nbd: bool,
+    /// Measure what guests notice of a snapshot, a commit, a mirror and a backup instead, beside qemu-storage-daemon. Writes
+    /// docs/benchmarks-jobs.md, or where --output says, and drawings to figures/ beside it. It takes four minutes.
+    #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "throttle", "nbd", "resume", "before", "filter", "list"])]
+    jobs: bool,
     /// Size of the files [default: 1024; 4096 with --images].
     #[arg(long, value_name = "MIB")]
     size_mib: Option<u64>,
@@ -154,6 +159,9 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     if arguments.scrape {
         ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);
         return scrape::run(ringdisk_of(arguments)?, arguments);
+    }
+    if arguments.jobs {
+        return jobs::run(ringdisk_of(arguments)?, arguments);
     }
     if arguments.nbd {
         ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);

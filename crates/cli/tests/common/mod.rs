@@ -38,6 +38,11 @@ pub(crate) fn run_fails(code: i32, arguments: &[&str]) -> String {
     text(&output.stderr)
 }
 
+/// At how many moments a test kills its daemon, where `RINGDISK_KILL9_MOMENTS` does not say.
+pub(crate) fn kill9_moments(usual: u64) -> u64 {
+    std::env::var("RINGDISK_KILL9_MOMENTS").map_or(usual, |value| value.parse().expect("a number"))
+}
+
 /// What `ringdisk info` says of an image whose server was killed. The kernel lets the locks of such a process go only
 /// after it has taken down its io_uring. The program waits for that, but a loaded machine may need longer.
 pub(crate) fn info_after_kill(image: &Path) -> String {

@@ -131,6 +131,10 @@ pub struct Job {
     pub done_bytes: u64,
     /// Bytes in total. Never falls.
     pub total_bytes: u64,
+    /// Seconds until it is done, at the rate of the last ten seconds. Absent if it has just begun, makes no progress, is
+    /// paused, or has ended. What guests will write meanwhile is not counted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eta_s: Option<u64>,
     /// The progress of its passes, if it copies a disk that guests write to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rounds: Option<Rounds>,

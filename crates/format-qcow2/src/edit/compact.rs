@@ -26,19 +26,18 @@ pub(super) async fn compact(
 
 /// Cuts off the end of the file, as far as nothing is in use there, after tables at the end have moved to the front. Nobody
 /// uses the image, and whoever has used it last has closed it: its references are not looked at again. Clusters that count
-/// as free and hold data stay, except those of `freed`, which the caller has made free. The contents do not change, even if
-/// this fails.
+/// as free and hold data stay, except those of `looked_at`: the caller has seen that nothing leads to what counts as free
+/// there. The contents do not change, even if this fails.
 pub async fn shorten_just_closed(
     io: &MetaIo,
     file: &dyn File,
     name: &str,
-    freed: Vec<Range<u64>>,
+    looked_at: Range<u64>,
     watch: &mut EditWatch<'_>,
 ) -> Result<()> {
-    let freed = super::cut::joined(freed);
-    move_to_start(io, file, name, freed.clone(), watch).await?;
+    move_to_start(io, file, name, vec![looked_at.clone()], watch).await?;
     let mut edit = Edit::open_again(io, file, name, watch).await?;
-    edit.nobodys = freed;
+    edit.nobodys = vec![looked_at];
     edit.cut_off_unused().await.map_err(|error| edit.failed(error))?;
     edit.io.flush().await.map_err(|error| edit.failed(error))
 }
@@ -55,11 +54,11 @@ async fn move_to_start(
     let moved = edit.move_tables().await;
     let prepared = match moved {
         Ok(None) => return Ok(()),
-        Ok(Some(tail)) => edit.prepare().await.map(|()| tail.start),
+        Ok(Some(last)) => edit.prepare().await.map(|()| last),
         Err(error) => Err(error),
     };
     match prepared {
-        Ok(end) if edit.refs.highest() <= end => match edit.switch().await {
+        Ok(last) if edit.refs.highest() <= last => match edit.switch().await {
             Ok(()) => edit.give_back().await.map_err(|error| edit.failed(error)),
             Err(failed) => edit.not_switched(failed).await,
         },
@@ -82,17 +81,17 @@ impl Edit<'_, '_> {
         self.tell(bytes, bytes)
     }
 
-    /// Moves all tables behind the last thing that stays; returns what they leave.
-    async fn move_tables(&mut self) -> Result<Option<Range<u64>>> {
+    /// Moves all tables behind the last thing that stays; returns where the last of them lay.
+    async fn move_tables(&mut self) -> Result<Option<u64>> {
         if !self.can_grow {
             return Ok(None);
         }
         let mut l1 = self.active_l1().await.map_err(|error| self.failed(error))?;
         let tables = self.movable_tables(&l1).await?;
         let tail = self.tail_of(&tables).await?;
-        if tables.range(tail.clone()).next().is_none() {
+        let Some(last) = tables.range(tail.clone()).next_back().copied() else {
             return Ok(None);
-        }
+        };
         let is_behind = |cluster: u64| tail.contains(&cluster) && tables.contains(&cluster);
         let mut moves = is_behind(self.geometry.cluster_of(self.header.l1_offset));
         for raw in &mut l1 {
@@ -106,7 +105,7 @@ impl Edit<'_, '_> {
             self.set_l1(&l1).await.map_err(|error| self.failed(error))?;
         }
         self.move_refcounts(&tail).await?;
-        Ok(Some(tail))
+        Ok(Some(last))
     }
 
     async fn moved_l2(&mut self, offset: u64) -> IoResult<u64> {

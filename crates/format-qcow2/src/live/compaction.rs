@@ -15,6 +15,9 @@
 //!    the entries are durable and the reads in flight have ended.
 //!
 //! An L2 table moves as a snapshot's table is copied: the next flush writes its copy, and then the L1 entry.
+//!
+//! A pass looks at every entry. Each that leads behind where the file is to end, and stays, must have a refcount there. So
+//! what counts as free behind it is nobody's, whatever it holds, and can be cut off.
 
 use crate::layout::entry::{COPIED, Cluster, ZERO};
 use crate::live::flush_queue::Barrier;
@@ -37,23 +40,19 @@ const PIECE_BYTES: u64 = 512 << 10;
 /// Refcounts that are counted in one step.
 const COUNT_CLUSTERS: u64 = 1 << 15;
 
-/// Ranges that were left are remembered up to this many. Others are known to be free by their holes.
-const VACATED_MAX: usize = 1 << 16;
-
-/// A compaction under way. While it lives, space is handed out from below where the file is going to end.
+/// A compaction under way. While it lives, space is handed out from below where the file is going to end; so it should
+/// live until the image is closed.
 #[derive(Debug)]
 pub struct Compaction {
-    inner: Arc<Inner>,
-    participant: Participant,
+    pub(super) inner: Arc<Inner>,
+    pub(super) participant: Participant,
     /// Host clusters from here on are to become free.
-    end: u64,
-    /// Where data were moved away from.
-    vacated: Vec<Range<u64>>,
+    pub(super) end: u64,
     moved_bytes: u64,
     /// Behind the end, and not moved in this pass for want of room below.
     missed_bytes: u64,
     /// Behind the end, and never moved.
-    fixed_bytes: u64,
+    pub(super) fixed_bytes: u64,
 }
 
 /// What a step has come to.
@@ -93,19 +92,11 @@ impl Compaction {
         self.fixed_bytes
     }
 
-    /// Host clusters that data were moved away from: those of them that are free now were never anything else's.
+    /// After a whole pass and [`Qcow2::look_at_still`]: host clusters of which all that count as free are nobody's, whatever
+    /// they hold. Everything that leads there was seen, and has a refcount.
     #[must_use]
-    pub fn into_vacated(mut self) -> Vec<Range<u64>> {
-        std::mem::take(&mut self.vacated)
-    }
-
-    fn note_vacated(&mut self, clusters: Range<u64>) {
-        let count = self.vacated.len();
-        match self.vacated.last_mut() {
-            Some(last) if last.end == clusters.start => last.end = clusters.end,
-            _ if count < VACATED_MAX => self.vacated.push(clusters),
-            _ => {}
-        }
+    pub fn looked_at(&self) -> Range<u64> {
+        self.end..u64::MAX
     }
 }
 
@@ -212,6 +203,14 @@ impl Qcow2 {
         (!inner.can_discard).then_some("its file system cannot make holes in a file")
     }
 
+    /// Host clusters that nothing leads to any more and that count as used all the same. A flush frees some of them.
+    #[must_use]
+    pub fn unfreed_clusters(&self) -> u64 {
+        let state = self.inner.lock();
+        let freed = state.unlinked.iter().chain(&state.retired);
+        freed.fold(0, |sum, freed| sum.saturating_add(freed.clusters.end.saturating_sub(freed.clusters.start)))
+    }
+
     /// Begins a pass: finds out where the file can end. The caller has flushed, and nobody takes snapshots of the image or
     /// runs another compaction until the end.
     pub async fn begin_compaction(&self, io: &MetaIo) -> IoResult<Compaction> {
@@ -232,7 +231,6 @@ impl Qcow2 {
             inner: Arc::clone(inner),
             participant: inner.epochs.join(),
             end,
-            vacated: Vec::new(),
             moved_bytes: 0,
             missed_bytes: 0,
             fixed_bytes: 0,
@@ -283,11 +281,9 @@ impl Qcow2 {
             }
             Found::Clusters(moving) => {
                 let (next, bytes) = (bytes_of(moving.allocation.guest.end), moving.allocation.length_bytes);
-                let vacated = moving.barred.clone();
                 if !self.finish_move(io, moving, waits).await? {
                     return Ok(CompactionStep { next, moved_bytes: 0, late_bytes: bytes });
                 }
-                compaction.note_vacated(vacated);
                 compaction.moved_bytes = compaction.moved_bytes.saturating_add(bytes);
                 CompactionStep::over(next, bytes)
             }
@@ -329,23 +325,20 @@ impl Qcow2 {
             return Err(Stop::Need(Need::Flush));
         }
         let l1_index = geometry.l1_index(first);
-        let table_end = geometry.table_end(first).min(geometry.guest_clusters());
         let Some(table) = inner.table_or_complain(l1_index)? else {
-            return Ok(Found::Nothing { next: table_end, fixed: 0 });
+            return Ok(Found::Nothing { next: geometry.table_end(first), fixed: 0 });
         };
-        if !table.copied {
-            // A snapshot shares it, and all that it leads to.
-            return Ok(Found::Nothing { next: table_end, fixed: 1 });
-        }
         let is_behind = geometry.cluster_of(table.offset) >= end && !state.fresh_tables.contains_key(&l1_index);
-        if is_behind && inner.try_move_table(state, l1_index, table.offset, end)? {
+        if table.copied && is_behind && inner.try_move_table(state, l1_index, table.offset, end)? {
             return Ok(Found::Table);
         }
         let slice = geometry.slice_of(first);
         if inner.slices.view(slice).is_none() {
             return Err(Stop::Need(Need::Slice(slice)));
         }
-        let limit = geometry.slice_end(first).min(table_end);
+        // A table that a snapshot shares stays, and so does all that it leads to, and what lies behind the disk's end.
+        let movable_end = if table.copied { geometry.guest_clusters() } else { 0 };
+        let limit = geometry.slice_end(first);
         let (mut cluster, mut fixed) = (first, 0u64);
         let kind = loop {
             if cluster >= limit {
@@ -353,15 +346,20 @@ impl Qcow2 {
             }
             match inner.kind(slice, cluster, end)? {
                 Kind::Settled => {}
-                Kind::Fixed => fixed = fixed.saturating_add(1),
-                kind => break kind,
+                kind if kind.host().is_some() && cluster < movable_end => break kind,
+                _ => match inner.require_counted(state, slice, cluster) {
+                    Ok(()) => fixed = fixed.saturating_add(1),
+                    // Each may need another block. What was looked at before is not looked at again.
+                    Err(Stop::Need(_)) if cluster > first => return Ok(Found::Nothing { next: cluster, fixed }),
+                    Err(stop) => return Err(stop),
+                },
             }
             cluster = cluster.saturating_add(1);
         };
         if cluster > first {
             return Ok(Found::Nothing { next: cluster, fixed });
         }
-        self.begin_move(state, slice, cluster..limit, kind, end)
+        self.begin_move(state, slice, cluster..limit.min(movable_end), kind, end)
     }
 
     /// Begins to move as much as lies together, from the first of some clusters of a slice on.
@@ -455,6 +453,18 @@ impl Inner {
             Cluster::Data { host, copied: true } | Cluster::ZeroAllocated { host, copied: true } => Kind::Empty(host),
             _ => Kind::Fixed,
         })
+    }
+
+    /// Fails where an entry leads to what counts as free: it would be cut off.
+    fn require_counted(&self, state: &mut State, slice: u64, cluster: u64) -> Step<()> {
+        let entry = match self.geometry.extended_l2 {
+            true => self.extended(slice, cluster)?.cluster,
+            false => self.cluster(slice, cluster)?,
+        };
+        for host in entry.host_clusters(&self.geometry) {
+            self.refcount_in_use(state, host)?;
+        }
+        Ok(())
     }
 
     /// Gives an L2 table a place below `end`. False if there is none, or the table is not this disk's alone.

@@ -1,4 +1,5 @@
 use super::*;
+use crate::edit::snapshots::{NewSnapshot, create_snapshot};
 use crate::fixture::{self, CLUSTER};
 use crate::live::image::OpenOptions;
 use block::{Extent, File, FileIo, FileQueue, block_on};
@@ -161,5 +162,63 @@ fn a_slice_is_not_taken_from_where_its_table_no_longer_lies() {
         assert!(inner.slices.view(slice).is_none(), "it is what lies in the old place now");
         assert_eq!(host_of(&qcow2, &io, at).await, host);
         qcow2.close(&io).await.unwrap();
+    });
+}
+
+/// Data everywhere, shared with an internal snapshot.
+async fn shared(storage: &SimStorage, io: &MetaIo) -> Qcow2 {
+    with_room(storage, io).await.close(io).await.unwrap();
+    let file = fixture::file(storage);
+    create_snapshot(io, &*file, fixture::NAME, &NewSnapshot::new("kept"), &mut |_, _| true).await.unwrap();
+    fixture::opened(storage, io).await
+}
+
+/// One pass; the last clusters never move, because a snapshot shares them.
+async fn pass(qcow2: &Qcow2, io: &MetaIo) -> IoResult<Compaction> {
+    let mut compaction = qcow2.begin_compaction(io).await?;
+    let mut at = 0;
+    while at < SIZE {
+        at = qcow2.compact_step(io, &mut compaction, at, async || true).await?.next;
+    }
+    Ok(compaction)
+}
+
+#[test]
+fn a_cluster_that_is_used_and_counts_as_free_ends_the_pass_that_meets_it() {
+    let (storage, io) = fixture::created(SIZE);
+    block_on(async {
+        let qcow2 = shared(&storage, &io).await;
+        let inner = &*qcow2.inner;
+        let compaction = pass(&qcow2, &io).await.unwrap();
+        assert!(compaction.fixed_bytes() > 0);
+        drop(compaction);
+        let host = inner.geometry.cluster_of(host_of(&qcow2, &io, LAST).await);
+        inner.run(&io, |state| inner.refcount_in_use(state, host)).await.unwrap();
+        inner.lock().refcounts.set(host, 0).unwrap();
+        assert_eq!(pass(&qcow2, &io).await.unwrap_err().kind(), block::IoErrorKind::Corrupt);
+    });
+}
+
+#[test]
+fn what_only_a_snapshot_leads_to_must_count_too() {
+    let (storage, io) = fixture::created(SIZE);
+    block_on(async {
+        let qcow2 = shared(&storage, &io).await;
+        let inner = &*qcow2.inner;
+        let host = inner.geometry.cluster_of(host_of(&qcow2, &io, LAST).await);
+        qcow2.discard(&io, 0, SIZE).await.unwrap();
+        qcow2.flush(&io).await.unwrap();
+        qcow2.flush(&io).await.unwrap();
+        let mut compaction = pass(&qcow2, &io).await.unwrap();
+        assert_eq!(compaction.fixed_bytes(), 0);
+        // As if all in front were free.
+        compaction.end = host;
+        assert_eq!(qcow2.look_at_still(&io, &mut compaction, || false).await, Ok(false));
+        assert_eq!(qcow2.look_at_still(&io, &mut compaction, || true).await, Ok(true));
+        assert!(compaction.fixed_bytes() > 0);
+        inner.run(&io, |state| inner.refcount_in_use(state, host)).await.unwrap();
+        inner.lock().refcounts.set(host, 0).unwrap();
+        let looked = qcow2.look_at_still(&io, &mut compaction, || true).await;
+        assert_eq!(looked.unwrap_err().kind(), block::IoErrorKind::Corrupt);
     });
 }

@@ -26,6 +26,7 @@ pub(crate) mod packing;
 mod part_write;
 pub(crate) mod refcounts;
 mod state;
+mod still_entries;
 mod subclusters;
 pub(crate) mod write;
 pub(crate) mod zero;

@@ -14,6 +14,7 @@ use ringdisk_format_qcow2::{Barrier, CreateOptions, Qcow2, create};
 use shuttle::future::block_on;
 use shuttle::thread;
 use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use testkit::histories::{History, Yielding};
 use testkit::schedules::{LONG, Verdict, explore, schedules, seed};
@@ -233,26 +234,91 @@ fn execution(shape: Shape, seed: u64, skipped: Option<Barrier>, verdict: &Verdic
             world.write(&guest, unit, 1).await;
         }
     });
-    let work = |thread| {
+    join(world.start_threads());
+    world.end();
+}
+
+/// Clusters and tables move to the front of the file beside what queues do.
+fn compaction(shape: Shape, seed: u64, skipped: Option<Barrier>, verdict: &Verdict) {
+    let world = World::new(shape, seed, skipped, verdict);
+    let guest = world.guest();
+    block_on(async {
+        for unit in FILLER {
+            guest.write(unit * UNIT as u64, &bytes_of(unit, 1)).await.unwrap();
+        }
+        for unit in shape.units {
+            world.write(&guest, unit, 1).await;
+        }
+        for unit in FILLER {
+            guest.discard(unit * UNIT as u64, UNIT as u64).await.unwrap();
+        }
+        guest.flush().await.unwrap();
+        guest.flush().await.unwrap();
+    });
+    let moves = {
         let world = world.clone();
-        thread::spawn(move || world.work(thread))
+        thread::spawn(move || world.compact())
     };
-    let threads: Vec<_> = (1..=THREADS).map(work).collect();
+    join(world.start_threads());
+    moves.join().unwrap();
+    world.end();
+}
+
+/// These units make room in front.
+const FILLER: std::ops::Range<u64> = 8..24;
+
+/// Bytes that compactions have moved.
+static MOVED: AtomicU64 = AtomicU64::new(0);
+
+fn join(threads: Vec<thread::JoinHandle<()>>) {
     for thread in threads {
         thread.join().unwrap();
     }
-    block_on(async {
-        for unit in shape.units {
-            world.read(&guest, unit).await;
-        }
-        guest.close().await.unwrap();
-    });
-    let report = qcow2_check(&world.storage.bytes(NAME)).unwrap();
-    if let Err(damage) = report.sound() {
-        verdict.fail(damage);
+}
+
+impl World {
+    fn start_threads(&self) -> Vec<thread::JoinHandle<()>> {
+        let start = |thread| {
+            let world = self.clone();
+            thread::spawn(move || world.work(thread))
+        };
+        (1..=THREADS).map(start).collect()
     }
-    if report.leaked_clusters > 0 {
-        verdict.fail(format!("{} clusters leaked", report.leaked_clusters));
+
+    fn compact(&self) {
+        let guest = self.guest();
+        block_on(async {
+            let mut compaction = self.qcow2.begin_compaction(&guest.io).await.unwrap();
+            let mut at = 0;
+            while at < self.shape.size_bytes {
+                let mut patience = 30;
+                let waits = async || {
+                    thread::yield_now();
+                    patience -= 1;
+                    patience > 0
+                };
+                at = self.qcow2.compact_step(&guest.io, &mut compaction, at, waits).await.unwrap().next;
+            }
+            MOVED.fetch_add(compaction.moved_bytes(), Ordering::Relaxed);
+        });
+    }
+
+    /// What is left, on a file that is sound.
+    fn end(&self) {
+        let guest = self.guest();
+        block_on(async {
+            for unit in self.shape.units {
+                self.read(&guest, unit).await;
+            }
+            guest.close().await.unwrap();
+        });
+        let report = qcow2_check(&self.storage.bytes(NAME)).unwrap();
+        if let Err(damage) = report.sound() {
+            self.verdict.fail(damage);
+        }
+        if report.leaked_clusters > 0 {
+            self.verdict.fail(format!("{} clusters leaked", report.leaked_clusters));
+        }
     }
 }
 
@@ -264,6 +330,14 @@ fn allocate_discard_reuse_flush_and_read_keep_to_the_rules_in_every_schedule() {
 #[test]
 fn clusters_in_parts_keep_to_the_rules_in_every_schedule() {
     explore(seed(), schedules(700), LONG, |seed, verdict| execution(IN_PARTS, seed, None, verdict)).unwrap();
+}
+
+#[test]
+fn moves_beside_writes_and_discards_keep_to_the_rules_in_every_schedule() {
+    explore(seed(), schedules(1500), LONG, |seed, verdict| compaction(PLAIN, seed, None, verdict)).unwrap();
+    let moved = MOVED.load(Ordering::Relaxed);
+    println!("{moved} bytes moved");
+    assert!(moved > 0);
 }
 
 fn must_be_found(shape: Shape, skipped: Barrier) {
@@ -280,4 +354,10 @@ fn a_mutant_that_reuses_space_before_its_epoch_is_over_is_found() {
 fn a_mutant_that_calls_overwrites_durable_whose_tables_are_not_is_found() {
     must_be_found(PLAIN, Barrier::Overwrite);
     must_be_found(IN_PARTS, Barrier::Overwrite);
+}
+
+#[test]
+fn a_mutant_that_moves_what_is_being_overwritten_is_found() {
+    let found = explore(seed(), 20_000, LONG, |seed, verdict| compaction(PLAIN, seed, Some(Barrier::Move), verdict));
+    println!("{}", found.unwrap_err());
 }

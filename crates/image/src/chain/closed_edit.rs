@@ -22,9 +22,9 @@ pub enum ClosedEdit {
     DeleteSnapshot(SnapshotName),
     /// Make the disk what it was when this snapshot was taken.
     ApplySnapshot(SnapshotName),
-    /// Move tables from the end of the file to its start, and cut the file off behind the last used cluster. A
-    /// compaction has freed these host clusters.
-    Shorten(Vec<Range<u64>>),
+    /// Move tables from the end of the file to its start, and cut the file off behind the last used cluster. In this range
+    /// of host clusters, free clusters are cut off whatever they hold: a compaction has checked all entries that lead there.
+    Shorten(Range<u64>),
 }
 
 /// A file that begins with the state of a machine.
@@ -85,7 +85,9 @@ impl Layer {
             ClosedEdit::Bitmaps(actions) => {
                 format_qcow2::edit_bitmaps_just_closed(io, file, name, actions, go_on).await
             }
-            ClosedEdit::Shorten(freed) => format_qcow2::shorten_just_closed(io, file, name, freed.clone(), go_on).await,
+            ClosedEdit::Shorten(looked_at) => {
+                format_qcow2::shorten_just_closed(io, file, name, looked_at.clone(), go_on).await
+            }
             ClosedEdit::CreateSnapshot(new) => format_qcow2::create_snapshot(io, file, name, new, go_on).await,
             ClosedEdit::SaveState(new, source) => {
                 let from = MetaIo::of_file(&*source.file)?;

@@ -21,6 +21,9 @@ const PASSES_MAX: usize = 4;
 /// So much is moved between two flushes. Until then the old places are in use, too.
 const FLUSH_BYTES: u64 = 16 << 20;
 
+/// So many flushes in a row that free nothing are enough: guests discard as fast.
+const VAIN_FLUSHES_MAX: u32 = 3;
+
 /// How long a move waits for requests in flight, in naps. Whoever wants to write there meanwhile does, and ends the wait.
 const NAPS: [u32; 3] = [20, 100, 1000];
 const NAP: Duration = Duration::from_micros(100);
@@ -75,7 +78,7 @@ pub async fn compact_async(image: &Image, watch: &CopyWatch, nap: impl AsyncFn()
     let chain = image.chain();
     let (top, qcow2) = check(&chain)?;
     let before_bytes = top.file.length_bytes()?;
-    let mut compacting = Compacting { top, qcow2, io: top.open_blocking()?, watch, nap, vacated: Vec::new() };
+    let mut compacting = Compacting { top, qcow2, io: top.open_blocking()?, watch, nap, under_way: None };
     let (mut moved_bytes, mut last) = (0u64, Pass::default());
     for _ in 0..PASSES_MAX {
         last = compacting.pass(chain.size_bytes).await?;
@@ -84,14 +87,16 @@ pub async fn compact_async(image: &Image, watch: &CopyWatch, nap: impl AsyncFn()
             break;
         }
     }
-    let edit = ClosedEdit::Shorten(std::mem::take(&mut compacting.vacated));
+    let looked_at = compacting.look_at_rest().await?;
     watch.check()?;
     let held = Instant::now();
-    let result = image.edit_layer(0, &edit).await;
+    // Tables that are written meanwhile still go to the front: the last pass is not over yet.
+    let result = image.edit_layer(0, &ClosedEdit::Shorten(looked_at)).await;
     watch.note_hold(held.elapsed());
     result?;
+    let fixed_bytes = compacting.fixed_bytes();
     let after_bytes = top.file.length_bytes()?;
-    let Pass { fixed_bytes, missed_bytes, .. } = last;
+    let missed_bytes = last.missed_bytes;
     Ok(Compacted { before_bytes, after_bytes, moved_bytes, fixed_bytes, missed_bytes })
 }
 
@@ -123,7 +128,6 @@ fn check(chain: &Chain) -> Result<(&Arc<Layer>, &Qcow2)> {
 struct Pass {
     moved_bytes: u64,
     missed_bytes: u64,
-    fixed_bytes: u64,
 }
 
 struct Compacting<'a, N> {
@@ -132,16 +136,16 @@ struct Compacting<'a, N> {
     io: MetaIo,
     watch: &'a CopyWatch,
     nap: N,
-    vacated: Vec<Range<u64>>,
+    /// The pass that was begun last.
+    under_way: Option<Compaction>,
 }
 
 impl<N: AsyncFn()> Compacting<'_, N> {
     async fn pass(&mut self, size_bytes: u64) -> Result<Pass> {
-        // What was discarded becomes free: once its unlinking is durable, with the next flush.
-        self.top.flush().await?;
-        self.top.flush().await?;
+        self.free_what_was_discarded().await?;
         self.watch.round(size_bytes);
         let failed = |error| self.top.failed("cannot find out what of it is in use", error);
+        self.under_way = None;
         let mut compaction = self.qcow2.begin_compaction(&self.io).await.map_err(failed)?;
         let (mut at, mut since_flush, mut late) = (0, 0u64, 0u64);
         while at < size_bytes {
@@ -164,10 +168,37 @@ impl<N: AsyncFn()> Compacting<'_, N> {
         let pass = Pass {
             moved_bytes: compaction.moved_bytes(),
             missed_bytes: compaction.missed_bytes().saturating_add(late),
-            fixed_bytes: compaction.fixed_bytes(),
         };
-        self.vacated.append(&mut compaction.into_vacated());
+        self.under_way = Some(compaction);
         Ok(pass)
+    }
+
+    /// What was discarded counts as used until its unlinking is durable. A flush frees only so much of it, and what requests in
+    /// flight may still use not at all.
+    async fn free_what_was_discarded(&self) -> Result<()> {
+        let (mut left, mut vain) = (u64::MAX, 0);
+        while left > 0 && vain < VAIN_FLUSHES_MAX {
+            self.watch.check()?;
+            self.top.flush().await?;
+            let now = self.qcow2.unfreed_clusters();
+            vain = if now < left { 0 } else { vain.saturating_add(1) };
+            left = now;
+        }
+        Ok(())
+    }
+
+    fn fixed_bytes(&self) -> u64 {
+        self.under_way.as_ref().map_or(0, Compaction::fixed_bytes)
+    }
+
+    /// Looks at what the last pass did not meet. Returns where all that counts as free is nobody's.
+    async fn look_at_rest(&mut self) -> Result<Range<u64>> {
+        let Some(compaction) = &mut self.under_way else { return Ok(0..0) };
+        let goes_on = || self.watch.check().is_ok();
+        let looked = self.qcow2.look_at_still(&self.io, compaction, goes_on).await;
+        looked.map_err(|error| self.top.failed("cannot find out what of it is in use", error))?;
+        self.watch.check()?;
+        Ok(compaction.looked_at())
     }
 
     /// Moves what comes next. Where requests in flight take long, it waits longer the next time, and then leaves it.

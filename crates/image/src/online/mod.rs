@@ -52,6 +52,7 @@ pub(crate) mod move_onto;
 pub(crate) mod overlay;
 pub(crate) mod point_in_time;
 mod ranges;
-pub(crate) mod reopen;
+pub(crate) mod recent_rate;
+mod reopen;
 pub(crate) mod take_back;
 pub(crate) mod watch;

@@ -1,9 +1,10 @@
 //! How whoever changes a running disk is watched, slowed down and stopped.
 
+use super::recent_rate::RecentRate;
 use crate::chain::give_up::GiveUp;
 use block::{Error, ErrorKind, Result};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Watches, slows down and stops a copy that goes on for long. Shared by the one who copies and by those who look.
@@ -24,6 +25,7 @@ pub struct CopyWatch {
     begun: OnceLock<Instant>,
     outcome: OnceLock<String>,
     pace: Mutex<Pace>,
+    rate: Mutex<RecentRate>,
     /// The pace has changed, or the copy is cancelled.
     changed: Condvar,
     give_up: Option<Arc<GiveUp>>,
@@ -112,6 +114,7 @@ impl CopyWatch {
 
     /// Goes on.
     pub fn resume(&self) {
+        self.lock_rate().forget();
         self.change(|pace| pace.is_paused = false);
     }
 
@@ -144,6 +147,22 @@ impl CopyWatch {
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         self.total_bytes.load(Ordering::Relaxed)
+    }
+
+    /// How long the rest takes if it goes on as in the last seconds; `None` where nobody can say. What guests write meanwhile
+    /// is not foreseen.
+    #[must_use]
+    pub fn time_left(&self) -> Option<Duration> {
+        if self.is_paused() || self.is_cancelled() {
+            return None;
+        }
+        let done_bytes = self.done_bytes();
+        let left_bytes = self.total_bytes().saturating_sub(done_bytes);
+        self.lock_rate().time_for(Instant::now(), done_bytes, left_bytes)
+    }
+
+    fn lock_rate(&self) -> MutexGuard<'_, RecentRate> {
+        self.rate.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Notes what it has come to, once, for people.
@@ -183,6 +202,7 @@ impl CopyWatch {
     pub(super) fn round(&self, bytes: u64) {
         self.begun.get_or_init(Instant::now);
         self.more(bytes);
+        self.lock_rate().note(Instant::now(), self.done_bytes());
         self.left(bytes);
         self.rounds.fetch_add(1, Ordering::Relaxed);
     }
@@ -251,7 +271,8 @@ impl CopyWatch {
 
     pub(super) fn done(&self, bytes: u64) {
         // Whoever sees this sees the total that it is part of.
-        self.done_bytes.fetch_add(bytes, Ordering::Release);
+        let before_bytes = self.done_bytes.fetch_add(bytes, Ordering::Release);
+        self.lock_rate().note(Instant::now(), before_bytes.saturating_add(bytes));
     }
 
     pub(super) fn check(&self) -> Result<()> {
@@ -318,6 +339,21 @@ mod tests {
             end(&watch);
             copy.join().unwrap();
         }
+    }
+
+    #[test]
+    fn the_time_left_is_known_once_something_was_done_and_not_while_it_rests() {
+        let watch = CopyWatch::default();
+        assert_eq!(watch.time_left(), None);
+        watch.round(1000);
+        std::thread::sleep(Duration::from_millis(250));
+        assert_eq!(watch.time_left(), None, "nothing was done");
+        watch.done(500);
+        assert!(watch.time_left() >= Some(Duration::from_millis(250)));
+        watch.pause();
+        assert_eq!(watch.time_left(), None);
+        watch.resume();
+        assert_eq!(watch.time_left(), None, "the rest does not count");
     }
 
     #[test]

@@ -22,14 +22,27 @@ const REACTORS: usize = 4;
 
 pub(crate) struct HostOpener;
 
+/// As [`HostOpener`], past the page cache.
+struct DirectOpener;
+
+fn open_file(path: &Path, read_only: bool, cache: CacheMode) -> Result<Arc<dyn File>> {
+    let options = OpenOptions::default().with(|options| {
+        options.engine = EngineKind::Auto;
+        options.cache = cache;
+        options.read_only = read_only;
+    });
+    engine::open(path, &options)
+}
+
 impl HostOpener {
     pub(crate) fn open_path(&self, path: &Path, read_only: bool) -> Result<Arc<dyn File>> {
-        let options = OpenOptions::default().with(|options| {
-            options.engine = EngineKind::Auto;
-            options.cache = CacheMode::Writeback;
-            options.read_only = read_only;
-        });
-        engine::open(path, &options)
+        open_file(path, read_only, CacheMode::Writeback)
+    }
+}
+
+impl Opener for DirectOpener {
+    fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
+        open_file(name.path().unwrap(), role != Role::Writable, CacheMode::None)
     }
 }
 
@@ -44,6 +57,7 @@ pub(crate) struct Shape {
     size_bytes: u64,
     clusters: Vec<u64>,
     extended_top: bool,
+    direct: bool,
 }
 
 impl Shape {
@@ -52,8 +66,14 @@ impl Shape {
         self
     }
 
+    /// Its files are used past the page cache.
+    pub(crate) fn with_direct_io(mut self) -> Self {
+        self.direct = true;
+        self
+    }
+
     pub(crate) fn qcow2(size_bytes: u64, clusters: &[u64]) -> Self {
-        Self { size_bytes, clusters: clusters.to_vec(), extended_top: false }
+        Self { size_bytes, clusters: clusters.to_vec(), extended_top: false, direct: false }
     }
 }
 
@@ -76,10 +96,11 @@ pub(crate) fn open(path: &Path) -> Arc<Image> {
 }
 
 /// Opens an image whose last user is just letting it go.
-fn open_soon(path: &Path) -> Arc<Image> {
+fn open_soon(path: &Path, direct: bool) -> Arc<Image> {
     let options = ImageOptions::new(path).with(|options| options.format = Some(Format::Qcow2));
+    let opener: &dyn Opener = if direct { &DirectOpener } else { &HostOpener };
     loop {
-        match ringdisk_image::open(&options, &HostOpener) {
+        match ringdisk_image::open(&options, opener) {
             Ok(image) => return Arc::new(image),
             Err(error) if error.kind() == ErrorKind::Locked => std::thread::yield_now(),
             Err(error) => panic!("{error}"),
@@ -120,7 +141,7 @@ impl Bench {
                 is_top && shape.extended_top,
             );
             layers.push(path.clone());
-            let opened = open_soon(&path);
+            let opened = open_soon(&path, shape.direct);
             if !is_top {
                 let load = HistoryLoad { seed: 100 + index as u64, ..HistoryLoad::default() };
                 let load = load.start(&(Arc::clone(&opened) as _), &handles(&threads), &history);

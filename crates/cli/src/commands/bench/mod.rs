@@ -15,14 +15,14 @@ use anyhow::{Context, bail};
 use drive::parse_size;
 use engine::ReactorConfig;
 use guest::GuestOptions;
-use load::{BenchSpec, Initial, Pattern, Plot, Stop, Verify};
+use load::{BenchSpec, Initial, Moment, Pattern, Plot, Stop, Verify};
 use serde::Serialize;
 use series::{Plan, Series};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 use target::{Parsed, Target};
 
 /// The time of a single measurement, and of one of several, in seconds.
@@ -32,6 +32,8 @@ const SERIES_SECONDS: f64 = 1.0;
 const PAIRS: u32 = 5;
 /// The default depths of `--plot`.
 const PLOT_DEPTHS: [u32; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
+/// The length of time of a line of `--series`.
+const MOMENT: Duration = Duration::from_millis(10);
 /// The number of the plot's colours.
 const TARGETS_MAX: usize = 8;
 const NAMES: [&str; TARGETS_MAX] = ["A", "B", "C", "D", "E", "F", "G", "H"];
@@ -89,6 +91,11 @@ pub(crate) struct Args {
     /// Draw throughput and latency (p50, p99) over depth as SVG [depths: 1,2,4,...,128 unless --depths].
     #[arg(long, value_name = "FILE.svg", conflicts_with = "depth")]
     plot: Option<PathBuf>,
+    /// Write latency over time to FILE: for each 10 ms, when they began, how many requests completed, and their p50, p99 and
+    /// longest latency, as a line of JSON. The first line says when the measurement began, in microseconds since 1970. For one
+    /// measurement.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["compare", "depths", "plot"])]
+    series: Option<PathBuf>,
     /// Queues, each on a thread of its own.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
     queues: u16,
@@ -278,7 +285,10 @@ fn run_single(args: &Args, target: &Target, spec: &BenchSpec, cancel: &Arc<Atomi
     let bar = Bar::start("measuring");
     let measured = target.measure(spec, cancel, &|fraction| bar.set(fraction));
     bar.finish();
-    let target::Measured { report, server_gone } = measured?;
+    let target::Measured { report, moments, begun, server_gone } = measured?;
+    if let Some(path) = &args.series {
+        write_series(path, &moments, begun).with_context(|| format!("cannot write to {}", path.display()))?;
+    }
     match args.output {
         Output::Human => output::print(&text::single(&report, args.verbose))?,
         Output::Json => print_json(&report)?,
@@ -291,6 +301,18 @@ fn run_single(args: &Args, target: &Target, spec: &BenchSpec, cancel: &Arc<Atomi
         bail!("{} requests failed, {} blocks held wrong data: {first}", report.errors, report.mismatches);
     }
     Ok(())
+}
+
+/// As `--series` says.
+fn write_series(path: &Path, moments: &[Moment], begun: SystemTime) -> anyhow::Result<()> {
+    let begun_us = begun.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_micros();
+    let mut lines =
+        format!("{}\n", serde_json::json!({ "begun_us": begun_us as u64, "width_ms": MOMENT.as_millis() as u64 }));
+    for moment in moments {
+        lines += &serde_json::to_string(moment)?;
+        lines.push('\n');
+    }
+    Ok(std::fs::write(path, lines)?)
 }
 
 fn run_series(args: &Args, targets: &[Target], spec: &BenchSpec, cancel: &Arc<AtomicBool>) -> anyhow::Result<()> {
@@ -362,6 +384,7 @@ fn spec(args: &Args) -> anyhow::Result<BenchSpec> {
     spec.warmup = seconds("--warmup", args.warmup.unwrap_or(warmup))?;
     spec.flush_every = args.flush_every;
     spec.maps = args.maps;
+    spec.moments = args.series.as_ref().map(|_| MOMENT);
     spec.verify = args.verify.then_some(Verify::new(args.seed, Initial::Unknown));
     Ok(spec)
 }

@@ -8,11 +8,12 @@ use drive::{DiskOptions, DriveFormat, DriveOptions, OpenedDisk, ParsedDrive, ope
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig, ReactorThread};
 use image::BackingPolicy;
-use load::{BenchReport, BenchSpec, Hooks, Progress};
+use load::{BenchReport, BenchSpec, Hooks, Moment, Progress};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::SystemTime;
 
 /// The kinds of targets, as `--compare` writes them.
 const KINDS: [&str; 5] = ["socket", "image", "host", "drive", "serve"];
@@ -160,9 +161,9 @@ impl Target {
         let server_gone = opened.is_gone();
         // Close it also after an error: an image that is not closed has inconsistent bitmaps.
         let closed = opened.close();
-        let report = measured?.report;
+        let load::Outcome { report, moments, begun, .. } = measured?;
         closed?;
-        Ok(Measured { report, server_gone })
+        Ok(Measured { report, moments, begun, server_gone })
     }
 
     fn reactors(&self, count: u32) -> anyhow::Result<Vec<ReactorThread>> {
@@ -185,6 +186,10 @@ impl Target {
 #[derive(Debug)]
 pub(super) struct Measured {
     pub(super) report: BenchReport,
+    /// Latency over time, if it was asked for.
+    pub(super) moments: Vec<Moment>,
+    /// When the measurement began.
+    pub(super) begun: SystemTime,
     /// Whether the server ended the connection.
     pub(super) server_gone: bool,
 }

@@ -128,11 +128,21 @@ pub(super) fn jobs(jobs: &[Job]) -> String {
             job.disk.clone(),
             word(&job.state),
             format!("{percent}%"),
+            job.eta_s.map(time_left).unwrap_or_default(),
             job.rounds.as_ref().map(rounds).unwrap_or_default(),
             job.error.as_ref().or(job.outcome.as_ref()).cloned().unwrap_or_default(),
         ]
     });
-    table(&["id", "kind", "disk", "state", "done", "guests", "outcome"], rows, 4..5)
+    table(&["id", "kind", "disk", "state", "done", "left", "guests", "outcome"], rows, 4..6)
+}
+
+/// As `45s`, `3m20s` or `2h05m`.
+fn time_left(seconds: u64) -> String {
+    match seconds {
+        0..60 => format!("{seconds}s"),
+        60..3600 => format!("{}m{:02}s", seconds / 60, seconds % 60),
+        _ => format!("{}h{:02}m", seconds / 3600, seconds % 3600 / 60),
+    }
 }
 
 /// Describes the passes of a copy and its effects on guests.
