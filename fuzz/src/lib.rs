@@ -16,6 +16,7 @@ mod golden;
 mod messages;
 mod mutate;
 mod nbd;
+mod scratch;
 mod snapshot;
 mod target;
 

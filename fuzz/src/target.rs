@@ -27,6 +27,8 @@ pub enum Target {
     Check,
     /// Taking, applying, deleting and listing snapshots.
     Snapshot,
+    /// The index of a kept scratch overlay.
+    Scratch,
     /// Descriptor chains of a ring, split or packed.
     Chains,
     /// The driver, over a device that does anything.
@@ -41,12 +43,13 @@ pub enum Target {
 
 impl Target {
     /// All of them.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Open,
         Self::Read,
         Self::Write,
         Self::Check,
         Self::Snapshot,
+        Self::Scratch,
         Self::Chains,
         Self::Device,
         Self::Messages,
@@ -63,6 +66,7 @@ impl Target {
             Self::Write => "write",
             Self::Check => "check",
             Self::Snapshot => "snapshot",
+            Self::Scratch => "scratch",
             Self::Chains => "chains",
             Self::Device => "device",
             Self::Messages => "messages",
@@ -89,6 +93,7 @@ impl Target {
 
     fn try_run(self, u: &mut Unstructured<'_>) -> Result<()> {
         match self {
+            Self::Scratch => return crate::scratch::scratch(u),
             Self::Chains => return crate::chains::chains(u),
             Self::Device => return crate::device::device(u),
             Self::Messages => return crate::messages::messages(u),
@@ -104,7 +109,7 @@ impl Target {
             Self::Write => write(&bytes, u)?,
             Self::Check => check(&bytes),
             Self::Snapshot => crate::snapshot::snapshot(&bytes, u)?,
-            Self::Chains | Self::Device | Self::Messages | Self::NbdServer | Self::NbdClient => {}
+            Self::Scratch | Self::Chains | Self::Device | Self::Messages | Self::NbdServer | Self::NbdClient => {}
         }
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! The project's own commands, run as `cargo xtask`: `ci` is the only definition of the tests, `bench` compares
-//! Ringdisk with its peers, `deb` builds and tries the Debian package.
+//! Ringdisk with its peers, `deb` builds and tries the Debian package, `mutants` looks for code that no test would
+//! notice.
 
 #![forbid(unsafe_code)]
 
@@ -10,6 +11,7 @@ mod command;
 mod counts;
 mod documents;
 mod folder_arrows;
+mod mutants;
 mod packages;
 mod packaging;
 mod tidy;
@@ -34,6 +36,8 @@ enum Subcommands {
     Bench(bench::BenchArguments),
     /// Build the Debian package: the program, its manual pages, the shell completion, the units of systemd.
     Deb(DebArguments),
+    /// Changes the code that guards data, one place at a time, and says which changes no test notices. Needs cargo-mutants.
+    Mutants(mutants::MutantsArguments),
 }
 
 #[derive(clap::Args)]
@@ -61,5 +65,6 @@ fn main() -> anyhow::Result<()> {
         Subcommands::Ci(arguments) => ci::run(&arguments),
         Subcommands::Bench(arguments) => bench::run(&arguments),
         Subcommands::Deb(arguments) => deb(&arguments),
+        Subcommands::Mutants(arguments) => mutants::run(&arguments),
     }
 }

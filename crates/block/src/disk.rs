@@ -1,7 +1,8 @@
 //! A disk: its control plane ([`Disk`], shared) and its data plane ([`DiskQueue`], one thread each).
 
 use crate::{
-    Completion, DiskListener, Op, OpFlags, Parts, ReactorCtx, ReadMap, Result, Run, Runs, StatusQuery, Tag, WriteMap,
+    Completion, DiskListener, IoResult, Op, OpFlags, Parts, ReactorCtx, ReadMap, Result, Run, Runs, StatusQuery, Tag,
+    WriteMap,
 };
 use std::rc::Rc;
 use std::sync::Weak;
@@ -139,8 +140,11 @@ pub trait DiskQueue {
     fn submit(&mut self, tag: Tag, op: Op);
 
     /// Commits the new bytes of a range, as a write. A disk that provided the space takes it over.
-    fn submit_map(&mut self, tag: Tag, map: WriteMap) {
-        self.submit(tag, map.into_op(OpFlags::NONE));
+    ///
+    /// An error means that the new bytes were lost: nothing was submitted, and no completion comes.
+    fn submit_map(&mut self, tag: Tag, map: WriteMap) -> IoResult {
+        self.submit(tag, map.into_op(OpFlags::NONE)?);
+        Ok(())
     }
 
     /// Appends the completions since the last call to `done`. Returns their number.

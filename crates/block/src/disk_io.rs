@@ -34,7 +34,11 @@ impl DiskIo {
 
     /// Carries out one operation and waits for its end.
     pub async fn run(&self, op: Op) -> IoResult {
-        self.submitted(|queue, tag| queue.submit(tag, op)).await
+        self.submitted(|queue, tag| {
+            queue.submit(tag, op);
+            Ok(())
+        })
+        .await
     }
 
     /// Commits the new bytes of a range and waits for the end.
@@ -43,7 +47,8 @@ impl DiskIo {
         self.submitted(|queue, tag| queue.submit_map(tag, map)).await
     }
 
-    async fn submitted(&self, submit: impl FnOnce(&mut dyn DiskQueue, Tag)) -> IoResult {
+    /// Waits for what `submit` submits, if it does.
+    async fn submitted(&self, submit: impl FnOnce(&mut dyn DiskQueue, Tag) -> IoResult) -> IoResult {
         let waiter = Waiter::new();
         let tag = {
             let mut waiting = self.waiting.borrow_mut();
@@ -55,7 +60,10 @@ impl DiskIo {
             waiting[index] = Some(waiter.clone());
             index
         };
-        submit(&mut **self.queue.borrow_mut(), tag as u64);
+        if let Err(error) = submit(&mut **self.queue.borrow_mut(), tag as u64) {
+            self.waiting.borrow_mut()[tag] = None;
+            return Err(error);
+        }
         Waiter::wait(&waiter).await
     }
 

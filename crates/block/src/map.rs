@@ -269,22 +269,20 @@ impl WriteMap {
         }
     }
 
-    /// An ordinary write of it, on this thread.
-    #[must_use]
-    pub fn into_op(self, flags: OpFlags) -> Op {
-        let data = match self.staged {
-            Staged::Own(buf) => IoBuf::from_aligned(buf).whole(),
-            Staged::Claimed(range, claim) => {
-                let copy = || {
-                    let mut buf = AlignedBuf::zeroed(range.length_bytes());
-                    // What is lost was found before, or is found by whoever reads it back.
-                    let _ = range.copy_to_slice(0, &mut buf);
-                    IoBuf::from_aligned(buf).whole()
-                };
-                range.window(claim).unwrap_or_else(copy)
+    /// An ordinary write of it, on this thread. Fails where what was put there cannot be had any more.
+    ///
+    /// What lies in a disk's space is copied out of it first: its file may become shorter at any time, and zeros in the
+    /// place of a page must not be written as the new bytes.
+    pub fn into_op(self, flags: OpFlags) -> IoResult<Op> {
+        let buf = match self.staged {
+            Staged::Own(buf) => buf,
+            Staged::Claimed(range, _claim) => {
+                let mut copy = AlignedBuf::zeroed(range.length_bytes());
+                range.copy_to_slice(0, &mut copy)?;
+                copy
             }
         };
-        Op::write(self.offset, data, flags)
+        Ok(Op::write(self.offset, IoBuf::from_aligned(buf).whole(), flags))
     }
 
     fn part(&self, skip_bytes: usize, length_bytes: usize) -> IoResult<std::ops::Range<usize>> {
@@ -304,6 +302,7 @@ impl fmt::Debug for WriteMap {
 mod tests {
     use super::*;
     use memory::Mapping;
+    use std::os::fd::AsFd;
     use std::sync::Arc;
 
     #[test]
@@ -344,9 +343,22 @@ mod tests {
             map.read_at(0, &mut bytes).unwrap();
             assert_eq!(bytes, [0, 1, 2, 3, 3, 0]);
             map.check().unwrap();
-            let Op::Write { offset, data, .. } = map.into_op(OpFlags::NONE) else { panic!("a write") };
+            let Ok(Op::Write { offset, data, .. }) = map.into_op(OpFlags::NONE) else { panic!("a write") };
             let bytes = data.to_vec();
             assert_eq!((offset, bytes.len(), &bytes[..5], bytes[511]), (4096, 512, &[0, 1, 2, 3, 3][..], 7));
         }
+    }
+
+    /// The file becomes shorter after all was checked, and before it is written.
+    #[test]
+    fn what_is_lost_before_it_is_written_is_an_error_and_never_zeros() {
+        let (file, mapping) = Mapping::anonymous_file(c"map", 8192).unwrap();
+        let mapping = Mapping::of_storage(file.as_fd(), mapping.length_bytes(), true).unwrap();
+        let range = MappedRange::new(&Arc::new(mapping), 0, 8192).unwrap();
+        let mut map = WriteMap::in_space(0, range, Box::new(()));
+        map.fill(0, 8192, 7).unwrap();
+        map.check().unwrap();
+        std::fs::File::from(file).set_len(4096).unwrap();
+        assert_eq!(map.into_op(OpFlags::NONE).map(drop), Err(IoError::EIO));
     }
 }

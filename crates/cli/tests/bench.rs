@@ -271,3 +271,20 @@ fn what_cannot_be_measured_is_refused_before_anything_is() {
     assert!(said.contains("/nonexistent/x"), "{said}");
     assert!(run_ok(&["bench", "--compare", "drive:cache=?", NULL]).contains("writethrough"));
 }
+
+#[test]
+fn maps_read_and_write_what_requests_do_and_are_counted() {
+    let image = directory();
+    let raw = at(&image, "disk.raw");
+    std::fs::write(&raw, vec![7; 1 << 20]).unwrap();
+    let drive = format!("file={},format=raw,snapshot=on", raw.display());
+    let load = ["--rw", "randrw", "--bs", "4k", "--depth", "4", "--count", "4000", "--verify", "--destroy"];
+    let requests = json(&[&["--drive", &drive], &load[..]].concat());
+    assert!(requests["by_maps"].is_null() && requests["mismatches"] == 0, "{requests}");
+    let maps = json(&[&["--drive", &drive, "--maps"], &load[..]].concat());
+    let by_maps = maps["by_maps"].as_u64().unwrap();
+    assert!(maps["errors"] == 0 && maps["mismatches"] == 0 && maps["requests"] == 4000, "{maps}");
+    assert!((1..=4000).contains(&by_maps), "{maps}");
+    run_fails(2, &["bench", "--socket", path_str(&raw), "--maps"]);
+    assert!(std::fs::read(&raw).unwrap() == vec![7; 1 << 20]);
+}

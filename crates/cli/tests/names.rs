@@ -85,12 +85,69 @@ fn a_name_that_is_no_text_is_shown_with_its_bytes_and_refused_where_only_text_ca
     let said = succeed(create.current_dir(&dir), &[&arguments[..], &[&file, OsStr::new("new.qcow2")]].concat());
     assert!(text(&said.stdout).contains("backing_file=b\\xff\\xc3se.raw"), "{}", text(&said.stdout));
     assert_eq!(recorded(&at(&dir, "new.qcow2")), NAME);
-    let mut data_file = OsString::from("data_file=");
-    data_file.push(base());
+    let mut option = OsString::from("backing_fmt=");
+    option.push(base());
     let arguments = ["create", "-f", "qcow2", "-o"].map(OsStr::new).to_vec();
-    let arguments = [arguments, vec![&data_file, OsStr::new("d.qcow2"), OsStr::new("1M")]].concat();
+    let arguments = [arguments, vec![&option, OsStr::new("d.qcow2"), OsStr::new("1M")]].concat();
     let output = ringdisk().current_dir(&dir).args(arguments).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     let said = text(&output.stderr);
-    assert!(said.contains("data_file=b\\xff\\xc3se.raw: takes text"), "{said}");
+    assert!(said.contains("backing_fmt=b\\xff\\xc3se.raw: takes text"), "{said}");
+}
+
+/// The data file's name as the image at `path` has it: the extension's bytes.
+fn recorded_data_file(path: &Path) -> Vec<u8> {
+    let bytes = std::fs::read(path).unwrap();
+    let number = |at: usize| u32::from_be_bytes(bytes[at..at + 4].try_into().unwrap());
+    let mut at = number(100) as usize;
+    while number(at) != 0 {
+        let length = number(at + 4) as usize;
+        if number(at) == 0x4441_5441 {
+            return bytes[at + 8..at + 8 + length].to_vec();
+        }
+        at += 8 + length.next_multiple_of(8);
+    }
+    panic!("no data file is named");
+}
+
+#[test]
+fn a_data_file_whose_name_is_no_text_is_opened_shown_and_kept_by_edits() {
+    let programs: &[&str] = if has_tool("qemu-img") { &["ringdisk", "qemu-img"] } else { &["ringdisk"] };
+    for program in programs {
+        let dir = directory();
+        let image = at(&dir, "new.qcow2");
+        let mut command = if *program == "ringdisk" { ringdisk() } else { Command::new(program) };
+        let line = words("create -q -f qcow2 -o data_file=BASE new.qcow2 1M");
+        let line: Vec<&OsStr> = line.iter().map(OsString::as_os_str).collect();
+        succeed(command.current_dir(&dir), &line);
+        assert_eq!(recorded_data_file(&image), NAME, "{program}");
+        std::fs::write(at(&dir, "other.raw"), vec![7; BASE_BYTES]).unwrap();
+        let image = image.to_str().unwrap();
+        let fill = ["convert", "-n", "-O", "qcow2", at(&dir, "other.raw").to_str().unwrap(), image].map(str::to_owned);
+        run_ok(&fill.each_ref().map(String::as_str));
+        assert!(dir.path().join(base()).exists());
+        for edit in [
+            &["info"][..],
+            &["bitmap", "--add"],
+            &["amend", "-f", "qcow2", "-o", "lazy_refcounts=on"],
+            &["rebase", "-u", "-f", "qcow2", "-b", ""],
+            &["resize", "-f", "qcow2"],
+            &["check"],
+        ] {
+            let more = match edit[0] {
+                "bitmap" => vec![image, "b"],
+                "resize" => vec![image, "2M"],
+                _ => vec![image],
+            };
+            run_ok(&[edit, &more].concat());
+            assert_eq!(recorded_data_file(Path::new(image)), NAME, "{program} {edit:?}");
+        }
+        let shown = run_ok(&["info", image]);
+        assert!(shown.contains("data file: b\\xff\\xc3se.raw\n"), "{shown}");
+        let shown = run_ok(&["info", "--output", "json", image]);
+        assert!(shown.contains("\"data-file\": \"b\\\\xff\\\\xc3se.raw\""), "{shown}");
+        run_ok(&["resize", "-f", "qcow2", "--shrink", image, "1M"]);
+        let same = run_ok(&["compare", at(&dir, "other.raw").to_str().unwrap(), image]);
+        assert_eq!(same, "Images are identical.\n", "{program}");
+    }
 }

@@ -33,6 +33,7 @@ impl Drop for Bench {
         if let Some(mut machine) = self.machine.take() {
             let _ = machine.kill();
             let _ = machine.wait();
+            end_machines(&self.path("qmp"));
         }
     }
 }
@@ -117,7 +118,12 @@ impl Bench {
 
     /// The number of the pair that is whole; its disk is what it was then.
     fn check_pair(&self) -> Option<u64> {
-        let found = run(&["restore", path_str(&self.path("vm.toml"))]);
+        self.check_pair_with(&[])
+    }
+
+    /// As [`Bench::check_pair`], asked with these words.
+    fn check_pair_with(&self, words: &[&str]) -> Option<u64> {
+        let found = run(&[&["restore", path_str(&self.path("vm.toml"))][..], words].concat());
         if !self.path("saved/saved.json").exists() {
             assert!(text(&found.stderr).contains("no machine was saved"), "{}", text(&found.stderr));
             return None;
@@ -133,6 +139,98 @@ impl Bench {
         assert!(std::fs::read(seen).unwrap() == self.saved[&number], "pair {number} has another disk: {record}");
         Some(number)
     }
+
+    fn ctl(&self, words: &[&str]) -> String {
+        run_ok(&[&["ctl", "--control", path_str(&self.path("control"))][..], words].concat())
+    }
+
+    /// A save to its end, as this number.
+    fn save(&mut self, keep: bool, number: u64) -> String {
+        self.saved.insert(number, self.contents.clone());
+        let output = self.save_command(keep).output().unwrap();
+        assert!(output.status.success() && self.qmp().is_running().unwrap(), "{}", text(&output.stderr));
+        assert_eq!(self.check_pair(), Some(number));
+        text(&output.stderr)
+    }
+
+    /// The host has lost the machine.
+    fn lose_machine(&mut self) {
+        drop(self.machine.take().map(|mut machine| (machine.kill(), machine.wait())));
+        // Where a restore has started it, the restore was ended.
+        end_machines(&self.path("qmp"));
+    }
+
+    fn restore_command(&self, words: &[&str]) -> Command {
+        let mut command = ringdisk();
+        command.args(["restore", "--run", path_str(&self.path("vm.toml"))]).args(words).stdout(Stdio::null());
+        command
+    }
+
+    /// Resumes the machine from what was saved last, and waits until it runs.
+    fn restore(&mut self, words: &[&str]) {
+        self.machine = Some(self.restore_command(words).spawn().unwrap());
+        let begun = std::time::Instant::now();
+        loop {
+            assert!(begun.elapsed() < common::PATIENCE, "the machine does not go on");
+            std::thread::sleep(Duration::from_millis(100));
+            let alive = self.machine.as_mut().unwrap().try_wait().unwrap();
+            assert!(alive.is_none(), "the restore has ended: {alive:?}");
+            if is_running(&self.path("qmp")) {
+                break;
+            }
+        }
+        self.export();
+    }
+
+    /// The file that the record names.
+    fn saved_file(&self) -> PathBuf {
+        let record: Value = serde_json::from_slice(&std::fs::read(self.path("saved/saved.json")).unwrap()).unwrap();
+        record["disks"][0]["file"].as_str().unwrap().into()
+    }
+
+    /// What a disk's file holds, with all that is below it.
+    fn seen(&self, file: &Path) -> Vec<u8> {
+        let seen = self.path("seen.raw");
+        tool_ok("qemu-img", &["convert", "-U", "-O", "raw", path_str(file), path_str(&seen)]);
+        std::fs::read(seen).unwrap()
+    }
+}
+
+/// Starts a command that tells its progress as lines of JSON, and kills it as this step begins.
+fn kill_at(mut command: Command, step: &str) {
+    let mut child = command.arg("--progress=json").stderr(Stdio::piped()).spawn().unwrap();
+    let lines = std::io::BufRead::lines(std::io::BufReader::new(child.stderr.take().unwrap()));
+    let begun = lines.map_while(Result::ok).any(|line| line.contains(&format!("\"step\":\"{step}\"")));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(begun, "there is no step {step}");
+}
+
+/// Ends the machines with this monitor that a killed program has left behind, those included that are starting.
+fn end_machines(qmp: &Path) {
+    let is_it = |process: &Path| {
+        let words = std::fs::read(process.join("cmdline")).unwrap_or_default();
+        let text = String::from_utf8_lossy(&words).into_owned();
+        text.starts_with(QEMU) && text.contains(path_str(qmp))
+    };
+    for _ in 0..2 {
+        let begun = std::time::Instant::now();
+        loop {
+            let processes = std::fs::read_dir("/proc").unwrap().filter_map(|entry| Some(entry.ok()?.path()));
+            let left: Vec<PathBuf> = processes.filter(|process| is_it(process)).collect();
+            if left.is_empty() {
+                break;
+            }
+            assert!(begun.elapsed() < common::PATIENCE, "{left:?} do not end");
+            for process in left {
+                // It may have ended by itself.
+                let _ = Command::new("kill").arg("-KILL").arg(process.file_name().unwrap()).status();
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    let _ = std::fs::remove_file(qmp);
 }
 
 /// Before version 9, QEMU does not save a machine whose disk keeps no log of what it writes.
@@ -205,24 +303,9 @@ fn a_machine_is_resumed_from_what_was_saved_and_can_be_saved_again() {
         }
         let then = bench.contents.clone();
         bench.write(9);
-        drop(bench.machine.take().map(|mut machine| (machine.kill(), machine.wait())));
-        std::fs::remove_file(bench.path("qmp")).unwrap();
-
-        let vm = bench.path("vm.toml");
-        let child = ringdisk().args(["restore", "--run", path_str(&vm)]).stdout(Stdio::null()).spawn().unwrap();
-        bench.machine = Some(child);
-        let begun = std::time::Instant::now();
-        loop {
-            assert!(begun.elapsed() < common::PATIENCE, "the machine does not go on");
-            std::thread::sleep(Duration::from_millis(100));
-            let alive = bench.machine.as_mut().unwrap().try_wait().unwrap();
-            assert!(alive.is_none(), "the restore has ended: {alive:?}");
-            if is_running(&bench.path("qmp")) {
-                break;
-            }
-        }
+        bench.lose_machine();
+        bench.restore(&[]);
         bench.contents = then;
-        bench.export();
         assert_eq!(bench.check_pair(), Some(2));
         bench.write(11);
         assert_eq!(bench.check_pair(), Some(2));
@@ -230,6 +313,9 @@ fn a_machine_is_resumed_from_what_was_saved_and_can_be_saved_again() {
         let output = bench.save_command(false).output().unwrap();
         assert!(output.status.success(), "{}", text(&output.stderr));
         assert_eq!(bench.check_pair(), Some(3));
+        // All of it went into the image, which a restore has opened below a layer.
+        assert_eq!((bench.saved_file(), text(&output.stderr)), (bench.path("disk"), String::new()));
+        assert!(bench.seen(&bench.path("disk")) == bench.contents);
         bench.qmp().run("quit", json!({})).unwrap();
         assert!(bench.machine.take().unwrap().wait().unwrap().success());
     }
@@ -409,12 +495,7 @@ fn killed_as_each_step_begins_the_old_pair_or_the_new_one_is_whole_and_the_next_
         let before = bench.check_pair();
         let next = before.unwrap() + 1;
         bench.saved.insert(next, bench.contents.clone());
-        let mut child = bench.save_command(false).arg("--progress=json").spawn().unwrap();
-        let lines = std::io::BufRead::lines(std::io::BufReader::new(child.stderr.take().unwrap()));
-        let begun = lines.map_while(Result::ok).any(|line| line.contains(&format!("\"step\":\"{step}\"")));
-        child.kill().unwrap();
-        child.wait().unwrap();
-        assert!(begun, "the save has no step {step}");
+        kill_at(bench.save_command(false), step);
         let after = bench.check_pair();
         assert!(after == before || after == Some(next), "{step}: {before:?}, then {after:?}");
         assert!(step != "resume" || after == Some(next), "{after:?}");
@@ -426,4 +507,128 @@ fn killed_as_each_step_begins_the_old_pair_or_the_new_one_is_whole_and_the_next_
         assert!(output.status.success() && bench.qmp().is_running().unwrap(), "{step}: {}", text(&output.stderr));
         assert_eq!(bench.check_pair(), Some(next), "{step}");
     }
+}
+
+#[test]
+fn a_restore_that_is_killed_as_each_step_begins_leaves_the_pair_and_the_next_one_resumes_it() {
+    if !has_tools() {
+        return;
+    }
+    let mut bench = Bench::new("qcow2");
+    bench.start_machine();
+    for number in 1..=2 {
+        bench.write(number as usize);
+        bench.save(true, number);
+    }
+    let then = bench.contents.clone();
+    bench.write(7);
+    bench.lose_machine();
+    for step in ["look", "serve", "start", "state", "resume"] {
+        kill_at(bench.restore_command(&["--force"]), step);
+        end_machines(&bench.path("qmp"));
+        assert_eq!(bench.check_pair_with(&["--force"]), Some(2), "{step}");
+        // Without it, the pair is whole, or the reason is said.
+        let asked = run(&["restore", path_str(&bench.path("vm.toml"))]);
+        let said = text(&asked.stderr);
+        assert!(asked.status.success() || said.contains("a restore was broken off"), "{step}: {said}");
+    }
+    bench.restore(&["--force"]);
+    bench.contents = then;
+    assert_eq!(bench.check_pair(), Some(2));
+    bench.write(9);
+    assert_eq!(bench.save(false, 3), "");
+    assert_eq!(bench.saved_file(), bench.path("disk"));
+}
+
+#[test]
+fn a_layer_that_changes_below_what_was_saved_is_noticed() {
+    if !has_tools() {
+        return;
+    }
+    let mut bench = Bench::new("qcow2");
+    bench.start_machine();
+    for number in 1..=3 {
+        bench.write(number as usize);
+        bench.save(true, number);
+    }
+    // A daemon that is started again changes none of them.
+    bench.lose_machine();
+    bench.server.take().unwrap().stop();
+    assert_eq!(bench.check_pair(), Some(3));
+    for layer in ["disk", "disk.save-1", "disk.save-2"] {
+        let file = std::fs::File::open(bench.path(layer)).unwrap();
+        let modified = file.metadata().unwrap().modified().unwrap();
+        file.set_modified(modified + Duration::from_millis(1)).unwrap();
+        for words in [&["restore"][..], &["restore", "--force"]] {
+            let output = run(&[words, &[path_str(&bench.path("vm.toml"))]].concat());
+            let said = text(&output.stderr);
+            assert!(!output.status.success() && said.contains(&format!("/{layer}' was changed")), "{said}");
+        }
+        file.set_modified(modified).unwrap();
+        assert_eq!(bench.check_pair(), Some(3));
+    }
+}
+
+/// As its user does: reads the message, and does what it says.
+#[test]
+fn the_layers_of_a_restore_are_taken_back_by_the_command_that_the_message_names() {
+    if !has_tools() {
+        return;
+    }
+    for daemon_restarts in [false, true] {
+        let mut bench = Bench::new("qcow2");
+        bench.start_machine();
+        for number in 1..=2 {
+            bench.write(number as usize);
+            bench.save(true, number);
+        }
+        let then = bench.contents.clone();
+        bench.write(8);
+        bench.lose_machine();
+        bench.restore(&[]);
+        bench.contents = then;
+        bench.write(5);
+        let refused = bench.save_command(false).args(["--into-image", "one"]).output().unwrap();
+        let said = text(&refused.stderr);
+        assert!(!refused.status.success() && said.contains("/disk.restored-1'"), "{said}");
+        let advice = said.split("'ringdisk ctl ").nth(1).and_then(|rest| rest.split('\'').next()).unwrap().to_owned();
+        assert_eq!(advice, "commit root --layers 2");
+        if daemon_restarts {
+            bench.lose_machine();
+            bench.server.take().unwrap().stop();
+            let [control, state] = ["control", "daemon"].map(|name| bench.path(name));
+            let arguments = ["--control", path_str(&control), "--state-dir", path_str(&state)];
+            bench.server = Some(Server::start(&arguments));
+        }
+        bench.ctl(&advice.split(' ').collect::<Vec<_>>());
+        assert!(bench.seen(&bench.path("disk")) == bench.contents);
+        let asked = run(&["restore", path_str(&bench.path("vm.toml"))]);
+        assert!(text(&asked.stderr).contains("was changed"), "what was saved before is of no use");
+        if !daemon_restarts {
+            let output = bench.save_command(false).args(["--into-image", "one"]).output().unwrap();
+            assert!(output.status.success(), "{}", text(&output.stderr));
+        }
+        bench.lose_machine();
+        bench.server.take().unwrap().stop();
+        tool_ok("qemu-img", &["check", "-q", path_str(&bench.path("disk"))]);
+    }
+}
+
+#[test]
+fn a_state_that_is_taken_out_has_holes_where_it_is_zero() {
+    use std::os::unix::fs::MetadataExt;
+    let dir = directory();
+    let [state, out] = ["state", "out"].map(|name| at(&dir, name));
+    let mut stream = vec![0; (16 << 20) + 123];
+    for at in [0, 5_000_000, stream.len() - (3 << 20)] {
+        stream[at..at + 100].fill(7);
+    }
+    save::StateFile::write(&state, &mut stream.as_slice(), &mut |_| Ok(())).unwrap();
+    run_ok(&["state", "extract", path_str(&state), path_str(&out)]);
+    assert!(std::fs::read(&out).unwrap() == stream);
+    let meta = std::fs::metadata(&out).unwrap();
+    assert!((1..=64 << 10).contains(&(meta.blocks() * 512)), "{} blocks", meta.blocks());
+    assert_eq!(meta.mode() & 0o777, 0o600);
+    let shown = run(&["state", "extract", path_str(&state), "-"]);
+    assert!(shown.status.success() && shown.stdout == stream);
 }

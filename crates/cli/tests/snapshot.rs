@@ -167,3 +167,37 @@ fn a_directory_that_is_not_there_is_named_and_a_disk_too_large_to_map_falls_back
     let (_, said) = server.terminate();
     assert!(said.contains("temporary qcow2"), "{said}");
 }
+
+/// The words that run a command where `directory` can only be read; `None` where this host does not let us.
+fn with_read_only(directory: &Path) -> Option<Vec<String>> {
+    let script = "mount -t tmpfs -o ro none \"$0\" && exec \"$@\"";
+    ["-rm", "-m"].into_iter().find_map(|how| {
+        let words = ["unshare", how, "sh", "-c", script, path_str(directory)].map(str::to_owned);
+        let tried = Command::new(&words[0]).args(&words[1..]).arg("true").output();
+        tried.is_ok_and(|output| output.status.success()).then(|| words.to_vec())
+    })
+}
+
+#[test]
+fn a_directory_that_can_only_be_read_is_said_with_what_to_do_and_other_disks_go_on() {
+    let images = Images::new();
+    let Some(words) = with_read_only(&images.temporary) else {
+        eprintln!("skipped: nothing can be mounted here");
+        return;
+    };
+    let [control, socket] = ["control", "plain"].map(|name| at(&images.dir, name));
+    let plain = format!("name=plain,file={},readonly=on,socket={}", images.files[0].display(), socket.display());
+    let mut command = Command::new(&words[0]);
+    command.args(&words[1..]).arg(ringdisk().get_program()).args(["serve", "--control", path_str(&control)]);
+    command.args(["--drive", &plain]).env("TMPDIR", &images.temporary);
+    let server = Server::start_command(command);
+    let drive = format!("name=vm,file={},snapshot=on,socket={}", images.files[1].display(), images.socket().display());
+    let said = run_fails(1, &["ctl", "--control", path_str(&control), "add", &drive]);
+    for wanted in [path_str(&images.temporary), "snapshot=on", "choose another TMPDIR", "Read-only file system"] {
+        assert!(said.contains(wanted), "{said}");
+    }
+    assert!(said.matches(path_str(&images.temporary)).count() == 1, "it is said once: {said}");
+    run_ok(&["bench", "--count", "20", "--socket", path_str(&socket)]);
+    server.stop();
+    images.assert_untouched();
+}

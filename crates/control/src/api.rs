@@ -155,6 +155,21 @@ pub struct AddDisk {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>)]
     pub overlay: Option<PathBuf>,
+    /// Layers below its file that were its top before, the next one first: what is above can be taken back into them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub former_tops: Vec<FormerTop>,
+}
+
+/// A layer of a disk that was its top before.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct FormerTop {
+    /// Its file.
+    #[schema(value_type = String)]
+    pub file: PathBuf,
+    /// The format of that file; guessed if it is left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<String>,
 }
 
 fn yes() -> bool {
@@ -336,9 +351,33 @@ pub struct AddExport {
     /// Whether the guest's memory is registered with io_uring, which pins it.
     #[serde(default)]
     pub fixed_buffers: bool,
+    /// What the guest's memory may lie in.
+    #[serde(default)]
+    pub guest_memory: GuestMemory,
+    /// The most bytes of memory that the guest's monitor may share.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guest_memory_max: Option<u64>,
     /// Serves it to NBD clients instead of a guest's monitor.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nbd: Option<AddNbd>,
+}
+
+/// What a guest's memory may lie in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum GuestMemory {
+    /// Memory: a memfd, tmpfs, huge pages.
+    #[default]
+    Ram,
+    /// The same, and it is never swapped out once it was touched.
+    Locked,
+    /// Any file, also on a disk.
+    Any,
+}
+
+impl GuestMemory {
+    /// All of them by name.
+    pub const NAMES: [(&str, Self); 3] = [("ram", Self::Ram), ("locked", Self::Locked), ("any", Self::Any)];
 }
 
 /// How a disk is served to NBD clients. Several disks can share one address, under different names.

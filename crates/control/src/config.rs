@@ -13,7 +13,7 @@
 //!
 //! Errors name the line and the key.
 
-use crate::api::{AddExport, AddNbd, AddTls};
+use crate::api::{AddExport, AddNbd, AddTls, GuestMemory};
 use crate::manager::Configured;
 use crate::options::Options;
 use block::{Error, ErrorKind, Result};
@@ -51,13 +51,15 @@ pub struct Settings {
     pub poll_max_us: Option<u32>,
     /// Memory that requests may take for their own buffers, in bytes.
     pub buffer_memory_bytes: Option<u64>,
+    /// Memory that the indexes of kept overlays may take, in bytes.
+    pub index_memory_bytes: Option<u64>,
     /// Which backing files images may open.
     pub allow_backing: Option<BackingPolicy>,
     /// Files that images may use as a backing file.
     pub backing: Vec<PathBuf>,
 }
 
-const KEYS: [&str; 12] = [
+const KEYS: [&str; 13] = [
     "allow-backing",
     "backing",
     "buffer-memory",
@@ -66,17 +68,20 @@ const KEYS: [&str; 12] = [
     "drive",
     "drives",
     "export",
+    "index-memory",
     "pidfile",
     "poll-max-us",
     "reactors",
     "state-dir",
 ];
-const EXPORT_KEYS: [&str; 15] = [
+const EXPORT_KEYS: [&str; 17] = [
     "bitmaps",
     "connections",
     "description",
     "disk",
     "fixed-buffers",
+    "guest-memory",
+    "guest-memory-max",
     "listen",
     "name",
     "queue-size",
@@ -174,6 +179,10 @@ impl<'i> Reader<'i> {
                 }
                 settings.buffer_memory_bytes = Some(bytes);
             }
+            "index-memory" => {
+                let bytes = drive::parse_size(&self.scalar(key, value)?);
+                settings.index_memory_bytes = Some(bytes.map_err(|error| self.wrong_value(key, value, error))?);
+            }
             "allow-backing" => {
                 let policy = self.scalar(key, value)?.parse();
                 settings.allow_backing = Some(policy.map_err(|error: Error| self.wrong_value(key, value, error))?);
@@ -249,10 +258,23 @@ impl<'i> Reader<'i> {
                 "disk" => export.disk = self.scalar(key, value)?,
                 "socket" => export.socket = Some(self.path(key, value)?),
                 "read-only" => export.read_only = self.switch(key, value)?,
-                "queues" | "queue-size" | "fixed-buffers" if export.nbd.is_some() => {
+                "queues" | "queue-size" | "fixed-buffers" | "guest-memory" | "guest-memory-max"
+                    if export.nbd.is_some() =>
+                {
                     return Err(self.wrong_value(key, value, "is not for type = 'nbd'"));
                 }
                 "fixed-buffers" => export.fixed_buffers = self.switch(key, value)?,
+                "guest-memory" => {
+                    let text = self.scalar(key, value)?;
+                    let known = GuestMemory::NAMES.iter().find(|(name, _)| *name == text);
+                    let names = GuestMemory::NAMES.map(|(name, _)| name);
+                    let wrong = || self.wrong_value(key, value, drive::unknown("value", &text, &names));
+                    export.guest_memory = known.ok_or_else(wrong)?.1;
+                }
+                "guest-memory-max" => {
+                    let bytes = drive::parse_size(&self.scalar(key, value)?);
+                    export.guest_memory_max = Some(bytes.map_err(|error| self.wrong_value(key, value, error))?);
+                }
                 "queues" => export.queues = count(256)?,
                 "queue-size" => export.queue_size = count(1024)?,
                 _ if export.nbd.is_none() && EXPORT_KEYS.contains(&key) && key != "type" => {

@@ -14,8 +14,8 @@ use self::exports::{to_export, with_absolute_paths};
 use self::held::Holding;
 use self::reload::Configuration;
 use crate::api::{
-    AddDisk, AddExport, Counters, Disk, DiskStats, Event, EventKind, Export, FailedDisk, FailedExport, Held, Job,
-    JobKind, JobState, Overlay, ReactorStats, Rounds, Stats, TableStats,
+    AddDisk, AddExport, Counters, Disk, DiskStats, Event, EventKind, Export, FailedDisk, FailedExport, FormerTop, Held,
+    Job, JobKind, JobState, Overlay, ReactorStats, Rounds, Stats, TableStats,
 };
 use crate::events::Events;
 use crate::failure::Failure;
@@ -132,21 +132,38 @@ impl Manager {
     /// Opens a disk and, unless `request` says otherwise, serves it.
     pub fn add_disk(&self, request: AddDisk) -> Result<Disk> {
         let options = absolute_file(request.options)?;
-        let drive = options.to_drive()?;
-        let Some(overlay) = request.overlay else { return self.add(&drive, Some(options), request.export, None) };
+        let mut drive = options.to_drive()?;
+        drive.disk.former_tops = request.former_tops.len();
+        let tops = request.former_tops;
+        let Some(overlay) = request.overlay else {
+            let disk = self.add(&drive, Some(options), request.export, None)?;
+            self.record_former_tops(&disk.name, tops).inspect_err(|_| self.undo_add_of(&disk.name))?;
+            return Ok(disk);
+        };
         let name = self.add(&drive, Some(options), false, None)?.name;
-        let put_on = self.snapshot(&[Overlay { disk: name.clone(), overlay }]);
+        let recorded = self.record_former_tops(&name, tops);
+        let put_on = recorded.and_then(|()| self.snapshot(&[Overlay { disk: name.clone(), overlay }]));
         let served = put_on.and_then(|_| match request.export {
             true => self.export_as_added(&name, &drive),
             false => Ok(()),
         });
         if let Err(error) = served {
-            if let Err(second) = self.remove_disk(&name, true) {
-                tracing::error!("{second}");
-            }
+            self.undo_add_of(&name);
             return Err(error);
         }
         self.disk(&name)
+    }
+
+    /// The disk that was added is to come back with these open for writing.
+    fn record_former_tops(&self, name: &str, tops: Vec<FormerTop>) -> Result<()> {
+        if tops.is_empty() {
+            return Ok(());
+        }
+        self.records.change(|record| {
+            if let Some(disk) = record.disk_mut(name) {
+                disk.rests_on_former_tops(tops);
+            }
+        })
     }
 
     /// Adds the export of the disk's own options.
@@ -216,6 +233,12 @@ impl Manager {
             self.events.publish(EventKind::ExportAdded, Some(&name), Some(id.number()), None);
         }
         self.disk(&name)
+    }
+
+    fn undo_add_of(&self, name: &str) {
+        if let Err(error) = self.remove_disk(name, true) {
+            tracing::error!("{error}");
+        }
     }
 
     fn undo_add(&self, node: NodeId) {

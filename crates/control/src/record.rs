@@ -3,9 +3,10 @@
 //! The record is durable before a call is answered: a new file is written beside the old one, synced and renamed, and
 //! the directory is synced. A power cut leaves the old record or the new one.
 
-use crate::api::AddExport;
+use crate::api::{AddExport, FormerTop};
 use crate::options::Options;
 use block::{Error, ErrorKind, Result};
+use daemon::absolute;
 use image::FileName;
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
@@ -162,6 +163,13 @@ impl RecordedDisk {
         self.former_tops.push(Top { file, format: self.options.get("format").map(str::to_owned) });
         self.options.set("file", overlay);
         self.options.set("format", "qcow2");
+    }
+
+    /// Layers below its file were its tops, the last one first.
+    pub(crate) fn rests_on_former_tops(&mut self, tops: Vec<FormerTop>) {
+        let tops = tops.into_iter().rev();
+        let top = |top: FormerTop| Top { file: absolute(&top.file).to_string_lossy().into_owned(), format: top.format };
+        self.former_tops = tops.map(top).collect();
     }
 
     /// Names a kept scratch overlay itself as the top: a layer that is put on it rests on it, not on its image.

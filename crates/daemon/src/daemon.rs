@@ -3,7 +3,7 @@
 use crate::attach::Attachment;
 use crate::front::Front;
 use crate::hang::{HOPELESS_PATIENCE, Patience, close_hopeless};
-use crate::host_memory::default_buffer_memory;
+use crate::host_memory::{default_buffer_memory, default_index_memory};
 use crate::jobs::Jobs;
 use crate::nbd::{NbdOptions, Servers};
 use crate::place::Place;
@@ -38,6 +38,9 @@ pub struct DaemonConfig {
     /// How much memory requests may take for buffers of their own, over all disks. By default a sixteenth of the host's
     /// or the control group's memory, but at least 16 MiB and at most 256 MiB.
     pub buffer_memory_bytes: Option<usize>,
+    /// Memory that the indexes of kept overlays may take, over all disks of the process: a part of what there is if nobody
+    /// says.
+    pub index_memory_bytes: Option<usize>,
     /// As [`ReactorConfig::harvest_after_submit`].
     pub harvest_after_submit: bool,
     /// How long a disk that is removed, or the daemon that ends, waits for requests that the storage does not end.
@@ -55,6 +58,7 @@ impl Default for DaemonConfig {
             allow_backing: BackingPolicy::default(),
             listed: Vec::new(),
             buffer_memory_bytes: None,
+            index_memory_bytes: None,
             harvest_after_submit: true,
             give_up_after: GIVE_UP_AFTER,
         }
@@ -109,6 +113,7 @@ impl Daemon {
                 (config.poll_max_us, config.harvest_after_submit) = (poll_max_us, harvest_after_submit);
             }))?);
         }
+        image::limit_index_memory(config.index_memory_bytes.unwrap_or_else(default_index_memory) as u64);
         let buffers = BufferBudget::new(config.buffer_memory_bytes.unwrap_or_else(default_buffer_memory));
         Ok(Self {
             config,
@@ -192,6 +197,8 @@ impl Daemon {
         vhost.packed = options.packed;
         vhost.overrides = overrides(&options.shown);
         vhost.fixed_buffers = options.fixed_buffers;
+        vhost.guest_memory = options.guest_memory;
+        vhost.guest_memory_max_bytes = options.guest_memory_max_bytes;
         vhost.group = options.socket_group;
         // Without permissions, a group would be of no use.
         let mode = if vhost.group.is_some() { GROUP_SOCKET_MODE } else { vhost.mode };

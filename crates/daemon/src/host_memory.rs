@@ -9,10 +9,18 @@ const CGROUPS: &str = "/sys/fs/cgroup";
 
 /// Returns a sixteenth of the host's or the control group's memory, within bounds.
 pub(crate) fn default_buffer_memory() -> usize {
+    (memory_bytes() / 16).clamp(BUFFERS_MIN, BUFFERS_MAX)
+}
+
+/// What the indexes of kept overlays get: a quarter of what there is.
+pub(crate) fn default_index_memory() -> usize {
+    memory_bytes() / 4
+}
+
+fn memory_bytes() -> usize {
     let info = rustix::system::sysinfo();
     let host_bytes = usize::try_from(info.totalram).unwrap_or(usize::MAX).saturating_mul(info.mem_unit as usize);
-    let limit_bytes = cgroup_limit().map_or(host_bytes, |limit| limit.min(host_bytes));
-    (limit_bytes / 16).clamp(BUFFERS_MIN, BUFFERS_MAX)
+    cgroup_limit().map_or(host_bytes, |limit| limit.min(host_bytes))
 }
 
 /// Returns the lowest limit of this process's control group (version 2) and of those above it.

@@ -1,7 +1,7 @@
 //! The keys of a drive with their descriptions: the table of docs/drive-options.md, which a test compares.
 
 /// Each key and its description.
-const KEYS: [(&str, &str); 41] = [
+const KEYS: [(&str, &str); 43] = [
     ("file", "the image: a path, `host_device:/dev/sdb`, or `fd:3` for a descriptor that the program was given"),
     (
         "format",
@@ -11,11 +11,11 @@ const KEYS: [(&str, &str); 41] = [
     ("readonly", "`on`: the guest cannot write"),
     (
         "snapshot",
-        "`on`: what is written goes to temporary files in `TMPDIR`, and is gone with the disk; the image is opened read-only",
+        "`on`: writes go to temporary files in `TMPDIR`, and are gone with the disk; the image is opened read-only",
     ),
     (
         "keep",
-        "with `snapshot=on`: the directory in which those files are kept, as `NAME.scratch` and `NAME.scratch.data`. What is there already goes on",
+        "with `snapshot=on`: the directory in which those files are kept, as `NAME.scratch` and `NAME.scratch.data`. Existing files are used again",
     ),
     ("serial", "the serial number that the guest reads, at most 20 bytes"),
     (
@@ -24,10 +24,7 @@ const KEYS: [(&str, &str); 41] = [
     ),
     ("socket-mode", "who may connect: permissions in octal. By default `0600`; with `socket-group`, `0660`"),
     ("socket-group", "the group that the socket gets, by name or number"),
-    (
-        "fd",
-        "a descriptor that the program was given: an image or a listening socket, whichever it is. May be given for both",
-    ),
+    ("fd", "a descriptor that the program was given: an image or a listening socket. May be given once for each"),
     ("cache", "`writeback`, `none`, `writethrough`, `directsync`, `unsafe`, as in QEMU"),
     ("sync", "`on`: every write is durable when it completes, through the page cache"),
     (
@@ -45,7 +42,7 @@ const KEYS: [(&str, &str); 41] = [
     ),
     (
         "lock-timeout-s",
-        "how long to wait for an image that no living process is seen to use, in seconds. 30 by default",
+        "how long to wait for a locked image that no living process seems to use, in seconds. 30 by default",
     ),
     (
         "poll-max-us",
@@ -53,22 +50,27 @@ const KEYS: [(&str, &str); 41] = [
     ),
     ("sqpoll", "`on`: with io_uring, a thread of the kernel submits requests"),
     ("fixed-buffers", "`on`: with io_uring, guest memory is registered with the kernel"),
-    ("filter", "changes what happens to requests above the image (see `filter=?`). May be given several times"),
+    (
+        "guest-memory",
+        "what the guest's memory may lie in: `ram` (memfd, tmpfs, huge pages), `locked` (the same, and it is never swapped out), `any`. `ram` by default",
+    ),
+    ("guest-memory-max", "the most memory that a guest's monitor may share (`4G`)"),
+    ("filter", "puts a filter above the image (see `filter=?`). May be given several times"),
     (
         "on-error",
         "what happens to a request that the storage fails: `report` (the guest gets an error) or `hold` (it waits for `ctl resume`)",
     ),
     ("on-no-space", "the same for writes that find no space left"),
-    ("delay-ms", "short for `filter=delay:ms=N` above all other filters"),
+    ("delay-ms", "short for `filter=delay:ms=N`, above all other filters"),
     ("size", "the size of a null disk"),
     ("packed", "`on`: packed rings are offered, too"),
     ("secure-erase", "`on`: secure erases are offered, which overwrite; for raw images"),
     ("write-cache", "`on`, `off`: whether the guest's cache begins as write-back. The guest can switch it"),
     ("logical-block-size", "the smallest unit that the guest may address, in bytes"),
-    ("physical-block-size", "what the guest is told is a physical block, in bytes"),
-    ("alignment-offset", "where the guest is told that the first physical block begins, in bytes"),
-    ("min-io-size", "the smallest I/O that the guest is told is efficient"),
-    ("opt-io-size", "the I/O that the guest is told is best"),
+    ("physical-block-size", "the size of a physical block that the guest sees, in bytes"),
+    ("alignment-offset", "the offset of the first physical block that the guest sees, in bytes"),
+    ("min-io-size", "the smallest efficient I/O size that the guest sees"),
+    ("opt-io-size", "the best I/O size that the guest sees"),
     ("discard-granularity", "alignment of discards; `0` offers none"),
     ("size-max", "the longest data segment of a request"),
     ("seg-max", "the most data segments of a request, at most `queue-size` less two"),

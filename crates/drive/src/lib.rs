@@ -45,6 +45,7 @@ pub use file_part::{FilePart, PartOpener};
 pub use filters::{FilterOptions, Filtered};
 pub use image_name::ImageName;
 pub use keyval::{KeyValue, asks_for_help, escape, parse as parse_key_values, parse_options, unknown};
+pub use memory::Placement;
 pub use opener::{EngineOpener, LOCK_TIMEOUT_S, OpenedDisk, kept_overlay, open_again, open_disk, open_disk_with};
 pub use options::{
     DiskOptions, DriveFormat, DriveOptions, ExportOptions, LOCK_TIMEOUT_MAX_S, ParsedDrive, socket_beside,

@@ -15,6 +15,7 @@ use crate::size::parse_size;
 use block::Result;
 use engine::{CacheMode, EngineKind};
 use image::{ErrorPolicy, FileName, Format};
+use memory::Placement;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 use values::{
@@ -127,6 +128,10 @@ pub struct ExportOptions {
     pub shown: ShownOptions,
     /// Whether the guest's memory is registered with io_uring, which pins it.
     pub fixed_buffers: bool,
+    /// What the guest's memory may lie in.
+    pub guest_memory: Placement,
+    /// The most memory that a guest's monitor may share.
+    pub guest_memory_max_bytes: Option<u64>,
     /// How long a reactor without work polls before it sleeps. Reactors serve queues of all exports, so the longest
     /// time applies to all (see `Daemon::poll_max_us_of`).
     pub poll_max_us: Option<u32>,
@@ -254,6 +259,11 @@ impl DriveOptions {
             "sync" => disk.sync = one_of(key, value, &SWITCH)?,
             "sqpoll" => disk.sqpoll = one_of(key, value, &SWITCH)?,
             "fixed-buffers" => export.fixed_buffers = one_of(key, value, &SWITCH)?,
+            "guest-memory" => export.guest_memory = one_of(key, value, &Placement::NAMES)?,
+            "guest-memory-max" => {
+                let bytes = parse_size(value).map_err(|error| error.in_context(key.as_str()))?;
+                export.guest_memory_max_bytes = Some(bytes);
+            }
             "packed" => export.packed = one_of(key, value, &SWITCH)?,
             "readonly" => disk.read_only = one_of(key, value, &SWITCH)?,
             "snapshot" => disk.snapshot = one_of(key, value, &SWITCH)?,

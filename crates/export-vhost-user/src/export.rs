@@ -1,5 +1,6 @@
 //! An export: a socket and a thread that serves one peer at a time, again and again.
 
+use crate::memory_table::MemoryRules;
 use crate::own_messages;
 use crate::running_rings::RunningRings;
 use crate::session::{Served as ServedDevice, Session, SessionEvents};
@@ -7,7 +8,7 @@ use crate::socket::{Access, ListenSocket};
 use crate::takeover::{PeerWatch, QUIET};
 use crate::wire::{Connection, Served};
 use block::{Disk, Error, ErrorKind, ReactorHandle, Result};
-use memory::MappingShare;
+use memory::{MappingShare, Placement};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -54,13 +55,30 @@ pub struct ExportOptions {
     /// Register the guest's memory with the engines that can use that. Its pages are then pinned, so the guest must not
     /// return memory to its host and take it back (a balloon, free page reporting).
     pub fixed_buffers: bool,
+    /// What the guest's memory may lie in.
+    pub guest_memory: Placement,
+    /// The most memory that a peer may share. Pages of it that nobody has touched yet are charged to this process if it is
+    /// the first.
+    pub guest_memory_max_bytes: Option<u64>,
 }
 
 impl Default for ExportOptions {
     fn default() -> Self {
         let DeviceOptions { name, max_queues, queue_size, read_only, packed, overrides, .. } = DeviceOptions::default();
-        let (mode, group, first_reactor, fixed_buffers) = (0o600, None, 0, false);
-        Self { name, max_queues, queue_size, read_only, packed, overrides, mode, group, first_reactor, fixed_buffers }
+        Self {
+            name,
+            max_queues,
+            queue_size,
+            read_only,
+            mode: 0o600,
+            group: None,
+            first_reactor: 0,
+            packed,
+            overrides,
+            fixed_buffers: false,
+            guest_memory: Placement::default(),
+            guest_memory_max_bytes: None,
+        }
     }
 }
 
@@ -160,6 +178,7 @@ impl Export {
             reactors,
             first_reactor: options.first_reactor,
             fixed_buffers: options.fixed_buffers,
+            memory_rules: MemoryRules { placement: options.guest_memory, max_bytes: options.guest_memory_max_bytes },
             failed_starts: (0..options.max_queues).map(|_| Counter::default()).collect(),
         });
         let socket = Arc::new(socket);

@@ -5,7 +5,7 @@
 //! addresses are known. A change of what a running ring uses stops it first. No more requests are taken, and those in
 //! flight are awaited. Then the change is made, and the ring goes on where it was.
 
-use crate::memory_table::{MAX_REGIONS, MemoryTable};
+use crate::memory_table::{MAX_REGIONS, MemoryRules, MemoryTable};
 use crate::notifier::{Blocked, Notifier, Purpose, check_kind, seal};
 use crate::queue_fds::QueueFds;
 use crate::running_rings::RunningRings;
@@ -127,6 +127,8 @@ pub(crate) struct Served {
     pub(crate) first_reactor: usize,
     /// The peers' memory is registered with the engines.
     pub(crate) fixed_buffers: bool,
+    /// What their memory has to be.
+    pub(crate) memory_rules: MemoryRules,
     /// The running rings.
     pub(crate) running: RunningRings,
     /// The share of mappings that the peers use, one after the other.
@@ -148,7 +150,7 @@ pub(crate) struct Session {
 impl Session {
     pub(crate) fn new(served: Arc<Served>, events: Arc<SessionEvents>) -> Self {
         let rings = served.failed_starts.iter().map(|_| Ring::default()).collect();
-        let table = MemoryTable::new(&served.share);
+        let table = MemoryTable::new(&served.share, served.memory_rules);
         Self { served, events, acked_features: 0, table, memory: Arc::default(), rings }
     }
 
@@ -440,7 +442,7 @@ impl Session {
         self.settle();
         self.stop_where(|_| true);
         self.rings.clear();
-        self.table = MemoryTable::new(&self.served.share);
+        self.table = MemoryTable::new(&self.served.share, self.served.memory_rules);
         self.memory = Arc::default();
     }
 }

@@ -2,6 +2,8 @@
 #![allow(clippy::unwrap_used)]
 
 mod common;
+#[path = "edit/failed_syncs.rs"]
+mod failed_syncs;
 
 use block::{ErrorKind, File, IoError, MetaIo, Result, block_on};
 use common::{Base, NAME, blocking, copy, created, has_tool, judged_by_qemu, open, open_options, run};

@@ -22,6 +22,7 @@
 mod free_pages;
 mod header;
 mod index;
+mod index_memory;
 mod kept;
 mod layout;
 mod link;
@@ -33,6 +34,7 @@ mod write;
 mod zero;
 
 pub use header::{Header, MAGIC};
+pub use index_memory::limit_index_memory;
 pub use layout::{MAX_DISK_BYTES, PAGE_BYTES};
 pub use link::Staged;
 pub use load::create_kept;

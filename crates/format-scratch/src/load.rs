@@ -44,6 +44,9 @@ impl Scratch {
         let mut state = inner.lock();
         (state.tables, state.free_tables) = (tables, free_tables);
         state.index_reserved = believed;
+        if let Some(memory) = &mut state.index_memory {
+            memory.set(believed);
+        }
         state.has_stale_data = true;
         if !read_only {
             let used = data_in_use(name, &inner, header.size_bytes)?;

@@ -2,6 +2,7 @@
 
 use crate::free_pages::FreePages;
 use crate::index::{Index, Part};
+use crate::index_memory::Taken;
 use crate::kept::{Kept, Unwritten};
 use crate::layout::{MAX_DATA_PAGES, PAGE_BYTES, TABLE_WORDS, index_pages};
 use crate::space::Space;
@@ -41,6 +42,8 @@ pub(crate) struct State {
     pub(crate) has_stale_data: bool,
     /// The changes that a kept overlay has not written to its file.
     pub(crate) unwritten: Unwritten,
+    /// The memory that the index of a kept overlay has.
+    pub(crate) index_memory: Option<Taken>,
 }
 
 /// The file that needs more space, and the pages it must then have, at least and at best.
@@ -103,7 +106,16 @@ impl State {
         let table = free.unwrap_or(self.tables);
         let needed = index_pages(index.header_pages, table.saturating_add(1));
         if needed > self.index_reserved {
-            let best = self.index_reserved.max(needed).saturating_add(INDEX_STEP_PAGES);
+            let mut best = self.index_reserved.max(needed).saturating_add(INDEX_STEP_PAGES);
+            if let Some(memory) = &mut self.index_memory
+                && !memory.grow_to(best)
+            {
+                if !memory.grow_to(needed) {
+                    memory.log_full();
+                    return Some(Step::Fail(IoError::new(IoErrorKind::NoSpace)));
+                }
+                best = needed;
+            }
             return Some(self.need(Which::Index, self.index_reserved, needed, best));
         }
         match index.give_table(part, table) {
@@ -182,7 +194,8 @@ impl State {
 
 impl Inner {
     pub(crate) fn new(size_bytes: u64, index: Index, spaces: Spaces, kept: Option<Kept>) -> Self {
-        let state = State { unwritten: Unwritten::new(kept.is_some()), ..State::default() };
+        let (unwritten, index_memory) = (Unwritten::new(kept.is_some()), kept.as_ref().map(|_| Taken::default()));
+        let state = State { unwritten, index_memory, ..State::default() };
         Self {
             size_bytes,
             index,

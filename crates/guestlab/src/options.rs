@@ -45,6 +45,14 @@ pub enum GuestWork {
         /// Files written before must then be whole.
         resets: u32,
     },
+    /// Makes a file system on each disk, with a tree of so many MiB in it: large files and small ones.
+    MakeTree {
+        /// How large the tree is.
+        mib: u32,
+    },
+    /// Copies that tree within its file system, from the disk to the disk, and compares the two. The fact `copy-ms` says how
+    /// long the copy took, until it was durable, on the guest's clock.
+    CopyTree,
     /// Overwrites the disk and reads back what it wrote, everything checked, until the host has made it so large. A step
     /// "DISK has N sectors" tells of each size that the guest's kernel sees.
     Grow {

@@ -49,6 +49,8 @@ pub(crate) fn init(options: &GuestOptions, tools: &GuestTools, places: &Places<'
         GuestWork::Fill { measure_seconds, measure_mib, fio_mib } => ("fill", measure_seconds, measure_mib, fio_mib),
         GuestWork::CheckAgain => ("check", 0, 0, 0),
         GuestWork::Inspect { .. } => ("inspect", 0, 0, 0),
+        GuestWork::MakeTree { .. } => ("make_tree", 0, 0, 0),
+        GuestWork::CopyTree => ("copy_tree", 0, 0, 0),
         GuestWork::Grow { .. } => ("grow_under_load", 0, 0, 0),
         GuestWork::Measure { seconds, mib, .. } => (":", seconds, mib, 0),
     };
@@ -62,6 +64,9 @@ pub(crate) fn init(options: &GuestOptions, tools: &GuestTools, places: &Places<'
     };
     let jobs = jobs.iter().map(|MeasureJob { rw, block_kib, depth }| format!("{rw}:{block_kib}k:{depth}"));
     set("jobs", &jobs.collect::<Vec<_>>().join(" "));
+    if let GuestWork::MakeTree { mib } = options.work {
+        set("tree_mib", &mib);
+    }
     let mut functions = "";
     if let GuestWork::Grow { until_bytes } = options.work {
         set("until_sectors", &(until_bytes / 512));
@@ -209,6 +214,40 @@ fill() {
     unmount_disk $1
     mount_disk $1
     check_files $1 "after trimming and mounting again"
+    unmount_disk $1
+}
+
+# A MiB a directory: half of it is one file.
+make_tree() {
+    say "step making a tree on $1"
+    $mke2fs -q -F -t ext4 /dev/$1 || fail "$1: mke2fs failed"
+    mount_disk $1
+    number=0
+    while [ $number -lt $tree_mib ]; do
+        directory=$scratch/$1/tree/$number
+        $bb mkdir -p $directory
+        $bb dd if=/dev/urandom of=$directory/large bs=512k count=1 2> /dev/null || fail "$1: cannot write files"
+        for length in 256 128 64 32 16 8 4 4; do
+            $bb dd if=/dev/urandom of=$directory/$length-$number bs=${length}k count=1 2> /dev/null
+        done
+        number=$((number + 1))
+    done
+    $bb sync
+    unmount_disk $1
+}
+
+copy_tree() {
+    mount_disk $1
+    $bb sync
+    echo 3 > /proc/sys/vm/drop_caches
+    say "step copying a tree on $1"
+    begun=$($bb cut -d' ' -f1 /proc/uptime)
+    $bb cp -r $scratch/$1/tree $scratch/$1/copy || fail "$1: cannot copy the tree"
+    $bb sync
+    ended=$($bb cut -d' ' -f1 /proc/uptime)
+    say "fact name=$1 copy-ms=$(echo "$begun $ended" | $bb awk '{ print int(($2 - $1) * 1000) }')"
+    echo 3 > /proc/sys/vm/drop_caches
+    $bb diff -r $scratch/$1/tree $scratch/$1/copy > /dev/null || fail "$1: the copy differs from the tree"
     unmount_disk $1
 }
 

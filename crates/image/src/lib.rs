@@ -51,6 +51,7 @@ pub use filters::{Filter, FilterDisk};
 pub use format_qcow2::{Backing, Bitmap, BitmapAction, CheckEvent, CheckReport, Compressor, PackedCluster, Repair};
 pub use format_qcow2::{GrowBy, Measure, NewSnapshot, Snapshot, SnapshotName};
 pub use format_qcow2::{escaped_byte, name_text, os_name};
+pub use format_scratch::limit_index_memory;
 pub use format_scratch::{Header as ScratchHeader, HostSpace, Space};
 pub use guess::{Format, guess_format};
 pub use null::NullDisk;

@@ -2,9 +2,14 @@
 
 mod common;
 
-use block::{IoError, IoErrorKind, OpFlags};
-use common::{Chain, Layer, made_by_qemu, name};
-use testkit::{Fault, FaultAction, FaultTest, ModelDisk, OpKind, Request, Session, SimFileOptions, Summary, Workload};
+use block::{Disk, IoError, IoErrorKind, OpFlags};
+use common::{Chain, Layer, SimOpener, made_by_qemu, name};
+use ringdisk_image::{ClosedEdit, Format, Image, ImageOptions, NewSnapshot, SnapshotName};
+use std::sync::Arc;
+use testkit::{
+    Fault, FaultAction, FaultTest, ModelDisk, OpKind, OpenedDisk, Request, Session, SimFileOptions, SimStorage,
+    Summary, Workload, qcow2_check, stamped,
+};
 
 const NO_SPACE: IoError = IoError::new(IoErrorKind::NoSpace);
 
@@ -203,4 +208,47 @@ fn a_full_file_system_gives_no_space_and_nothing_else() {
         let reopened = Session::open(&storage, &open, seed, 1).unwrap().read_all().unwrap();
         model.check_live(&reopened).unwrap();
     }
+}
+
+/// All of the disk is written and flushed; or it serves nothing any more, and is as it was. Returns which.
+fn is_written_or_dead(storage: &SimStorage, image: &Arc<Image>, old: &[u8]) -> bool {
+    let new = stamped(9, 0, old.len());
+    let open = |_: &SimStorage| {
+        let disk = Arc::clone(image) as Arc<dyn Disk>;
+        Ok(OpenedDisk { disk, close: Box::new(|| Ok(())) })
+    };
+    let mut session = Session::open(storage, &open, 1, 1).unwrap();
+    let is_written = session.call(Request::write(0, new.clone())).is_ok();
+    assert!(session.call(Request::Flush).is_ok() || !is_written);
+    drop(session);
+    for seed in 0..6 {
+        let cut = storage.power_cut(seed);
+        qcow2_check(&cut.bytes(&name(0))).unwrap().sound().unwrap();
+        let mut again =
+            Session::open(&cut, &|storage| common::open_as(storage, 0, Format::Qcow2, false, &[]), 1, 1).unwrap();
+        assert!(again.read_all().unwrap() == if is_written { &new[..] } else { old }, "cut {seed}");
+    }
+    is_written
+}
+
+#[test]
+fn after_an_edit_of_a_running_disk_whose_sync_failed_guests_write_over_nothing_that_either_header_refers_to() {
+    let chain = Chain { used: true, ..Chain::of(vec![Layer::qcow2(128 << 10, 1024)]) };
+    let mut original = Session::open(&chain.storage(), &|storage| chain.open(storage), 1, 1).unwrap();
+    let old = original.read_all().unwrap();
+    let mut seen = [0, 0];
+    for count in [1, u64::MAX] {
+        for nth in 0..10 {
+            let storage = chain.storage();
+            let options = ImageOptions::new(&name(0)).with(|options| options.format = Some(Format::Qcow2));
+            let image = Arc::new(ringdisk_image::open(&options, &SimOpener(storage.clone())).unwrap());
+            image.edit_online(&ClosedEdit::CreateSnapshot(NewSnapshot::new("kept"))).unwrap();
+            let action = FaultAction::Lose(IoError::EIO);
+            storage.inject(&name(0), Fault { kind: Some(OpKind::Flush), after: nth, count, action });
+            let _ = image.edit_online(&ClosedEdit::DeleteSnapshot(SnapshotName::named("kept")));
+            storage.clear_faults();
+            seen[usize::from(is_written_or_dead(&storage, &image, &old))] += 1;
+        }
+    }
+    assert!(seen[0] > 0 && seen[1] > 5, "{seen:?}");
 }

@@ -311,6 +311,74 @@ fn a_damaged_index_is_an_error_or_another_content_and_never_a_panic() {
     }
 }
 
+/// Where bytes are changed, and to what.
+type Changes<'a> = &'a [(usize, &'a [u8])];
+
+/// An index that somebody made to do harm: it is refused in words that say why, or shows what belongs to the disk.
+#[test]
+fn a_hostile_index_is_refused_in_words_or_shows_nothing_but_the_disks_own() {
+    let chain = Chain::of(vec![Layer::Raw(SIZE)]);
+    let storage = chain.storage();
+    let mut session = Session::open(&storage, &|storage| open_on(&chain, storage), 1, 1).unwrap();
+    for page in 0..4 {
+        session.call(Request::write(page * 4096, vec![0x11 * (1 + page as u8); 4096])).unwrap();
+    }
+    let before = session.read_all().unwrap();
+    session.close().unwrap();
+    let (index, data) = (storage.bytes(INDEX), storage.bytes(DATA));
+    // Header, bits of zero parts, owners, one table: a page each.
+    let (owners, table) = (2 * 4096, 3 * 4096);
+    let with = |changes: Changes<'_>| {
+        let mut index = index.clone();
+        for (at, bytes) in changes {
+            index[*at..at + bytes.len()].copy_from_slice(bytes);
+        }
+        let storage = chain.storage();
+        let bounded = || SimFileOptions { max_length_bytes: 64 << 20, ..SimFileOptions::default() };
+        storage.create_with(INDEX, &index, bounded());
+        storage.create_with(DATA, &data, bounded());
+        storage
+    };
+    let huge = (u64::MAX / 2).to_le_bytes();
+    let refused: [(&str, Changes<'_>); 11] = [
+        ("so large none can be", &[(16, &huge)]),
+        ("has 1048576 bytes now", &[(16, &(SIZE - 4096).to_le_bytes())]),
+        ("shorter than its header says", &[(16, &(64u64 << 40).to_le_bytes())]),
+        ("shorter than its header says", &[(32, &huge)]),
+        ("shorter than its header says", &[(32, &[0; 8])]),
+        ("version 2 of scratch overlays", &[(8, &[2])]),
+        ("impossible names", &[(24, &[0xff, 0xff])]),
+        ("impossible names", &[(512, &[0xff])]),
+        ("does not say what it rests on", &[(24, &[0; 6])]),
+        ("a part that has one", &[(owners + 4, &[1, 0, 0, 0])]),
+        ("behind the end of the disk", &[(owners, &[0xff, 0xff, 0xff, 0x7f])]),
+    ];
+    for (wanted, changes) in refused {
+        let error = opened(&overlay(), &with(changes)).map(drop).unwrap_err().to_string();
+        assert!(error.contains(wanted) && error.contains(INDEX), "{wanted}: {error}");
+    }
+    // Data behind the end of its file, far and near, and at the last number that there is.
+    let end = (data.len() / 4096 + 2) as u32;
+    for place in [end, end + 1, end + 4096, u32::MAX, 1 << 31] {
+        for read_only in [true, false] {
+            let storage = with(&[(table, &place.to_le_bytes())]);
+            let options = overlay().with(|options| options.read_only = read_only);
+            if !read_only {
+                // Its data would grow again, and what is lost would be zeros.
+                let error = opened(&options, &storage).map(drop).unwrap_err().to_string();
+                assert!(error.contains("names data up to byte") && error.contains(DATA), "{place:#x}: {error}");
+                continue;
+            }
+            let mut session = Session::open(&storage, &|storage| opened(&options, storage), 1, 1).unwrap();
+            let first = session.call(Request::read(0, 4096));
+            assert!(first.is_err(), "{place:#x}: the page that lies nowhere shows {:?}", first.map(|bytes| bytes[0]));
+            assert!(session.call(Request::read(4096, SIZE as usize - 4096)).unwrap() == before[4096..], "{place:#x}");
+            session.close().unwrap();
+            assert!(storage.bytes(&name(0)) == chain.storage().bytes(&name(0)), "the image below was written");
+        }
+    }
+}
+
 #[test]
 fn no_space_in_either_file_fails_what_needs_it_and_nothing_else() {
     for full in [INDEX, DATA] {

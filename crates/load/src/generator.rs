@@ -8,7 +8,7 @@ use crate::range::Range;
 use crate::report::{BatchCounts, Timings};
 use crate::spec::{BenchSpec, Pattern, Stop};
 use crate::verify::{BlockState, ReadBegan, Tracker, Words, check_block, fill_block};
-use block::{BatchEnd, Completion, DiskQueue, IoError, Op, OpFlags, Poller, PollerId, ReactorCtx};
+use block::{BatchEnd, Completion, Disk, DiskQueue, IoError, Op, OpFlags, Poller, PollerId, ReactorCtx};
 use memory::{IoBuf, Window};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -61,6 +61,7 @@ pub(crate) struct QueueResult {
     pub(crate) writes: Timings,
     pub(crate) flushes: Timings,
     pub(crate) bytes: u64,
+    pub(crate) by_maps: u64,
     pub(crate) errors: u64,
     pub(crate) first_error: Option<String>,
     pub(crate) mismatches: u64,
@@ -99,6 +100,8 @@ pub(crate) struct Parts {
     pub(crate) tracker: Option<Tracker>,
     pub(crate) conductor: Arc<Conductor>,
     pub(crate) results: Sender<QueueResult>,
+    /// The disk, where its maps are used.
+    pub(crate) maps: Option<Arc<dyn Disk>>,
 }
 
 pub(crate) struct Generator {
@@ -110,6 +113,8 @@ pub(crate) struct Generator {
     slots: Vec<Slot>,
     idle: Vec<usize>,
     done: Vec<Completion>,
+    /// What maps have ended since.
+    mapped: Vec<Completion>,
     random: Words,
     next_block: u64,
     /// Requests left to submit, if their number is limited.
@@ -150,6 +155,7 @@ impl Generator {
             writes: Timings::new(),
             flushes: Timings::new(),
             bytes: 0,
+            by_maps: 0,
             errors: 0,
             first_error: None,
             mismatches: 0,
@@ -171,6 +177,7 @@ impl Generator {
             poller: None,
             idle: (0..slots.len()).rev().collect(),
             done: Vec::with_capacity(slots.len()),
+            mapped: Vec::new(),
             slots,
             random: Words::new(seed ^ u64::from(parts.queue_index) << 32),
             next_block: parts.blocks.start,
@@ -203,7 +210,7 @@ impl Generator {
             result.flushes.clear();
             result.batches.clear();
             result.evenness.clear();
-            result.bytes = 0;
+            (result.bytes, result.by_maps) = (0, 0);
         }
         if phase >= Phase::Drain && self.phase < Phase::Drain {
             result.elapsed_seconds = self.started.elapsed().as_secs_f64();
@@ -281,8 +288,41 @@ impl Generator {
         {
             *left -= 1;
         }
+        match self.parts.maps.is_some() {
+            true => self.submit_by_map(index, op),
+            false => self.submit_op(index, op),
+        }
+    }
+
+    fn submit_op(&mut self, index: usize, op: Op) {
         if let Some(queue) = &mut self.queue {
             queue.submit(index as u64, op);
+        }
+    }
+
+    /// By a map, where the disk gives one.
+    fn submit_by_map(&mut self, index: usize, op: Op) {
+        let (Some(disk), Some(queue), Some(result)) = (&self.parts.maps, &mut self.queue, &mut self.result) else {
+            return;
+        };
+        let tag = index as u64;
+        let ended = match &op {
+            Op::Read { offset, data, .. } => {
+                let map = disk.map_read(*offset, data.length_bytes());
+                map.map(|map| map.copy_to(0, data.length_bytes(), data).and_then(|()| map.commit()))
+            }
+            Op::Write { offset, data, .. } => {
+                let map = disk.map_write(*offset, data.length_bytes());
+                map.map(|mut map| map.copy_from(0, data).and_then(|()| queue.submit_map(tag, map)))
+            }
+            _ => None,
+        };
+        result.by_maps += u64::from(ended.is_some());
+        match ended {
+            None => self.submit_op(index, op),
+            // The commit completes like other requests.
+            Some(Ok(())) if matches!(op, Op::Write { .. }) => {}
+            Some(result) => self.mapped.push(Completion { tag, result }),
         }
     }
 
@@ -360,7 +400,7 @@ impl Generator {
         result.abandoned = self.slots.len() - self.idle.len();
         result.blocks = self.parts.tracker.take().map(Tracker::into_blocks);
         // The queue is dropped first: others may use its disk as soon as they have the result.
-        self.queue = None;
+        (self.queue, self.parts.maps) = (None, None);
         self.slots.clear();
         if let Some(poller) = self.poller.take() {
             self.ctx.remove_poller(poller);
@@ -378,7 +418,8 @@ fn part(slot: &Slot, length: usize) -> Window {
 impl Poller for Generator {
     fn poll(&mut self) -> bool {
         let (Some(queue), Some(result)) = (&mut self.queue, &mut self.result) else { return false };
-        let count = queue.harvest(&mut self.done);
+        let count = queue.harvest(&mut self.done) + self.mapped.len();
+        self.done.append(&mut self.mapped);
         result.batches.polls += 1;
         self.follow();
         if count == 0 && (self.idle.is_empty() || !self.has_more()) {

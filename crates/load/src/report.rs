@@ -137,6 +137,8 @@ pub struct BenchReport {
     pub writes: u64,
     /// Flushes completed.
     pub flushes: u64,
+    /// Reads and writes that a map did, where the run asked for maps; requests did the others.
+    pub by_maps: Option<u64>,
     /// Reads and writes a second.
     pub iops: f64,
     /// Bytes a second of reads and writes.

@@ -114,6 +114,7 @@ impl Run<'_> {
                 },
                 conductor: Arc::clone(&self.conductor),
                 results: results.clone(),
+                maps: spec.maps.then(|| Arc::clone(disk)),
             };
             let (disk, alloc) = (Arc::clone(disk), self.hooks.alloc.clone());
             run_and_wait(reactor.as_ref(), move |ctx| start_queue(&disk, ctx, alloc.as_ref(), parts))??;
@@ -259,6 +260,7 @@ impl Run<'_> {
             reads: reads.count(),
             writes: writes.count(),
             flushes: flushes.count(),
+            by_maps: self.spec.maps.then(|| self.finished.iter().map(|result| result.by_maps).sum()),
             iops,
             bytes_per_second: bandwidth,
             per_second: evenness.whole_seconds(elapsed),

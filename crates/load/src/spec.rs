@@ -88,6 +88,9 @@ pub struct BenchSpec {
     pub fua: bool,
     /// Whether and how to check what is read.
     pub verify: Option<Verify>,
+    /// Reads look at the range where it lies, and writes put their bytes together in space of the disk's
+    /// ([`block::Disk::map_read`], [`block::Disk::map_write`]). Requests go where the disk answers "not here".
+    pub maps: bool,
     /// The server's processes, whose CPU time is reported.
     pub server_pids: Vec<u32>,
     /// How long requests in flight may take after the end. Then they are given up.
@@ -109,6 +112,7 @@ impl Default for BenchSpec {
             flush_every: None,
             fua: false,
             verify: None,
+            maps: false,
             server_pids: Vec::new(),
             drain_timeout: Duration::from_secs(60),
         }
@@ -196,6 +200,11 @@ impl BenchSpec {
                 "block size {block} and offset {} must be multiples of the disk's block of {logical} bytes",
                 self.offset_bytes
             )));
+        }
+        if self.maps && self.fua {
+            return Err(bad(
+                "what is committed by a map is made durable by a flush: it cannot be asked for with the map",
+            ));
         }
         if self.queue_depth == 0 || u64::from(self.queue_depth) * block > MAX_BUFFERS_BYTES {
             return Err(bad(format!(

@@ -102,6 +102,11 @@ impl GuestRegion {
         Self::of_mapping(spec, Arc::new(mapping), skip_bytes as usize).ok_or_else(impossible)
     }
 
+    /// Keeps each page in memory from its first touch on. Needs room in the limit of locked memory, or the privilege.
+    pub fn lock_touched(&self) -> io::Result<()> {
+        self.mapping.lock_touched()
+    }
+
     /// Makes a region in an existing mapping, from `skip_bytes` on; `None` if it does not fit.
     #[must_use]
     pub fn of_mapping(spec: RegionSpec, mapping: Arc<Mapping>, skip_bytes: usize) -> Option<Self> {

@@ -4,6 +4,7 @@
 //! * [`AlignedBuf`]: owned, aligned memory for metadata and bounce buffers.
 //! * [`BufferBudget`]: how much memory such buffers may take, and each disk's share of it.
 //! * [`GuestMemory`]: a guest's address space, mapped from the file descriptors that its monitor sent.
+//! * [`Placement`]: what such files may lie in.
 //! * [`Pool`] and [`PoolBox`]: request contexts that are used again, without atomics or allocation; [`Placed`], [`PoolRc`]
 //!   and [`PooledFuture`] put what belongs to one thread into such memory.
 //! * [`MappingShare`]: what one peer may map, whatever others do. [`MappedWords`]: a file of our own as an array of
@@ -25,6 +26,7 @@ mod interrupt;
 mod mapped_range;
 mod mapping;
 mod peer;
+mod placement;
 mod pool;
 mod share;
 mod socket;
@@ -38,6 +40,7 @@ pub use interrupt::InterruptHandle;
 pub use mapped_range::{MappedRange, MappingLost};
 pub use mapping::{Mapping, duplicate_fd};
 pub use peer::{PeerProcess, peer_process};
+pub use placement::Placement;
 pub use pool::{
     DECAY_PERIOD, HasRoom, Placed, Pool, PoolBox, PoolContext, PoolRc, PoolStats, Pooled, PooledFuture, Room,
     ThreadList, maintain_pools, pools, trim_pools,

@@ -1,7 +1,6 @@
 //! A part of a file of our own, mapped into memory.
 
-use crate::{IoBuf, Mapping, Window};
-use std::any::Any;
+use crate::{Mapping, Window};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use thiserror::Error;
@@ -106,16 +105,6 @@ impl MappedRange {
         self.check()
     }
 
-    /// Makes the range an operation's memory, on this thread. `keep` is dropped with its last handle. `None` if the
-    /// mapping is for reading only, because a window may be written to.
-    #[must_use]
-    pub fn window(&self, keep: Box<dyn Any>) -> Option<Window> {
-        if !self.mapping.is_writable() {
-            return None;
-        }
-        IoBuf::in_mapping(&self.mapping, self.skip_bytes, self.length_bytes, keep).map(|buf| buf.whole())
-    }
-
     fn at(&self, skip_bytes: usize, length_bytes: usize) -> *const u8 {
         let inside = skip_bytes.checked_add(length_bytes).is_some_and(|end| end <= self.length_bytes);
         assert!(inside, "{skip_bytes}+{length_bytes} of a mapped range of {} bytes", self.length_bytes);
@@ -131,7 +120,7 @@ impl MappedRange {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::PAGE_BYTES;
+    use crate::{IoBuf, PAGE_BYTES};
     use std::os::fd::AsFd;
 
     fn mapped(length_bytes: usize) -> (std::fs::File, Arc<Mapping>) {
@@ -156,10 +145,6 @@ mod tests {
         let mut bytes = [0; 8];
         range.copy_to_slice(39, &mut bytes).unwrap();
         assert_eq!(bytes, [0, 0, 1, 2, 3, 9, 9, 0]);
-        let window = range.window(Box::new(())).unwrap();
-        window.slice(0, 1).fill(7);
-        range.copy_to_slice(0, &mut bytes[..1]).unwrap();
-        assert_eq!(bytes[0], 7);
         let outside = std::panic::catch_unwind(|| range.copy_to_slice(48, &mut [0; 3]));
         assert!(outside.is_err());
     }
@@ -177,11 +162,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_mapped_for_reading_is_not_lent_to_who_may_write() {
+    fn what_is_mapped_for_reading_is_not_written_to() {
         let (file, _) = mapped(PAGE_BYTES);
         let mapping = Arc::new(Mapping::of_storage(file.as_fd(), PAGE_BYTES, false).unwrap());
         let range = MappedRange::new(&mapping, 0, 8).unwrap();
-        assert!(range.window(Box::new(())).is_none());
         assert!(std::panic::catch_unwind(|| range.fill(0, 1, 1)).is_err());
         range.copy_to_slice(0, &mut [0; 8]).unwrap();
     }

@@ -2,8 +2,8 @@
 
 use block::{Error, ErrorKind, Result};
 use control::api::{
-    AddDisk, CommitDisk, CreateSnapshot, Disk, Disks as AllDisks, InternalSnapshot, InternalSnapshots, Job, JobState,
-    Jobs, Overlay, Snapshot, VmState,
+    AddDisk, CommitDisk, CreateSnapshot, Disk, Disks as AllDisks, FormerTop, InternalSnapshot, InternalSnapshots, Job,
+    JobState, Jobs, Overlay, Snapshot, VmState,
 };
 use control::{CallError, Client, Options};
 use std::fmt::Write as _;
@@ -11,9 +11,43 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Calls the daemon.
+/// The disks of a machine, by their names.
+pub(crate) trait Disks {
+    /// All of them.
+    fn names(&self) -> Result<Vec<String>>;
+
+    /// What the disk was opened with.
+    fn options(&self, name: &str) -> Result<Options>;
+
+    /// The layers of a disk, the top first. There is one.
+    fn layers(&self, name: &str) -> Result<Vec<Layer>>;
+
+    /// Puts a new layer on each of these disks at the same moment. What was the top is durable when this returns, and does
+    /// not change any more.
+    fn freeze(&self, overlays: Vec<(String, PathBuf)>) -> Result<()>;
+
+    /// The internal snapshots of a disk's top layer.
+    fn snapshots(&self, name: &str) -> Result<Vec<InternalSnapshot>>;
+
+    /// Takes an internal snapshot, which keeps the machine's state if there is one: so many bytes of a file.
+    fn take_snapshot(&self, name: &str, snapshot: &str, state: Option<(&Path, u64)>) -> Result<()>;
+
+    fn delete_snapshot(&self, name: &str, snapshot: &str) -> Result<()>;
+
+    /// Takes so many layers of a disk back, and waits for the end.
+    fn commit(&self, name: &str, layers: usize, cancel: &AtomicBool, told: &mut dyn FnMut(u64, u64)) -> Result<()>;
+
+    /// Waits until no job changes the disk.
+    fn wait_for_jobs(&self, name: &str) -> Result<()>;
+
+    /// Serves a disk with these options under a new layer, in the place of the one of its name. The layer is there before
+    /// anybody can write. `former_tops` may be taken back into later.
+    fn replace(&self, name: &str, options: Options, former_tops: Vec<FormerTop>, overlay: PathBuf) -> Result<()>;
+}
+
+/// Those of a daemon.
 #[derive(Debug)]
-pub(crate) struct Disks(Client);
+pub(crate) struct Daemon(Client);
 
 /// One layer of a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,23 +83,27 @@ fn layer(line: &str) -> Option<Layer> {
     Some(Layer { format: format.to_owned(), file: file.into() })
 }
 
-impl Disks {
+impl Daemon {
     pub(crate) fn new(control: &Path) -> Result<Self> {
         Client::new(control).map(Self)
     }
 
-    /// The names of all disks.
-    pub(crate) fn names(&self) -> Result<Vec<String>> {
+    fn show(&self, name: &str) -> Result<Disk> {
+        self.0.get(&format!("/v1/disks/{}", segment(name))).map_err(refused)
+    }
+}
+
+impl Disks for Daemon {
+    fn names(&self) -> Result<Vec<String>> {
         let all: AllDisks = self.0.get("/v1/disks").map_err(refused)?;
         Ok(all.disks.into_iter().map(|disk| disk.name).collect())
     }
 
-    pub(crate) fn show(&self, name: &str) -> Result<Disk> {
-        self.0.get(&format!("/v1/disks/{}", segment(name))).map_err(refused)
+    fn options(&self, name: &str) -> Result<Options> {
+        Ok(self.show(name)?.options)
     }
 
-    /// The layers of a disk, the top first.
-    pub(crate) fn layers(&self, name: &str) -> Result<Vec<Layer>> {
+    fn layers(&self, name: &str) -> Result<Vec<Layer>> {
         let layers: Vec<Layer> = self.show(name)?.layers.iter().filter_map(|line| layer(line)).collect();
         match layers.is_empty() {
             true => Err(Error::new(ErrorKind::Unsupported, format!("disk '{name}' has no file that could be saved"))),
@@ -73,40 +111,29 @@ impl Disks {
         }
     }
 
-    /// Puts a new layer on each of these disks at the same moment. What was the top is durable when this returns, and does
-    /// not change any more.
-    pub(crate) fn freeze(&self, overlays: Vec<(String, PathBuf)>) -> Result<()> {
+    fn freeze(&self, overlays: Vec<(String, PathBuf)>) -> Result<()> {
         let overlays = overlays.into_iter().map(|(disk, overlay)| Overlay { disk, overlay }).collect();
         self.0.post::<serde_json::Value>("/v1/snapshots", &Snapshot { overlays }).map(drop).map_err(refused)
     }
 
-    /// The internal snapshots of a disk's top layer.
-    pub(crate) fn snapshots(&self, name: &str) -> Result<Vec<InternalSnapshot>> {
+    fn snapshots(&self, name: &str) -> Result<Vec<InternalSnapshot>> {
         let all: InternalSnapshots = self.0.get(&format!("/v1/disks/{}/snapshots", segment(name))).map_err(refused)?;
         Ok(all.snapshots)
     }
 
-    /// Takes an internal snapshot, which keeps the machine's state if there is one: so many bytes of a file.
-    pub(crate) fn take_snapshot(&self, name: &str, snapshot: &str, state: Option<(&Path, u64)>) -> Result<()> {
+    fn take_snapshot(&self, name: &str, snapshot: &str, state: Option<(&Path, u64)>) -> Result<()> {
         let vm_state = state.map(|(file, length_bytes)| VmState { file: file.to_owned(), length_bytes });
         let request = CreateSnapshot { name: snapshot.to_owned(), vm_state };
         let path = format!("/v1/disks/{}/snapshots", segment(name));
         self.0.post::<InternalSnapshots>(&path, &request).map(drop).map_err(refused)
     }
 
-    pub(crate) fn delete_snapshot(&self, name: &str, snapshot: &str) -> Result<()> {
+    fn delete_snapshot(&self, name: &str, snapshot: &str) -> Result<()> {
         let path = format!("/v1/disks/{}/snapshots/{}", segment(name), segment(snapshot));
         self.0.delete(&path).map(drop).map_err(refused)
     }
 
-    /// Takes so many layers of a disk back, and waits for the end.
-    pub(crate) fn commit(
-        &self,
-        name: &str,
-        layers: usize,
-        cancel: &AtomicBool,
-        told: &mut dyn FnMut(u64, u64),
-    ) -> Result<()> {
+    fn commit(&self, name: &str, layers: usize, cancel: &AtomicBool, told: &mut dyn FnMut(u64, u64)) -> Result<()> {
         let request = CommitDisk { layers, within_ms: None, stall_ms: None, bytes_per_second: None };
         let mut job: Job = self.0.post(&format!("/v1/disks/{}/commit", segment(name)), &request).map_err(refused)?;
         let mut is_cancelled = false;
@@ -126,8 +153,7 @@ impl Disks {
         }
     }
 
-    /// Waits until no job changes the disk.
-    pub(crate) fn wait_for_jobs(&self, name: &str) -> Result<()> {
+    fn wait_for_jobs(&self, name: &str) -> Result<()> {
         loop {
             let jobs: Jobs = self.0.get("/v1/jobs").map_err(refused)?;
             let is_under_way = |job: &Job| matches!(job.state, JobState::Running | JobState::Paused);
@@ -138,14 +164,12 @@ impl Disks {
         }
     }
 
-    /// Serves a disk with these options under a new layer, in the place of the one of its name. The layer is there before
-    /// anybody can write.
-    pub(crate) fn replace(&self, name: &str, options: Options, overlay: PathBuf) -> Result<()> {
+    fn replace(&self, name: &str, options: Options, former_tops: Vec<FormerTop>, overlay: PathBuf) -> Result<()> {
         if self.names()?.iter().any(|own| own == name) {
             self.0.delete(&format!("/v1/disks/{}?force=true", segment(name))).map_err(refused)?;
         }
         self.0
-            .post::<Disk>("/v1/disks", &AddDisk { options, export: true, overlay: Some(overlay) })
+            .post::<Disk>("/v1/disks", &AddDisk { options, export: true, overlay: Some(overlay), former_tops })
             .map(drop)
             .map_err(refused)
     }

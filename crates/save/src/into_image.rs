@@ -3,16 +3,17 @@
 //! The snapshot with the state is taken last. So where there is one, all of them are there.
 
 use crate::disks::{Disks, Layer};
+use crate::files::sync_directory;
 use crate::progress::{Progress, Step};
 use crate::qmp::Qmp;
-use crate::record::{Record, remove_states, sync_directory};
+use crate::record::{Record, remove_states};
 use crate::save::Saving;
 use block::{Error, ErrorKind, Result};
 use control::api::InternalSnapshot;
 use std::path::Path;
 
 /// What cannot be saved so, before the machine stops. `before` is what was saved last.
-pub(crate) fn check(disks: &Disks, names: &[String], snapshot: &str, before: Option<&Record>) -> Result<()> {
+pub(crate) fn check(disks: &dyn Disks, names: &[String], snapshot: &str, before: Option<&Record>) -> Result<()> {
     if snapshot.is_empty() {
         return Err(Error::new(ErrorKind::BadOption, "the snapshot needs a name"));
     }
@@ -143,6 +144,8 @@ mod tests {
             base: "/image".into(),
             options: Options::default(),
             seen: None,
+            below: Vec::new(),
+            others: Vec::new(),
         });
         let check = |layers: &[Layer], record| refuse_above_base("root", layers, record);
         let above = [layer("/image.save-2"), layer("/image.save-1"), layer("/image"), layer("/below")];

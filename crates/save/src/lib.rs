@@ -15,8 +15,11 @@
 #![forbid(unsafe_code)]
 
 mod disks;
+mod files;
 mod into_image;
 mod machine;
+#[cfg(test)]
+mod power_cut;
 mod progress;
 mod qmp;
 mod record;

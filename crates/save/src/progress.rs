@@ -1,11 +1,18 @@
-//! How far a save has come: step by step, and as a whole.
+//! How far a save or a restore has come: step by step, and as a whole.
 
-/// What a save does, in order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+/// What a save does, in order: from [`Step::Stop`] to [`Step::Resume`]. A restore looks, serves, starts, gives the state back
+/// and resumes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
+    /// What was saved is compared with what was noted of it.
+    Look,
+    /// The disks are served as they were saved.
+    Serve,
+    /// The machine's program starts.
+    Start,
     /// The machine stops.
     Stop,
-    /// Its state is written.
+    /// Its state is written, or read.
     State,
     /// The disks get new layers.
     Freeze,
@@ -18,8 +25,8 @@ pub enum Step {
 }
 
 impl Step {
-    /// All of them, with their parts of the whole.
-    const PARTS: [(Self, f64); 6] = [
+    /// Those of a save, with their parts of the whole.
+    pub(crate) const SAVE: &[(Self, f64)] = &[
         (Self::Stop, 0.02),
         (Self::State, 0.58),
         (Self::Freeze, 0.05),
@@ -28,10 +35,17 @@ impl Step {
         (Self::Resume, 0.03),
     ];
 
+    /// Those of a restore.
+    pub(crate) const RESTORE: &[(Self, f64)] =
+        &[(Self::Look, 0.25), (Self::Serve, 0.10), (Self::Start, 0.10), (Self::State, 0.53), (Self::Resume, 0.02)];
+
     /// Its name, for people and programs.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
+            Self::Look => "look",
+            Self::Serve => "serve",
+            Self::Start => "start",
             Self::Stop => "stop",
             Self::State => "state",
             Self::Freeze => "freeze",
@@ -42,7 +56,7 @@ impl Step {
     }
 }
 
-/// A moment of a save.
+/// A moment of a save or a restore.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Moment {
     /// What goes on.
@@ -51,13 +65,14 @@ pub struct Moment {
     pub done_bytes: u64,
     /// Bytes of this step in all, as far as that is known. Rises only.
     pub total_bytes: u64,
-    /// The part of the whole save that is done: from 0 to 1, and never less than before.
+    /// The part of the whole that is done: from 0 to 1, and never less than before.
     pub whole: f64,
 }
 
 /// Tells moments so that they only rise.
 pub(crate) struct Progress<'a> {
     tell: &'a mut dyn FnMut(Moment),
+    steps: &'static [(Step, f64)],
     step: Step,
     step_total: u64,
     step_done: u64,
@@ -65,8 +80,10 @@ pub(crate) struct Progress<'a> {
 }
 
 impl<'a> Progress<'a> {
-    pub(crate) fn new(tell: &'a mut dyn FnMut(Moment)) -> Self {
-        Self { tell, step: Step::Stop, step_total: 0, step_done: 0, whole: 0.0 }
+    /// Of these steps, with their parts of the whole.
+    pub(crate) fn new(steps: &'static [(Step, f64)], tell: &'a mut dyn FnMut(Moment)) -> Self {
+        let step = steps.first().map_or(Step::Stop, |(step, _)| *step);
+        Self { tell, steps, step, step_total: 0, step_done: 0, whole: 0.0 }
     }
 
     /// A step begins.
@@ -79,8 +96,8 @@ impl<'a> Progress<'a> {
     pub(crate) fn moved(&mut self, done_bytes: u64, total_bytes: u64) {
         self.step_total = self.step_total.max(total_bytes).max(done_bytes);
         self.step_done = self.step_done.max(done_bytes);
-        let before: f64 = Step::PARTS.iter().take_while(|(step, _)| *step < self.step).map(|(_, part)| part).sum();
-        let part = Step::PARTS.iter().find(|(step, _)| *step == self.step).map_or(0.0, |(_, part)| *part);
+        let before: f64 = self.steps.iter().take_while(|(step, _)| *step != self.step).map(|(_, part)| part).sum();
+        let part = self.steps.iter().find(|(step, _)| *step == self.step).map_or(0.0, |(_, part)| *part);
         let fraction = if self.step_total == 0 { 0.0 } else { self.step_done as f64 / self.step_total as f64 };
         self.whole = self.whole.max(before + part * fraction).min(1.0);
         self.tell();
@@ -104,20 +121,22 @@ mod tests {
 
     #[test]
     fn the_whole_rises_only_and_ends_at_one_whatever_a_step_says() {
-        let mut told = Vec::new();
-        let mut tell = |moment: Moment| told.push(moment);
-        let mut progress = Progress::new(&mut tell);
-        for step in [Step::Stop, Step::State, Step::Freeze, Step::Publish, Step::Commit, Step::Resume] {
-            progress.begin(step);
-            for (done, total) in [(1, 10), (5, 8), (4, 20), (30, 20)] {
-                progress.moved(done, total);
+        for steps in [Step::SAVE, Step::RESTORE] {
+            let mut told = Vec::new();
+            let mut tell = |moment: Moment| told.push(moment);
+            let mut progress = Progress::new(steps, &mut tell);
+            for (step, _) in steps {
+                progress.begin(*step);
+                for (done, total) in [(1, 10), (5, 8), (4, 20), (30, 20)] {
+                    progress.moved(done, total);
+                }
             }
+            progress.end();
+            assert!(told.windows(2).all(|pair| pair[0].whole <= pair[1].whole));
+            assert!(told.iter().all(|moment| moment.done_bytes <= moment.total_bytes && moment.whole <= 1.0));
+            assert_eq!(told.last().map(|moment| moment.whole), Some(1.0));
+            let parts: f64 = steps.iter().map(|(_, part)| part).sum();
+            assert!((parts - 1.0).abs() < 1e-9);
         }
-        progress.end();
-        assert!(told.windows(2).all(|pair| pair[0].whole <= pair[1].whole));
-        assert!(told.iter().all(|moment| moment.done_bytes <= moment.total_bytes && moment.whole <= 1.0));
-        assert_eq!(told.last().map(|moment| moment.whole), Some(1.0));
-        let parts: f64 = Step::PARTS.iter().map(|(_, part)| part).sum();
-        assert!((parts - 1.0).abs() < 1e-9);
     }
 }

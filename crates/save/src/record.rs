@@ -1,12 +1,14 @@
 //! The record of a save: which state belongs to which disks. It is replaced in one step.
 
+use crate::disks::Layer;
+use crate::files::{self, NewFile, failed};
 use block::{Error, ErrorKind, Result};
 use control::Options;
+use control::api::FormerTop;
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
-use std::fs::{File, OpenOptions};
-use std::io::Write;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::fs::File;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 const VERSION: u32 = 1;
@@ -52,6 +54,31 @@ pub struct SavedDisk {
     pub options: Options,
     /// The file when it was frozen; `None` while it is taken back into its image, when both show the same.
     pub seen: Option<Seen>,
+    /// The layers below the file, the next one first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub below: Vec<LayerBelow>,
+    /// The other files that hold the disk, as they were: those of the layers below, and data that have a file of their own.
+    /// Without those that are being taken back, and those that this host does not have.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub others: Vec<OtherFile>,
+}
+
+/// A layer below the top of a disk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LayerBelow {
+    /// Its file.
+    pub file: PathBuf,
+    /// The format of that file.
+    pub format: String,
+}
+
+/// A file of a disk beside its top.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OtherFile {
+    file: PathBuf,
+    seen: Seen,
 }
 
 /// What tells whether a file was changed.
@@ -97,10 +124,6 @@ pub(crate) struct UnderWay {
     pub(crate) was_running: bool,
 }
 
-fn failed(what: &str, path: &Path, error: std::io::Error) -> Error {
-    Error::io(format!("cannot {what} '{}'", path.display()), error)
-}
-
 impl Record {
     /// The next record of `directory`.
     pub(crate) fn next(before: Option<&Self>, was_running: bool) -> Self {
@@ -127,9 +150,7 @@ impl Record {
     /// Puts this record in the place of the one before, durably: after a power cut there is the one or the other.
     pub(crate) fn publish(&self, directory: &Path) -> Result<()> {
         write_json(directory, NEW_FILE, self)?;
-        let path = directory.join(FILE);
-        std::fs::rename(directory.join(NEW_FILE), &path).map_err(|error| failed("replace", &path, error))?;
-        sync_directory(directory)
+        files::replace(directory, NEW_FILE, FILE)
     }
 
     /// The machine's state.
@@ -183,23 +204,89 @@ pub(crate) fn remove_states(directory: &Path, but: Option<&str>) -> Result<()> {
         let Some(name) = name.to_str() else { continue };
         let number = name.strip_prefix("state-").and_then(|number| number.parse::<u64>().ok());
         if number.is_some() && but != Some(name) {
-            let path = directory.join(name);
-            std::fs::remove_file(&path).map_err(|error| failed("remove", &path, error))?;
+            files::remove(&directory.join(name))?;
         }
     }
     Ok(())
 }
 
+/// Where a layer's data lie, if that is a file of its own that its name tells.
+fn data_of(file: &Path, format: &str) -> Option<PathBuf> {
+    (format == "scratch").then(|| {
+        let mut name = file.as_os_str().to_owned();
+        name.push(".data");
+        name.into()
+    })
+}
+
 impl SavedDisk {
-    /// Whether its file is as it was when it was saved, perhaps but for its times.
-    fn check(&self, without_times: bool) -> Result<()> {
-        let Some(seen) = &self.seen else { return Seen::of(&self.file).map(drop) };
-        let now = Seen::of(&self.file)?;
-        if now == *seen || (without_times && now.is_same_file(seen)) {
-            return Ok(());
+    /// Notes how its files are from here on. `layers` are those of the disk, of which its file is one.
+    pub(crate) fn look(&mut self, layers: &[Layer]) -> Result<()> {
+        self.seen = Some(Seen::durable(&self.file)?);
+        let below = layers.iter().skip_while(|layer| layer.file != self.file).skip(1);
+        self.below = below.map(|layer| LayerBelow { file: layer.file.clone(), format: layer.format.clone() }).collect();
+        let data = data_of(&self.file, &self.format);
+        let below = self.below.iter().flat_map(|layer| [Some(layer.file.clone()), data_of(&layer.file, &layer.format)]);
+        let others: Vec<PathBuf> = data.into_iter().chain(below.flatten()).collect();
+        self.others.clear();
+        for file in others {
+            match Seen::durable(&file).or_else(|_| Seen::of(&file)) {
+                Ok(seen) => self.others.push(OtherFile { file, seen }),
+                // It is elsewhere, or for the daemon only.
+                Err(error) => {
+                    tracing::warn!("{error}; if that changes, what is saved is of no use, and restore will not notice");
+                }
+            }
         }
-        let what = "was changed since it was saved: it no longer belongs to the machine's state";
-        Err(Error::new(ErrorKind::BadImage, format!("disk '{}': '{}' {what}", self.name, self.file.display())))
+        Ok(())
+    }
+
+    /// Notes how the same files are from here on.
+    pub(crate) fn look_again(&mut self) -> Result<()> {
+        self.seen = Some(Seen::durable(&self.file)?);
+        self.others.iter_mut().try_for_each(|other| {
+            other.seen = Seen::durable(&other.file)?;
+            Ok(())
+        })
+    }
+
+    /// What is above the image is about to be taken back into it: what they look like says nothing any more.
+    pub(crate) fn is_taken_back(&mut self) {
+        self.seen = None;
+        let first_that_stays = match self.below.iter().position(|layer| layer.file == self.base) {
+            Some(base) => base + 1,
+            None if self.file == self.base => 0,
+            None => self.below.len(),
+        };
+        let stay = self.below.get(first_that_stays..).unwrap_or_default();
+        let belongs = |layer: &LayerBelow, file: &Path| {
+            layer.file == file || data_of(&layer.file, &layer.format).is_some_and(|data| data == file)
+        };
+        self.others.retain(|other| stay.iter().any(|layer| belongs(layer, &other.file)));
+    }
+
+    /// The layers below its file that may be taken back into: those down to the image, the next one first.
+    pub(crate) fn former_tops(&self) -> Vec<FormerTop> {
+        let Some(base) = self.below.iter().position(|layer| layer.file == self.base) else { return Vec::new() };
+        let tops = self.below.iter().take(base + 1);
+        tops.map(|layer| FormerTop { file: layer.file.clone(), format: Some(layer.format.clone()) }).collect()
+    }
+
+    /// Whether its files are as they were when it was saved, perhaps but for their times.
+    fn check(&self, without_times: bool) -> Result<()> {
+        let compare = |file: &Path, seen: &Seen| {
+            let now = Seen::of(file)?;
+            if now == *seen || (without_times && now.is_same_file(seen)) {
+                return Ok(());
+            }
+            let what = "was changed since it was saved: it no longer belongs to the machine's state";
+            Err(Error::new(ErrorKind::BadImage, format!("disk '{}': '{}' {what}", self.name, file.display())))
+        };
+        match &self.seen {
+            Some(seen) => compare(&self.file, seen)?,
+            None => Seen::of(&self.file).map(|_| ())?,
+        }
+        self.others.iter().try_for_each(|other| compare(&other.file, &other.seen))
     }
 }
 
@@ -211,17 +298,11 @@ impl UnderWay {
     pub(crate) fn write(self, directory: &Path) -> Result<()> {
         // A full disk leaves the note that was there.
         write_json(directory, NEW_UNDER_WAY, &self)?;
-        let path = directory.join(UNDER_WAY);
-        std::fs::rename(directory.join(NEW_UNDER_WAY), &path).map_err(|error| failed("replace", &path, error))?;
-        sync_directory(directory)
+        files::replace(directory, NEW_UNDER_WAY, UNDER_WAY)
     }
 
     pub(crate) fn remove(directory: &Path) -> Result<()> {
-        let path = directory.join(UNDER_WAY);
-        match std::fs::remove_file(&path) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(failed("remove", &path, error)),
-            _ => Ok(()),
-        }
+        files::remove(&directory.join(UNDER_WAY))
     }
 }
 
@@ -237,18 +318,9 @@ fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Option<T>> {
 fn write_json(directory: &Path, name: &str, value: &impl Serialize) -> Result<()> {
     let path = directory.join(name);
     let text = serde_json::to_vec_pretty(value).map_err(|error| failed("write", &path, error.into()))?;
-    let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&path);
-    let written = file.and_then(|mut file| {
-        file.write_all(&text)?;
-        file.sync_all()
-    });
-    written.map_err(|error| failed("write", &path, error))
-}
-
-/// Makes the names in a directory durable.
-pub(crate) fn sync_directory(directory: &Path) -> Result<()> {
-    let synced = File::open(directory).and_then(|directory| directory.sync_all());
-    synced.map_err(|error| failed("make durable the directory", directory, error))
+    let mut file = NewFile::create_or_truncate(&path)?;
+    file.write(&text)?;
+    file.sync()
 }
 
 #[cfg(test)]
@@ -269,6 +341,8 @@ mod tests {
             base: image.clone(),
             options: Options::default(),
             seen: Some(Seen::of(&image).unwrap()),
+            below: Vec::new(),
+            others: Vec::new(),
         });
         first.publish(dir.path()).unwrap();
         assert_eq!(Record::read(dir.path()).unwrap().as_ref(), Some(&first));
@@ -292,5 +366,67 @@ mod tests {
         assert_eq!(["state-1", "state-2", "state-7", "state-x"].map(is_there), [false, true, false, true]);
         std::fs::write(dir.path().join(FILE), r#"{"version": 1}"#).unwrap();
         assert!(Record::read(dir.path()).is_err());
+    }
+
+    #[test]
+    fn a_layer_that_changes_below_the_top_is_noticed_until_it_is_taken_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        for name in ["top", "kept", "kept.data", "image", "below"] {
+            std::fs::write(path(name), name).unwrap();
+        }
+        let layer = |name: &str, format: &str| Layer { format: format.to_owned(), file: path(name) };
+        let gone = Layer { format: "raw".to_owned(), file: "nbd://host/export".into() };
+        let layers = [
+            layer("new", "qcow2"),
+            layer("top", "qcow2"),
+            layer("kept", "scratch"),
+            layer("image", "raw"),
+            layer("below", "raw"),
+            gone,
+        ];
+        let mut record = Record::next(None, true);
+        record.disks.push(SavedDisk {
+            name: "root".to_owned(),
+            file: path("top"),
+            format: "qcow2".to_owned(),
+            base: path("image"),
+            options: Options::default(),
+            seen: None,
+            below: Vec::new(),
+            others: Vec::new(),
+        });
+        record.disks[0].look(&layers).unwrap();
+        record.publish(dir.path()).unwrap();
+        let saved = Record::read(dir.path()).unwrap().unwrap();
+        let tops: Vec<PathBuf> = saved.disks[0].former_tops().into_iter().map(|top| top.file).collect();
+        assert_eq!(tops, [path("kept"), path("image")]);
+        let change = |name: &str| std::fs::write(path(name), format!("{name} of another length")).unwrap();
+        for (name, is_taken_back) in
+            [("top", true), ("kept", true), ("kept.data", true), ("image", true), ("below", false)]
+        {
+            saved.check_disks(false).unwrap();
+            let mut committing = saved.clone();
+            committing.disks[0].is_taken_back();
+            assert!(!committing.is_finished() && saved.is_finished());
+            change(name);
+            let error = saved.check_disks(true).unwrap_err().to_string();
+            assert!(error.contains("root") && error.contains(&format!("/{name}'")), "{error}");
+            assert_eq!(committing.check_disks(false).is_ok(), is_taken_back, "{name}");
+            std::fs::write(path(name), name).unwrap();
+            record.disks[0].look_again().unwrap();
+            record.check_disks(false).unwrap();
+            assert!(saved.check_disks(false).is_err(), "written anew");
+            std::fs::File::open(path(name)).unwrap().set_modified(saved_time(&saved, &path(name))).unwrap();
+        }
+    }
+
+    /// When the file was modified as the record has seen it.
+    fn saved_time(record: &Record, path: &Path) -> std::time::SystemTime {
+        let disk = &record.disks[0];
+        let other = disk.others.iter().find(|other| other.file == path).map(|other| &other.seen);
+        let seen = other.or(disk.seen.as_ref()).unwrap();
+        let (seconds, nanoseconds) = (seen.modified_s as u64, seen.modified_ns as u32);
+        std::time::UNIX_EPOCH + std::time::Duration::new(seconds, nanoseconds)
     }
 }

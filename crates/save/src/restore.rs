@@ -1,9 +1,10 @@
 //! Restoring: which pair is whole, and how the machine goes on from it.
 
-use crate::disks::Disks;
+use crate::disks::{Daemon, Disks};
 use crate::machine::Machine;
+use crate::progress::{Moment, Progress, Step};
 use crate::qmp::Qmp;
-use crate::record::{Record, Seen, UnderWay, lock_directory};
+use crate::record::{Record, UnderWay, lock_directory};
 use crate::save::stands_since_saved;
 use crate::state_file::StateFile;
 use block::{Error, ErrorKind, Result};
@@ -34,15 +35,18 @@ pub struct Restore {
 const START_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Finds what was saved last, and looks whether it is whole: the state against its checksum, the disks against what was
-/// noted of them. With `force`, disks that a save has not frozen again are taken as they are.
-pub fn find(machine: &Machine, force: bool) -> Result<Restore> {
+/// noted of them. With `force`, disks that a save has not frozen again are taken as they are. `tell` hears of the first step
+/// of a restore.
+pub fn find(machine: &Machine, force: bool, tell: &mut dyn FnMut(Moment)) -> Result<Restore> {
     let directory = &machine.state;
     let record = Record::read(directory)?.ok_or_else(|| {
         Error::new(ErrorKind::BadOption, format!("no machine was saved in '{}'", directory.display()))
     })?;
     let state_path = record.state_path(directory);
     let state = StateFile::open(&state_path)?;
-    state.check()?;
+    let mut progress = Progress::new(Step::RESTORE, tell);
+    progress.begin(Step::Look);
+    state.extract_telling(&mut std::io::sink(), &mut |bytes| progress.moved(bytes, state.stream_bytes))?;
     record.check_disks(force)?;
     if !record.is_finished() && !force && !stands(machine) {
         let what = "the save was broken off while it took layers back, and nothing shows that the machine has not run since. If \
@@ -89,8 +93,9 @@ fn quoted(path: &Path) -> String {
 }
 
 /// Serves the disks as they were saved, each under a new layer for what the machine writes from here on. The daemon runs.
-fn serve(machine: &Machine, restore: &mut Restore) -> Result<()> {
-    let disks = Disks::new(&machine.control)?;
+fn serve(machine: &Machine, restore: &mut Restore, progress: &mut Progress<'_>) -> Result<()> {
+    progress.begin(Step::Serve);
+    let disks = Daemon::new(&machine.control)?;
     // Opening an image for writing may change its times, and no byte that a guest sees. The record says what has become of
     // it, disk by disk, so that a restore that is broken off does not make the pair look changed.
     restore.record.is_being_restored = true;
@@ -98,8 +103,8 @@ fn serve(machine: &Machine, restore: &mut Restore) -> Result<()> {
     let drives: Vec<(String, Options)> = restore.drives().map(|(name, options)| (name.to_owned(), options)).collect();
     for (index, (name, options)) in drives.into_iter().enumerate() {
         let Some(disk) = restore.record.disks.get_mut(index) else { break };
-        disks.replace(&name, options, layer_above(&disk.base)?)?;
-        disk.seen = Some(Seen::durable(&disk.file)?);
+        disks.replace(&name, options, disk.former_tops(), layer_above(&disk.base)?)?;
+        disk.look_again()?;
         restore.record.publish(&machine.state)?;
     }
     restore.record.is_being_restored = false;
@@ -119,8 +124,9 @@ fn layer_above(base: &Path) -> Result<PathBuf> {
     })
 }
 
-/// Starts the machine again from what was saved. The daemon must run; its disks are put back first.
-pub fn run(machine: &Machine, restore: &mut Restore) -> Result<Child> {
+/// Starts the machine again from what was saved. The daemon must run; its disks are put back first. Killed in the middle, it
+/// leaves the pair as it is; the program that it has started may be there, and is ended before it is run again.
+pub fn run(machine: &Machine, restore: &mut Restore, tell: &mut dyn FnMut(Moment)) -> Result<Child> {
     const NAME: &str = "ringdisk-state";
     let Some((program, arguments)) = machine.qemu.split_first() else {
         let what = "which command starts the machine is not known: give it in the machine's description (qemu = [...])";
@@ -135,7 +141,9 @@ pub fn run(machine: &Machine, restore: &mut Restore) -> Result<Child> {
         let what = "a machine is there already (qmp): end it first, it would lose its disks";
         return Err(Error::new(ErrorKind::Locked, format!("'{}': {what}", machine.qmp.display())));
     }
-    serve(machine, restore)?;
+    let mut progress = Progress::new(Step::RESTORE, tell);
+    serve(machine, restore, &mut progress)?;
+    progress.begin(Step::Start);
     let child = Command::new(program).args(arguments).args(["-incoming", "defer"]).spawn();
     let mut child = child.map_err(|error| Error::io(format!("cannot start '{program}'"), error))?;
     let begun = (|| {
@@ -145,10 +153,13 @@ pub fn run(machine: &Machine, restore: &mut Restore) -> Result<Child> {
         qmp.pass(NAME, source.as_fd())?;
         drop(source);
         qmp.run("migrate-incoming", json!({ "uri": format!("fd:{NAME}") }))?;
-        restore.state.extract(&mut File::from(target))?;
+        progress.begin(Step::State);
+        let total = restore.state.stream_bytes;
+        restore.state.extract_telling(&mut File::from(target), &mut |bytes| progress.moved(bytes, total))?;
         while qmp.status()? == "inmigrate" {
             std::thread::sleep(Duration::from_millis(20));
         }
+        progress.begin(Step::Resume);
         if restore.record.was_running {
             qmp.run("cont", json!({}))?;
         }
@@ -160,6 +171,7 @@ pub fn run(machine: &Machine, restore: &mut Restore) -> Result<Child> {
         let _ = child.wait();
         return Err(error);
     }
+    progress.end();
     Ok(child)
 }
 
@@ -183,11 +195,13 @@ mod tests {
             base: image,
             options: Options::parse("file=/below,snapshot=on,keep=/kept,cache=none").unwrap(),
             seen: None,
+            below: Vec::new(),
+            others: Vec::new(),
         });
         record.publish(dir.path()).unwrap();
-        let error = find(&machine, false).unwrap_err().to_string();
+        let error = find(&machine, false, &mut |_| {}).unwrap_err().to_string();
         assert!(error.contains("--force"), "{error}");
-        let restore = find(&machine, true).unwrap();
+        let restore = find(&machine, true, &mut |_| {}).unwrap();
         let (_, options) = restore.drives().next().unwrap();
         assert_eq!(
             (options.get("format"), options.get("keep"), options.get("snapshot")),
@@ -196,7 +210,8 @@ mod tests {
         // Whoever answers is in the way.
         let _monitor = std::os::unix::net::UnixListener::bind(&machine.qmp).unwrap();
         let machine = Machine { qemu: vec!["false".to_owned()], ..machine };
-        let error = run(&machine, &mut find(&machine, true).unwrap()).unwrap_err().to_string();
+        let mut restore = find(&machine, true, &mut |_| {}).unwrap();
+        let error = run(&machine, &mut restore, &mut |_| {}).unwrap_err().to_string();
         assert!(error.contains("end it first"), "{error}");
     }
 }

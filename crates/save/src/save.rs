@@ -1,11 +1,12 @@
 //! Saving.
 
-use crate::disks::{Disks, Layer};
+use crate::disks::{Daemon, Disks, Layer};
+use crate::files::sync_directory;
 use crate::into_image;
 use crate::machine::Machine;
 use crate::progress::{Moment, Progress, Step};
 use crate::qmp::Qmp;
-use crate::record::{Record, SavedDisk, Seen, UnderWay, lock_directory, remove_states, sync_directory};
+use crate::record::{Record, SavedDisk, UnderWay, lock_directory, remove_states};
 use crate::state_file::StateFile;
 use block::{Error, ErrorKind, Result};
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -63,15 +64,25 @@ pub fn save(
     cancel: &AtomicBool,
     tell: &mut dyn FnMut(Moment),
 ) -> Result<Saved> {
+    save_with(machine, &Daemon::new(&machine.control)?, options, cancel, tell)
+}
+
+/// As [`save`], of a machine with these disks.
+pub(crate) fn save_with(
+    machine: &Machine,
+    disks: &dyn Disks,
+    options: &SaveOptions,
+    cancel: &AtomicBool,
+    tell: &mut dyn FnMut(Moment),
+) -> Result<Saved> {
     let directory = &machine.state;
     let _lock = lock_directory(directory)?;
     let mut before = Record::read(directory)?;
-    let disks = Disks::new(&machine.control)?;
     let names = if machine.disks.is_empty() { disks.names()? } else { machine.disks.clone() };
     // Before the machine stops: what cannot be saved at all.
     let under_way = UnderWay::read(directory)?;
     let checked = match &options.into_image {
-        Some(snapshot) => into_image::check(&disks, &names, snapshot, before.as_ref()),
+        Some(snapshot) => into_image::check(disks, &names, snapshot, before.as_ref()),
         None => names.iter().try_for_each(|name| disks.layers(name).map(drop)),
     };
     checked.map_err(|error| match under_way {
@@ -82,11 +93,11 @@ pub fn save(
     })?;
     let mut qmp = Qmp::connect(&machine.qmp, PATIENCE)?;
 
-    let mut progress = Progress::new(tell);
+    let mut progress = Progress::new(Step::SAVE, tell);
     progress.begin(Step::Stop);
     let was_running = under_way.is_some_and(|under_way| under_way.was_running) || qmp.is_running()?;
     // It has changed nothing if that fails: a machine that an earlier save has stopped stands, and its pair is whole.
-    finish_commit(&disks, &mut qmp, before.as_mut(), directory)?;
+    finish_commit(disks, &mut qmp, before.as_mut(), directory)?;
     UnderWay { was_running }.write(directory)?;
     let stopped = Instant::now();
     let record = Record::next(before.as_ref(), was_running);
@@ -132,8 +143,8 @@ fn new_layer(number: u64, base: &Path) -> Result<PathBuf> {
 }
 
 /// After layers were taken back: what is the top now must not be written to.
-fn freeze_again(disks: &Disks, record: &mut Record, directory: &Path) -> Result<()> {
-    let mut overlays = Vec::new();
+fn freeze_again(disks: &dyn Disks, record: &mut Record, directory: &Path) -> Result<()> {
+    let (mut overlays, mut chains) = (Vec::new(), Vec::new());
     for disk in &mut record.disks {
         let layers = disks.layers(&disk.name)?;
         // Wherever taking it back has come to: the top shows what was saved.
@@ -145,19 +156,20 @@ fn freeze_again(disks: &Disks, record: &mut Record, directory: &Path) -> Result<
         if layers.first().is_some_and(|top| top.file == disk.file) {
             overlays.push((disk.name.clone(), new_layer(record.number, &disk.base)?));
         }
+        chains.push(layers);
     }
     if !overlays.is_empty() {
         disks.freeze(overlays)?;
     }
-    for disk in &mut record.disks {
-        disk.seen = Some(Seen::durable(&disk.file)?);
+    for (disk, layers) in record.disks.iter_mut().zip(&chains) {
+        disk.look(layers)?;
     }
     record.publish(directory)
 }
 
 /// A save that was killed while layers were taken back: the daemon has gone on with that. What is left is done before the
 /// machine may go on.
-fn finish_commit(disks: &Disks, qmp: &mut Qmp, before: Option<&mut Record>, directory: &Path) -> Result<()> {
+fn finish_commit(disks: &dyn Disks, qmp: &mut Qmp, before: Option<&mut Record>, directory: &Path) -> Result<()> {
     let Some(before) = before.filter(|before| !before.is_finished()) else {
         return Ok(());
     };
@@ -199,7 +211,7 @@ pub(crate) struct Saving<'a> {
     cancel: &'a AtomicBool,
     pub(crate) before: Option<Record>,
     pub(crate) record: Record,
-    pub(crate) disks: Disks,
+    pub(crate) disks: &'a dyn Disks,
     pub(crate) names: Vec<String>,
     pub(crate) notes: Vec<String>,
 }
@@ -249,17 +261,17 @@ impl Saving<'_> {
         self.check()?;
 
         progress.begin(Step::Freeze);
-        let mut saved = Vec::new();
-        let mut overlays = Vec::new();
+        let (mut saved, mut overlays, mut chains) = (Vec::new(), Vec::new(), Vec::new());
         for name in &self.names {
             let layers = self.disks.layers(name)?;
             let disk = self.saved_disk(name, &layers)?;
             overlays.push((name.clone(), new_layer(self.record.number, &disk.base)?));
             saved.push(disk);
+            chains.push(layers);
         }
         self.disks.freeze(overlays)?;
-        for disk in &mut saved {
-            disk.seen = Some(Seen::durable(&disk.file)?);
+        for (disk, layers) in saved.iter_mut().zip(&chains) {
+            disk.look(layers)?;
         }
 
         progress.begin(Step::Publish);
@@ -293,8 +305,10 @@ impl Saving<'_> {
             file: top.file.clone(),
             format: top.format.clone(),
             base: base.unwrap_or(&top.file).clone(),
-            options: self.disks.show(name)?.options,
+            options: self.disks.options(name)?,
             seen: None,
+            below: Vec::new(),
+            others: Vec::new(),
         })
     }
 
@@ -311,7 +325,7 @@ impl Saving<'_> {
             return Ok(());
         }
         // From here on, the layers and the image show the same, however far it has come.
-        self.record.disks.iter_mut().for_each(|disk| disk.seen = None);
+        self.record.disks.iter_mut().for_each(SavedDisk::is_taken_back);
         self.record.publish(self.directory)?;
         let all = counts.iter().filter(|(_, count)| *count >= 2).count() as u64;
         let mut gone = Vec::new();
@@ -327,7 +341,7 @@ impl Saving<'_> {
             }
             gone.extend(layers.iter().take(*count).map(|layer| (disk.name.clone(), layer.file.clone())));
         }
-        freeze_again(&self.disks, &mut self.record, self.directory)?;
+        freeze_again(self.disks, &mut self.record, self.directory)?;
         for (name, file) in gone {
             // What is still used is used; what cannot be removed is in nobody's way.
             if self.disks.layers(&name)?.iter().all(|layer| layer.file != file) {

@@ -8,10 +8,10 @@
 //!
 //! Numbers are little-endian.
 
+use crate::files::NewFile;
 use block::{Error, ErrorKind, Result};
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -31,9 +31,7 @@ pub struct StateFile {
 impl StateFile {
     /// Writes what `source` gives to the new file `path`, durably. `told` hears how many bytes are there.
     pub fn write(path: &Path, source: &mut dyn Read, told: &mut dyn FnMut(u64) -> Result<()>) -> Result<Self> {
-        let failed = |what: &str, error| Error::io(format!("cannot {what} '{}'", path.display()), error);
-        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
-        let file = file.as_mut().map_err(|error| failed("make", error.kind().into()))?;
+        let mut file = NewFile::create(path)?;
         let (mut hash, mut stream_bytes) = (Xxh3::new(), 0u64);
         let mut piece = vec![0; PIECE_BYTES];
         loop {
@@ -44,7 +42,7 @@ impl StateFile {
                 Err(error) => return Err(Error::io("cannot read the machine's state", error)),
             };
             hash.update(&piece[..length]);
-            file.write_all(&piece[..length]).map_err(|error| failed("write", error))?;
+            file.write(&piece[..length])?;
             stream_bytes += length as u64;
             told(stream_bytes)?;
         }
@@ -53,8 +51,8 @@ impl StateFile {
         trailer[..16].copy_from_slice(&MAGIC);
         trailer[16..24].copy_from_slice(&stream_bytes.to_le_bytes());
         trailer[24..].copy_from_slice(&checksum.to_le_bytes());
-        file.write_all(&trailer).map_err(|error| failed("write", error))?;
-        file.sync_all().map_err(|error| failed("make durable", error))?;
+        file.write(&trailer)?;
+        file.sync()?;
         Ok(Self { path: path.to_owned(), stream_bytes, checksum })
     }
 
@@ -78,6 +76,11 @@ impl StateFile {
 
     /// Copies the machine's state, without what we added, and compares it with its checksum.
     pub fn extract(&self, target: &mut dyn Write) -> Result<()> {
+        self.extract_telling(target, &mut |_| {})
+    }
+
+    /// As [`StateFile::extract`]; `told` hears how many bytes are copied.
+    pub(crate) fn extract_telling(&self, target: &mut dyn Write, told: &mut dyn FnMut(u64)) -> Result<()> {
         let failed = |error| Error::io(format!("cannot read '{}'", self.path.display()), error);
         let mut stream = File::open(&self.path).map_err(failed)?.take(self.stream_bytes);
         let mut piece = vec![0; PIECE_BYTES];
@@ -90,6 +93,7 @@ impl StateFile {
             hash.update(&piece[..length]);
             target.write_all(&piece[..length]).map_err(|error| Error::io("cannot write the machine's state", error))?;
             copied += length as u64;
+            told(copied);
         }
         target.flush().map_err(|error| Error::io("cannot write the machine's state", error))?;
         if copied == self.stream_bytes && hash.digest128() == self.checksum {

@@ -73,7 +73,9 @@ impl QueueDriver {
         if matches!(request, Request::WriteByMap { .. }) {
             let map = request.map_on(self.disk.upgrade().as_deref());
             self.flying.insert(tag, (request, Vec::new()));
-            self.queue.submit_map(tag, map);
+            if let Err(error) = self.queue.submit_map(tag, map) {
+                self.violations.push(format!("the bytes of a map are gone: {error}"));
+            }
             return self.count_in_flight("submit_map");
         }
         let (op, memory) = request.prepare();

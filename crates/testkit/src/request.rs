@@ -1,7 +1,7 @@
 //! Requests and replies of tests: plain data that can cross threads.
 
 use block::{Disk, IoResult, Op, OpFlags, Priority, Tag, WriteMap};
-use memory::{IoBuf, Window};
+use memory::{AlignedBuf, IoBuf, Window};
 use std::sync::Arc;
 
 /// A request of a guest.
@@ -106,7 +106,10 @@ impl Request {
                 let priority = priority_at(*offset);
                 (Op::Write { offset: *offset, data: window, flags: *flags, priority }, memory)
             }
-            Self::WriteByMap { .. } => (self.map_on(None).into_op(OpFlags::NONE), Vec::new()),
+            Self::WriteByMap { offset, data } => {
+                let buf = IoBuf::from_aligned(AlignedBuf::copy_of(data));
+                (Op::write(*offset, buf.whole(), OpFlags::NONE), Vec::new())
+            }
             Self::Flush => (Op::Flush, Vec::new()),
             Self::Discard { offset, length } => (Op::Discard { offset: *offset, length: *length }, Vec::new()),
             Self::WriteZeroes { offset, length, may_unmap, flags } => {

@@ -12,6 +12,7 @@ mod files;
 mod half_full;
 mod ideas;
 mod images;
+mod maps;
 mod measure;
 mod nbd;
 mod opening;

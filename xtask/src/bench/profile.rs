@@ -26,13 +26,19 @@ fn is_countable(cell: &Cell) -> bool {
     storage && cell.engine == cells::Engine::Auto && cell.block_kib == 4
 }
 
-pub(super) fn run(cells: &[Cell], tools: &Tools, arguments: &BenchArguments) -> Result<()> {
+/// Fails where nothing can be counted.
+pub(super) fn check_tools() -> Result<()> {
     for program in ["valgrind", "callgrind_annotate"] {
         ensure!(
             packages::find_program(program).is_some(),
             "{program} is missing; it is in the Debian package valgrind"
         );
     }
+    Ok(())
+}
+
+pub(super) fn run(cells: &[Cell], tools: &Tools, arguments: &BenchArguments) -> Result<()> {
+    check_tools()?;
     let cells: Vec<Cell> = cells.iter().filter(|cell| is_countable(cell)).copied().collect();
     ensure!(!cells.is_empty(), "instructions are counted of 4 KiB requests on the null disk and on tmpfs only");
     let files = Files::create(arguments.directory.as_deref(), arguments.served_mib(), &cells)?;
@@ -78,6 +84,11 @@ fn serve_counted(cell: &Cell, tools: &Tools, files: &Files, count: u64, output: 
         let arguments = ["--rw", cell.access.name(), "--bs", "4k", "--depth", &depth, "--count", &count];
         measure::bench(tools, pid, &arguments.map(str::to_owned)).map(|_| ())
     })
+}
+
+/// Returns the instructions of a whole run.
+pub(super) fn instructions(output: &Path) -> Result<f64> {
+    Ok(sum(&self_costs(output)?))
 }
 
 /// Returns each function's own cost.

@@ -3,6 +3,7 @@
 //! raw file in memory; writes go to memory as well. Every side is made anew for each measurement.
 
 use super::BenchArguments;
+use super::maps;
 use super::measure::{Tools, bench, escaped, number, qemu, serve, socket_path, version, with_server};
 use super::rounds::{chosen, in_turn, put_page};
 use super::statistics::{Spread, median};
@@ -13,6 +14,17 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const BASE_BYTES: usize = 1 << 30;
+
+/// What `--filter` calls the table of `maps`.
+const MAPS: &str = "maps";
+const MAPS_INTRODUCTION: &str = "
+## Maps
+
+Instructions a request in user space, as callgrind counts them, of a disk in the same process: `Disk::map_read` and
+`Disk::map_write` ([how](decisions/0095-maps.md)) beside reads and writes. In both, the bytes end in, or come from, memory of the caller's.
+Where the disk has no space at hand for a map, a request does it.
+
+";
 
 /// A load: an unmeasured part, and the measured part.
 struct Load {
@@ -147,10 +159,12 @@ impl Row<'_> {
 
 pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
     let tools = Tools::find(ringdisk)?;
-    let Some(loads) = chosen(&LOADS, |load| load.name, arguments)? else { return Ok(()) };
+    let parts: Vec<Option<&Load>> = LOADS.iter().map(Some).chain([None]).collect();
+    let Some(parts) = chosen(&parts, |part| part.map_or(MAPS, |load| load.name), arguments)? else { return Ok(()) };
+    let with_maps = parts.iter().any(|part| part.is_none());
     let files = Files::create()?;
     let mut rows = Vec::new();
-    for load in loads {
+    for load in parts.into_iter().copied().flatten() {
         let mut samples = [Vec::new(), Vec::new(), Vec::new()];
         in_turn(arguments.pairs, SIDES.len(), |side| {
             samples[side].push(measure(load, SIDES[side], &tools, &files, arguments.seconds)?);
@@ -160,7 +174,12 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
         println!("{}: {:.2} of QEMU, {:.2} of qcow2", load.name, row.ratio(1).middle, row.ratio(2).middle);
         rows.push(row);
     }
-    put_page(&page(&rows, arguments)?, "benchmarks-scratch.md", arguments)
+    let mut text = if rows.is_empty() { String::new() } else { page(&rows, arguments)? };
+    if with_maps {
+        text += MAPS_INTRODUCTION;
+        text += &maps::table(&tools, files.directory.path(), arguments.seconds < 1.0)?;
+    }
+    put_page(&text, "benchmarks-scratch.md", arguments)
 }
 
 fn page(rows: &[Row<'_>], arguments: &BenchArguments) -> Result<String> {

@@ -140,7 +140,7 @@ impl Target {
         // Parse errors are reported when the target is created.
         let pairs = self.options.iter().filter_map(|options| parse_options(options).ok()).flatten();
         let named = pairs.filter(|pair| pair.key == "data_file");
-        named.flat_map(|pair| [PathBuf::from(&pair.value), directory.join(&pair.value)]).collect()
+        named.flat_map(|pair| [os_name(&pair.value).into(), directory.join(os_name(&pair.value))]).collect()
     }
 }
 

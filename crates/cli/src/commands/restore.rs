@@ -2,6 +2,7 @@
 
 use crate::machine::MachineArgs;
 use crate::output;
+use crate::output::steps::{Shown, StepsArgs};
 use anyhow::Context;
 use save::{Machine, Restore};
 use std::fmt::Write as _;
@@ -21,17 +22,24 @@ pub(crate) struct Args {
     /// since.
     #[arg(long)]
     force: bool,
+    #[command(flatten)]
+    steps: StepsArgs,
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let needs: &[&str] = if args.run { &["qmp", "control", "state"] } else { &["state"] };
     let machine = args.machine.machine(needs)?;
-    let mut restore = save::find(&machine, args.force)?;
-    output::print(&described(&machine, &restore)?)?;
     if !args.run {
-        return Ok(());
+        let restore = save::find(&machine, args.force, &mut |_| {})?;
+        return output::print(&described(&machine, &restore)?);
     }
-    let status = save::run(&machine, &mut restore)?.wait().context("cannot wait for the machine's end")?;
+    let mut shown = Shown::of(&args.steps);
+    let mut restore = save::find(&machine, args.force, &mut |moment| shown.show(moment))?;
+    if !args.steps.quiet {
+        output::print(&described(&machine, &restore)?)?;
+    }
+    let child = save::run(&machine, &mut restore, &mut |moment| shown.show(moment));
+    let status = child?.wait().context("cannot wait for the machine's end")?;
     if status.success() { Ok(()) } else { Err(anyhow::anyhow!("the machine ended with {status}")) }
 }
 

@@ -60,6 +60,11 @@ pub(crate) struct Args {
     /// the host or control group, at most 256M].
     #[arg(long, value_name = "SIZE", value_parser = buffer_memory)]
     buffer_memory: Option<usize>,
+    /// Memory for the indexes of kept overlays (keep=), over all disks: 1M for each 1G that is written. Beyond that,
+    /// writes to new places fail as on a full disk. No index takes more than it leaves [default: a quarter of the
+    /// memory of the host or control group].
+    #[arg(long, value_name = "SIZE", value_parser = memory_size)]
+    index_memory: Option<usize>,
     /// How long removing a disk by force, or the end of the daemon, waits for requests that the storage does not end.
     /// Then they are given up, and guests get errors.
     #[arg(long, value_name = "SECONDS", default_value_t = daemon::GIVE_UP_AFTER.as_secs().try_into().unwrap_or(20))]
@@ -159,7 +164,8 @@ fn daemon_config(args: &Args, settings: &Settings, drives: &[Configured]) -> Dae
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     let named = drives.iter().filter_map(|given| given.drive.disk.file.as_ref()?.path().map(PathBuf::from));
     let poll_max_us = args.poll_max_us.or(settings.poll_max_us);
-    let buffer_memory = settings.buffer_memory_bytes.and_then(|bytes| usize::try_from(bytes).ok());
+    let bytes = |setting: Option<u64>| setting.and_then(|bytes| usize::try_from(bytes).ok());
+    let (buffer_memory, index_memory) = (bytes(settings.buffer_memory_bytes), bytes(settings.index_memory_bytes));
     DaemonConfig::default().with(|config| {
         // Disks that are added later have queues of their own.
         let has_clients = drives.iter().any(|given| !given.exports.is_empty());
@@ -170,6 +176,7 @@ fn daemon_config(args: &Args, settings: &Settings, drives: &[Configured]) -> Dae
         config.poll_max_us = Daemon::poll_max_us_of(drives.iter().map(|given| &given.drive), poll_max_us);
         config.allow_backing = settings.allow_backing.clone().unwrap_or_default();
         config.buffer_memory_bytes = args.buffer_memory.or(buffer_memory);
+        config.index_memory_bytes = args.index_memory.or(index_memory);
         config.give_up_after = Duration::from_secs(args.give_up_after.into());
         config.listed = named.chain(settings.backing.iter().cloned()).collect();
     })
@@ -213,13 +220,17 @@ fn reload(manager: &Manager) {
     daemon::notify("READY=1");
 }
 
+fn memory_size(text: &str) -> Result<usize, String> {
+    let bytes = drive::parse_size(text).map_err(|error| error.to_string())?;
+    usize::try_from(bytes).map_err(|_| "it is more than any memory".to_owned())
+}
+
 /// With less memory, one large request would fill it.
 const BUFFER_MEMORY_MIN: u64 = 1 << 20;
 
 fn buffer_memory(text: &str) -> Result<usize, String> {
-    let bytes = drive::parse_size(text).map_err(|error| error.to_string())?;
-    match usize::try_from(bytes) {
-        Ok(size) if bytes >= BUFFER_MEMORY_MIN => Ok(size),
+    match memory_size(text)? {
+        size if size as u64 >= BUFFER_MEMORY_MIN => Ok(size),
         _ => Err("it is less than 1M, which one request may need".to_owned()),
     }
 }

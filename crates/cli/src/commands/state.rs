@@ -1,7 +1,7 @@
 //! `ringdisk state`: the saved state of a machine, in a file of its own or in an image.
 
 use crate::images::{files, name_force_share, opened_name, sync_directory};
-use crate::output;
+use crate::output::{self, SparseFile};
 use anyhow::{Context, bail};
 use image::{Opener, Role};
 use save::StateFile;
@@ -24,7 +24,7 @@ enum Verb {
         /// A file of 'save'.
         file: PathBuf,
     },
-    /// Extract a state: QEMU's migration stream, as 'qemu -incoming' reads it.
+    /// Extract a state: QEMU's migration stream, as 'qemu -incoming' reads it. Zeros become holes of the new file.
     Extract {
         /// A file of 'save'; with -l, a qcow2 image.
         file: PathBuf,
@@ -65,7 +65,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
 }
 
-/// Fills a new file, which is removed again after an error, or standard output.
+/// Fills a new file, with holes instead of zeros, which is removed again after an error; or standard output.
 fn to_target(path: &Path, fill: impl FnOnce(&mut dyn Write) -> anyhow::Result<()>) -> anyhow::Result<()> {
     if path == Path::new("-") {
         return fill(&mut std::io::stdout().lock());
@@ -75,8 +75,10 @@ fn to_target(path: &Path, fill: impl FnOnce(&mut dyn Write) -> anyhow::Result<()
     }
     let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
     let file = file.as_mut().map_err(|error| std::io::Error::from(error.kind()));
-    let file = file.with_context(|| format!("cannot make '{}'", path.display()))?;
-    let filled = fill(file).and_then(|()| {
+    let file = &*file.with_context(|| format!("cannot make '{}'", path.display()))?;
+    let mut sparse = SparseFile::new(file);
+    let filled = fill(&mut sparse).and_then(|()| {
+        sparse.finish().with_context(|| format!("cannot write '{}'", path.display()))?;
         file.sync_all().with_context(|| format!("cannot make '{}' durable", path.display()))?;
         sync_directory(path)
     });

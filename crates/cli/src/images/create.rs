@@ -49,7 +49,7 @@ pub(crate) fn create(
     wanted.settle_backing(file, look_at_backing)?;
     let options = wanted.create_options()?;
     options.validate()?;
-    let beside = |name: &String| file.parent().unwrap_or(Path::new("")).join(name);
+    let beside = |name: &String| file.parent().unwrap_or(Path::new("")).join(os_name(name));
     let data_path = wanted.data_file.as_ref().map(beside);
     if let Some(backing) = &wanted.backing_file {
         let files: Vec<_> = [Some(file.to_owned()), data_path.clone()].into_iter().flatten().collect();

@@ -166,7 +166,9 @@ impl NewImage {
     fn set(&mut self, key: &str, value: &str) -> anyhow::Result<()> {
         let refused = || Err(usage(format!("{key}: encrypted images (legacy AES, LUKS) are not supported")));
         let keys: Vec<&str> = options(self.format).map(|(key, ..)| *key).collect();
-        if key != "backing_file" && value.chars().any(|char| image::escaped_byte(char).is_some()) {
+        if !["backing_file", "data_file"].contains(&key)
+            && value.chars().any(|char| image::escaped_byte(char).is_some())
+        {
             return Err(usage(format!("{key}={value}: takes text")));
         }
         match key {

@@ -4,10 +4,13 @@ mod bar;
 pub(crate) mod logging;
 pub(crate) mod program;
 mod snapshots;
+mod sparse_file;
+pub(crate) mod steps;
 mod text;
 mod watch;
 
 pub(crate) use bar::Bar;
 pub(crate) use snapshots::snapshot_table;
+pub(crate) use sparse_file::SparseFile;
 pub(crate) use text::{error, exit, exit_code, is_locked, print, printable, usage, warn, with_bytes_shown};
 pub(crate) use watch::{ProgressArgs, Watch};

@@ -1,11 +1,11 @@
 //! Requested exports: how the daemon adds them, and how the interface describes them.
 
 use super::{Manager, counters_of, lock};
-use crate::api::{AddExport, AddNbd, AddTls, Export, FailedExport, NbdExport};
+use crate::api::{AddExport, AddNbd, AddTls, Export, FailedExport, GuestMemory, NbdExport};
 use crate::record::RecordedDisk;
 use block::{Error, ErrorKind, Result};
 use daemon::{ExportId, ExportStatus, NbdAddress, NbdOptions, NbdTls, NodeId, absolute};
-use drive::ExportOptions;
+use drive::{ExportOptions, Placement};
 
 /// A recorded export that could not begin.
 pub(super) struct NotServed {
@@ -88,6 +88,12 @@ fn export_options(request: &AddExport) -> ExportOptions {
     options.queues = request.queues;
     options.queue_size = request.queue_size;
     options.fixed_buffers = request.fixed_buffers;
+    options.guest_memory = match request.guest_memory {
+        GuestMemory::Ram => Placement::Ram,
+        GuestMemory::Locked => Placement::Locked,
+        GuestMemory::Any => Placement::Any,
+    };
+    options.guest_memory_max_bytes = request.guest_memory_max;
     options
 }
 
@@ -100,6 +106,9 @@ fn nbd_options(request: &AddExport, nbd: &AddNbd) -> Result<NbdOptions> {
     };
     if request.queues.is_some() || request.queue_size.is_some() || request.fixed_buffers {
         return bad("queues, queue-size and fixed-buffers are for vhost-user: NBD clients have connections");
+    }
+    if request.guest_memory != GuestMemory::Ram || request.guest_memory_max.is_some() {
+        return bad("guest-memory and guest-memory-max are for vhost-user: NBD clients share no memory");
     }
     if nbd.connections == Some(0) {
         return bad("an NBD export needs at least one connection");

@@ -16,7 +16,7 @@ fn refusal(text: &str) -> String {
 fn every_key_is_read() {
     let read = drive(
         "name=root.0,file=a,,b.img,format=qcow2,engine=io_uring,cache=none,serial=disk 1,readonly=on,snapshot=off,\
-         sync=on,sqpoll=on,fixed-buffers=on,secure-erase=on,\
+         sync=on,sqpoll=on,fixed-buffers=on,guest-memory=locked,guest-memory-max=4G,secure-erase=on,\
          queues=4,queue-size=256,packed=on,poll-max-us=0,write-cache=off,media=disk,cyls=1,heads=2,secs=3,\
          logical-block-size=4k,physical-block-size=8k,alignment-offset=4k,min-io-size=16k,opt-io-size=1M,\
          discard-granularity=64k,size-max=128k,seg-max=64,delay-ms=3,on-error=hold,on-no-space=hold,\
@@ -71,6 +71,8 @@ fn every_key_is_read() {
                 write_cache: Some(false),
             },
             fixed_buffers: true,
+            guest_memory: Placement::Locked,
+            guest_memory_max_bytes: Some(4 << 30),
             poll_max_us: Some(0),
         },
     };

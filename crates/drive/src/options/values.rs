@@ -7,6 +7,7 @@ use crate::size::parse_size;
 use block::{Error, ErrorKind, Result};
 use engine::{CacheMode, EngineKind};
 use image::ErrorPolicy;
+use memory::Placement;
 use nix::unistd::Group;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -55,6 +56,7 @@ pub(super) fn values_of(key: &str) -> Option<Vec<&'static str>> {
         "engine" => Some(EngineKind::NAMES.to_vec()),
         "cache" => Some(CacheMode::NAMES.to_vec()),
         "on-error" | "on-no-space" => Some(names(&ErrorPolicy::NAMES)),
+        "guest-memory" => Some(names(&Placement::NAMES)),
         "sync" | "sqpoll" | "fixed-buffers" | "packed" | "secure-erase" | "write-cache" | "readonly" | "snapshot" => {
             Some(names(&SWITCH))
         }

@@ -318,8 +318,9 @@ impl<'a, 'w> Job<'a, 'w> {
         self.io.flush().await
     }
 
-    /// Prepares the first write. Makes durable what was read: a program that died may have left tables that are not
-    /// durable, and the writes rely on them. Clears the autoclear bits of structures that we do not keep valid.
+    /// Prepares the first write. Makes durable what was read: a program that died, or a sync that failed, may have left
+    /// tables or a header that are not durable, and the writes rely on them. Clears the autoclear bits of structures
+    /// that we do not keep valid.
     async fn begin_writing(&mut self) -> IoResult {
         if self.started {
             return Ok(());
@@ -327,7 +328,7 @@ impl<'a, 'w> Job<'a, 'w> {
         if let Some(data) = self.io.data() {
             data.start(FileOp::Flush).await?;
         }
-        self.io.flush().await?;
+        settle_header(self.io).await?;
         self.started = true;
         let known = self.header.autoclear_features & AUTOCLEAR_KNOWN;
         if known == self.header.autoclear_features {
@@ -368,6 +369,14 @@ impl<'a, 'w> Job<'a, 'w> {
         self.io.write(0, sector).await?;
         self.io.flush().await
     }
+}
+
+/// Makes the header that is read the one that is there. After a sync that failed the storage may have another one than the
+/// page cache shows, and no later sync would write it unless it is written again.
+pub(crate) async fn settle_header(io: &MetaIo) -> IoResult {
+    let sector = io.read(0, HEADER_SECTOR_BYTES, PastEnd::Fails).await?;
+    io.write(0, sector).await?;
+    io.flush().await
 }
 
 /// The result of [`recount`].

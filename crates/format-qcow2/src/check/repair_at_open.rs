@@ -4,7 +4,7 @@
 //! dirty. But nobody asked for it: so it takes a bounded amount of memory, and begins only if wrong refcounts explain
 //! all errors.
 
-use crate::check::repair::Job;
+use crate::check::repair::{Job, settle_header};
 use crate::check::report::{CheckEvent, CheckReport, CheckWatch};
 use crate::check::walk::{Walk, header_to_check};
 use crate::layout::header::Header;
@@ -26,10 +26,21 @@ const WRONG_FLAGS_MAX: usize = 1 << 20;
 pub(crate) async fn repair_if_dirty(io: &MetaIo, file: &dyn File, name: &str) -> Result<()> {
     let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the header"), error);
     let cluster = read_first_cluster(io).await.map_err(failed)?;
-    if Header::parse(&cluster, name, false)?.is_dirty() {
+    let header = Header::parse(&cluster, name, false)?;
+    if header.is_dirty() {
         repair_at_open(io, file.info().locks, file.length_bytes()?, name).await?;
     }
-    Ok(())
+    settle_unmarked(io, &header, name).await
+}
+
+/// Version 2 has no mark that tells of a header that may not be durable: so it is made durable whenever somebody is going to
+/// write to such an image.
+pub(crate) async fn settle_unmarked(io: &MetaIo, header: &Header, name: &str) -> Result<()> {
+    let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot make its header durable"), error);
+    match header.version {
+        2 => settle_header(io).await.map_err(failed),
+        _ => Ok(()),
+    }
 }
 
 /// Repairs an image that was left dirty, and returns the new length of the file. Without locks it may be dirty because

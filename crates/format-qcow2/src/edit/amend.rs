@@ -6,6 +6,7 @@ use super::resize::ResizeOptions;
 use super::tree::Steps;
 use super::{Edit, EditWatch};
 use crate::layout::entry::{COPIED, Cluster};
+use crate::layout::file_text::os_name;
 use crate::layout::header::{
     AUTOCLEAR_DATA_FILE_RAW, COMPATIBLE_LAZY_REFCOUNTS, Compression, EXTENSION_DATA_FILE, INCOMPATIBLE_COMPRESSION,
 };
@@ -13,6 +14,7 @@ use crate::layout::refcount_entry::max_count;
 use block::{ErrorKind, File, IoResult, MetaIo, Result};
 use memory::AlignedBuf;
 use std::collections::HashMap;
+use std::os::unix::ffi::OsStringExt;
 
 /// Version 2 counts in 16 bits.
 const VERSION_2_REFCOUNT_ORDER: u32 = 4;
@@ -153,7 +155,7 @@ impl Edit<'_, '_> {
                 return self.refuse(ErrorKind::Unsupported, "change the size first, and the data file then");
             }
             Some("") => return bad("an image whose data file has no name could not be opened here; name another one"),
-            Some(name) if name.len() > MAX_DATA_FILE_NAME_BYTES || name.contains('\0') => {
+            Some(name) if os_name(name).len() > MAX_DATA_FILE_NAME_BYTES || name.contains('\0') => {
                 return bad("the data file's name must have 1 to 1023 bytes");
             }
             _ => {}
@@ -175,7 +177,7 @@ impl Edit<'_, '_> {
             header.set_autoclear(header.autoclear() & !AUTOCLEAR_DATA_FILE_RAW);
         }
         if let Some(name) = &options.data_file {
-            header.set_extension(EXTENSION_DATA_FILE, Some(name.clone().into_bytes()));
+            header.set_extension(EXTENSION_DATA_FILE, Some(os_name(name).into_vec()));
         }
         header.put_into(&mut self.first_cluster)
     }

@@ -59,10 +59,10 @@ async fn move_to_start(
         Err(error) => Err(error),
     };
     match prepared {
-        Ok(end) if edit.refs.highest() <= end => {
-            edit.switch().await?;
-            edit.give_back().await.map_err(|error| edit.failed(error))
-        }
+        Ok(end) if edit.refs.highest() <= end => match edit.switch().await {
+            Ok(()) => edit.give_back().await.map_err(|error| edit.failed(error)),
+            Err(failed) => edit.not_switched(failed).await,
+        },
         // Nothing is won: there was no room for all of them in front.
         Ok(_) => {
             edit.undo().await;

@@ -11,7 +11,8 @@ use crate::layout::header::{
 use crate::live::refcounts::Refcounts;
 use block::{Error, ErrorKind, MetaIo, Result};
 use memory::AlignedBuf;
-use std::os::unix::ffi::OsStringExt;
+use std::ffi::OsString;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
 /// Header bytes of a version 3 image with the compression type.
 const HEADER_BYTES: u32 = 112;
@@ -91,7 +92,9 @@ impl CreateOptions {
 
     /// What does not go together, in qemu's words.
     fn check_combinations(&self) -> Result<()> {
-        if self.data_file.as_ref().is_some_and(|name| name.is_empty() || name.len() > 1023 || name.contains('\0')) {
+        let data_file = self.data_file.as_deref().map(os_name);
+        let is_no_name = |name: OsString| name.is_empty() || name.len() > 1023 || name.as_bytes().contains(&0);
+        if data_file.is_some_and(is_no_name) {
             return Err(bad("the data file's name must have 1 to 1023 bytes"));
         }
         if self.data_file_raw && self.data_file.is_none() {
@@ -323,7 +326,8 @@ fn fields(options: &CreateOptions, geometry: &Geometry, layout: &Layout, backing
 
 fn extensions(options: &CreateOptions, names: Option<&[u8]>) -> Vec<u8> {
     let format = options.backing_format.as_ref().map(|format| (EXTENSION_BACKING_FORMAT, format.as_bytes()));
-    let data_file = options.data_file.as_ref().map(|name| (EXTENSION_DATA_FILE, name.as_bytes()));
+    let data_file = options.data_file.as_deref().map(os_name);
+    let data_file = data_file.as_ref().map(|name| (EXTENSION_DATA_FILE, name.as_bytes()));
     let names = names.map(|names| (EXTENSION_FEATURE_NAMES, names));
     let end = (EXTENSION_END, &[][..]);
     let mut bytes = Vec::new();

@@ -5,6 +5,7 @@
 //! cluster that the old header does not use. It is durable there before the first sector leads to it.
 
 use crate::check::repair_at_open::repair_if_dirty;
+use crate::edit::header_switch::switch_header;
 use crate::layout::bitmap::EXTENSION_BITMAPS;
 use crate::layout::extensions::{OFFSET_BACKING, extensions, field_u32, field_u64, header_bytes};
 use crate::layout::file_text::os_name;
@@ -71,6 +72,8 @@ pub(crate) struct HeaderEdit {
     fields: Vec<u8>,
     extensions: Vec<(u32, Vec<u8>)>,
     backing: Vec<u8>,
+    /// The first sector as it is on disk.
+    on_disk: Vec<u8>,
     /// The part of the first cluster that the header on disk uses.
     in_use: Vec<Range<usize>>,
 }
@@ -103,6 +106,7 @@ impl HeaderEdit {
             } else {
                 cluster.get(name_range.clone()).ok_or_else(damaged)?.to_vec()
             },
+            on_disk: cluster.get(..HEADER_SECTOR_BYTES).ok_or_else(damaged)?.to_vec(),
             in_use: vec![0..extensions_end, name_range],
         })
     }
@@ -110,8 +114,8 @@ impl HeaderEdit {
     /// As [`HeaderEdit::of_cluster`], for a first cluster that was changed since it was read. The header on disk is the
     /// one in `on_disk`, and what that one uses stays.
     pub(crate) fn of_changed(cluster: &[u8], on_disk: &[u8], version: u32, name: &str) -> Result<Self> {
-        let in_use = Self::of_cluster(on_disk, version, name)?.in_use;
-        Ok(Self { in_use, ..Self::of_cluster(cluster, version, name)? })
+        let Self { in_use, on_disk, .. } = Self::of_cluster(on_disk, version, name)?;
+        Ok(Self { in_use, on_disk, ..Self::of_cluster(cluster, version, name)? })
     }
 
     /// Replaces the extension of this kind. `None` removes it.
@@ -182,8 +186,7 @@ impl HeaderEdit {
             io.write(offset as u64, AlignedBuf::copy_of(&bytes)).await.map_err(failed)?;
             io.flush().await.map_err(failed)?;
         }
-        io.write(0, AlignedBuf::copy_of(&sector)).await.map_err(failed)?;
-        io.flush().await.map_err(failed)
+        switch_header(io, name, &self.on_disk, &sector).await.map_err(|failed| failed.error)
     }
 
     /// The new first sector. If the backing file's name does not fit there, also the name and its place.

@@ -12,6 +12,7 @@ mod cut;
 mod data_file;
 pub(crate) mod header_edit;
 mod header_layout;
+mod header_switch;
 mod last_cluster;
 pub(crate) mod look_first;
 pub(crate) mod measure;
@@ -31,6 +32,7 @@ use crate::layout::header::{HEADER_SECTOR_BYTES, Header, OFFSET_AUTOCLEAR, OFFSE
 use crate::layout::snapshot::{Row, read_rows, rows_bytes};
 use block::{Error, ErrorKind, File, IoError, IoErrorKind, IoResult, MetaIo, PastEnd, Result};
 use data_file::DataChange;
+use header_switch::{Failed, switch_header};
 use memory::AlignedBuf;
 use refcounts::Refs;
 use std::ops::Range;
@@ -323,7 +325,9 @@ impl<'a, 'w> Edit<'a, 'w> {
             self.undo().await;
             return Err(error);
         }
-        self.switch().await?;
+        if let Err(failed) = self.switch().await {
+            return self.not_switched(failed).await;
+        }
         self.cut_data_file().await;
         // Only space is lost.
         let _ = self.give_back().await;
@@ -331,14 +335,18 @@ impl<'a, 'w> Edit<'a, 'w> {
     }
 
     /// Writes the one sector that makes the prepared image the image.
-    async fn switch(&mut self) -> Result<()> {
-        let failed = |error| {
-            let what = format!("'{}': writing the header failed; the image is as before, or changed", self.name);
-            Error::with_source(ErrorKind::Io, what, error)
-        };
-        let sector = self.first_cluster.get(..HEADER_SECTOR_BYTES).unwrap_or_default();
-        self.io.write(0, AlignedBuf::copy_of(sector)).await.map_err(failed)?;
-        self.io.flush().await.map_err(failed)
+    async fn switch(&mut self) -> Result<(), Failed> {
+        let [old, new] = [&self.old_cluster, &self.first_cluster]
+            .map(|cluster| cluster.get(..HEADER_SECTOR_BYTES).unwrap_or_default());
+        switch_header(self.io, self.name, old, new).await
+    }
+
+    /// Gives back what was prepared, unless the header may refer to it.
+    async fn not_switched<T>(&self, failed: Failed) -> Result<T> {
+        if failed.is_undone {
+            self.undo().await;
+        }
+        Err(failed.error)
     }
 
     /// Writes everything but the sector that switches.

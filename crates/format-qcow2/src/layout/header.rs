@@ -88,6 +88,7 @@ pub struct Header {
     /// The format of the layer below, if the image records it.
     pub backing_format: Option<String>,
     /// The name of the external data file, as recorded in the image; `None` if the image holds its own data.
+    /// [`crate::os_name`] makes a file's name of it.
     pub data_file: Option<String>,
     /// The encryption of its data.
     pub encryption: Option<Encryption>,
@@ -359,12 +360,10 @@ impl Header {
                     Ok(text) if length < 16 => self.backing_format = Some(text.to_owned()),
                     _ => return check.bad("the backing format's name is not text of less than 16 bytes"),
                 },
-                EXTENSION_DATA_FILE => match std::str::from_utf8(data) {
-                    Ok(text) if !text.contains('\0') && length <= MAX_BACKING_NAME_BYTES as usize => {
-                        self.data_file = Some(text.to_owned());
-                    }
-                    _ => return check.bad("the external data file's name is not text of at most 1023 bytes"),
-                },
+                EXTENSION_DATA_FILE if data.contains(&0) || length > MAX_BACKING_NAME_BYTES as usize => {
+                    return check.bad("the external data file's name is no name of at most 1023 bytes");
+                }
+                EXTENSION_DATA_FILE => self.data_file = Some(name_text(data)),
                 EXTENSION_ENCRYPTION if matches!(self.encryption, Some(Encryption::Luks { .. })) => {
                     self.encryption = Some(Encryption::Luks { offset: Fields(data).u64(0) });
                 }

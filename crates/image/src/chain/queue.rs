@@ -255,16 +255,18 @@ impl DiskQueue for ImageQueue {
         }
     }
 
-    fn submit_map(&mut self, tag: Tag, map: WriteMap) {
+    fn submit_map(&mut self, tag: Tag, map: WriteMap) -> IoResult {
         let mut core = self.0.borrow_mut();
         if core.holds || !core.shared.chain.owns(&map) {
             drop(core);
             // An exchange of the chain may have come between.
-            return self.submit(tag, map.into_op(OpFlags::NONE));
+            self.submit(tag, map.into_op(OpFlags::NONE)?);
+            return Ok(());
         }
         let index = core.take_slot(tag);
         let result = core.take_over(index, map);
         core.piece_ended(index, result);
+        Ok(())
     }
 
     fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {

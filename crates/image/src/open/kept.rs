@@ -4,6 +4,7 @@ use super::gate::{Opener, Role};
 use super::layers::open_layer;
 use super::temporary::top_with_room;
 use crate::chain::layer::{DataFile, Layer};
+use crate::chain::mapping::Mapping;
 use crate::file_name::FileName;
 use crate::guess::Format;
 use block::{Error, ErrorKind, File, MetaIo, Result, block_on};
@@ -82,7 +83,21 @@ fn open_kept(path: &Path, opener: &dyn Opener) -> Result<Layer> {
     let file = opener.open(&name, Role::Writable)?;
     layer.data = Some(DataFile { name, said: said.into(), file });
     layer.said = path.into();
+    check_data_length(&layer)?;
     Ok(layer)
+}
+
+/// An overlay whose data were cut off is not written to: they would grow again by a write elsewhere, and what is lost would
+/// read as zeros then, where it is an error now.
+pub(crate) fn check_data_length(layer: &Layer) -> Result<()> {
+    let (Mapping::Scratch(scratch), Some(data)) = (&layer.mapping, &layer.data) else { return Ok(()) };
+    let (named, there) = (scratch.used_bytes(), data.file.info().length_bytes);
+    if !layer.writable || named <= there {
+        return Ok(());
+    }
+    let what = format!("'{}' has {there} bytes, and '{}' names data up to byte {named}", data.said, layer.name);
+    let hint = "one of the two is damaged. Open it read-only (convert) to save what is there";
+    Err(Error::new(ErrorKind::BadImage, format!("{what}: {hint}")))
 }
 
 /// Refuses an index `path` whose data file does not lie beside it: no header sends a guest's writes into another file.

@@ -1,7 +1,7 @@
 //! Opening a chain: the named image, then layer after layer through the gate.
 
 use super::gate::{BACKING_FILE, BackingPolicy, Gate, Opener, Role};
-use super::kept::{check_data_name, check_size_below, kept_layer};
+use super::kept::{check_data_length, check_data_name, check_size_below, kept_layer};
 use super::temporary::temporary_layer;
 use crate::chain::image::Image;
 use crate::chain::layer::{DataFile, Layer};
@@ -154,6 +154,7 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
             refuse_shared_data(&layers, &name, &target)?;
             let file = opener.open(&target, role)?;
             layer.data = Some(DataFile { name: target, said: data_said, file });
+            check_data_length(&layer)?;
         }
         layer.said = said;
         layer.guessed = guessed;

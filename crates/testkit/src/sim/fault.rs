@@ -48,6 +48,9 @@ pub enum FaultAction {
     Short(IoError),
     /// The worst case: it does any of its sectors, perhaps all, then fails.
     Scatter(IoError),
+    /// A flush fails, and what it was to make durable is forgotten, as by the page cache of Linux: it is read until the power
+    /// is cut, and no later flush makes it durable. Everything else fails as by [`FaultAction::Fail`].
+    Lose(IoError),
     /// It stays in flight until [`crate::SimStorage::release_stalled`].
     Stall,
 }

@@ -2,7 +2,7 @@
 
 use super::fault::FaultAction;
 use super::reactor::World;
-use super::state::{Effect, OpId, SIM_SECTOR_BYTES};
+use super::state::{Effect, End, OpId, SIM_SECTOR_BYTES};
 use super::storage::{Event, SimFile, Storage};
 use crate::dice::{Dice, fill_seeded};
 use block::{Done, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, PastEnd};
@@ -60,6 +60,8 @@ pub(crate) struct Flying {
     /// The bytes as pushed; `None` if a part takes its bytes from the buffer when it is carried out.
     early: Option<Arc<[u8]>>,
     pub(crate) stalls: bool,
+    /// What it was to make durable is forgotten.
+    loses: bool,
     /// The turn from which it may go on.
     pub(crate) due: u64,
 }
@@ -75,6 +77,7 @@ impl Flying {
             result: Ok(()),
             early: None,
             stalls: false,
+            loses: false,
             due: 0,
             id,
             op,
@@ -146,9 +149,10 @@ impl Flying {
         match fault {
             None => {}
             Some(FaultAction::Stall) => self.stalls = true,
-            Some(FaultAction::Fail(error)) => {
+            Some(FaultAction::Fail(error) | FaultAction::Lose(error)) => {
                 self.parts.clear();
                 self.result = Err(error);
+                self.loses = matches!(fault, Some(FaultAction::Lose(_)));
             }
             Some(FaultAction::Short(error)) => {
                 // Storage never tears a sector, not even when it fails.
@@ -195,7 +199,7 @@ impl Flying {
 
     /// Reports the end.
     pub(crate) fn finish(self) {
-        let Self { file, op, done, id, result, .. } = self;
+        let Self { file, op, done, id, result, loses, .. } = self;
         if let FileOp::Read { data, .. } = &op {
             if result.is_err() {
                 // A failed read leaves garbage, so that nothing can rely on its buffer.
@@ -204,7 +208,12 @@ impl Flying {
                 data.copy_from_slice(0, &garbage);
             }
         } else {
-            file.storage().lock().happen(Event::Complete { op: id, file: file.index(), ok: result.is_ok() });
+            let end = match &result {
+                Ok(()) => End::Done,
+                Err(_) if loses => End::Lost,
+                Err(_) => End::Failed,
+            };
+            file.storage().lock().happen(Event::Complete { op: id, file: file.index(), end });
         }
         // The memory is released before anybody learns of the end.
         drop(op);

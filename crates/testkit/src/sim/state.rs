@@ -52,6 +52,17 @@ pub(crate) enum Effect {
     Flush,
 }
 
+/// How an operation ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum End {
+    /// Well.
+    Done,
+    /// It failed.
+    Failed,
+    /// It failed, and nothing that completed before becomes durable any more.
+    Lost,
+}
+
 impl Effect {
     /// Returns the bytes that it touches.
     pub(crate) fn range(&self) -> (u64, u64) {
@@ -183,10 +194,13 @@ impl FileState {
         }
     }
 
-    pub(crate) fn complete(&mut self, op: OpId, ok: bool, now: u64) {
+    pub(crate) fn complete(&mut self, op: OpId, end: End, now: u64) {
         let Some(pending) = self.pending.remove(&op) else { return };
+        let ok = end == End::Done;
         match pending.effect {
             Effect::Flush if ok => self.flush(pending.pushed_at),
+            // What is not among the completed is covered by no flush.
+            Effect::Flush if end == End::Lost => self.completed.retain(|_, at| *at >= pending.pushed_at),
             Effect::Flush => {}
             effect => {
                 self.completed.insert(op, now);

@@ -3,7 +3,7 @@
 use super::fault::{Fault, FaultAction, OpKind};
 use super::queue::{BlockingQueue, SimQueue};
 use super::reactor::SimReactor;
-use super::state::{Effect, FileState, OpId};
+use super::state::{Effect, End, FileState, OpId};
 use crate::dice::{Dice, mix};
 use block::{Error, ErrorKind, File, FileInfo, FileOp, FileQueue, Locks, ReactorCtx, Result};
 use memory::BufferAccount;
@@ -59,7 +59,7 @@ impl Default for SimFileOptions {
 pub(crate) enum Event {
     Push { op: OpId, file: usize, effect: Effect },
     Apply { op: OpId, file: usize, from: u64, to: u64, bytes: Option<Arc<[u8]>> },
-    Complete { op: OpId, file: usize, ok: bool },
+    Complete { op: OpId, file: usize, end: End },
 }
 
 #[derive(Debug, Clone)]
@@ -323,7 +323,7 @@ fn carry_out(files: &mut [FileEntry], event: &Event, now: u64) {
     match event {
         Event::Push { op, file, effect } => files[*file].state.push(*op, effect, now),
         Event::Apply { op, file, from, to, bytes } => files[*file].state.apply(*op, *from, *to, bytes.as_deref()),
-        Event::Complete { op, file, ok } => files[*file].state.complete(*op, *ok, now),
+        Event::Complete { op, file, end } => files[*file].state.complete(*op, *end, now),
     }
 }
 

@@ -49,6 +49,21 @@ fn a_cut_keeps_or_loses_each_unflushed_sector_by_itself_and_flushed_ones_always_
 }
 
 #[test]
+fn what_a_lost_flush_was_to_write_is_read_and_durable_only_once_it_is_written_again() {
+    let (storage, reactor, queue) = setup(1024, SimFileOptions::default());
+    storage.inject("disk", Fault::nth(OpKind::Flush, 0, FaultAction::Lose(IoError::EIO)));
+    reactor.run(queue.start(write(0, &[1; 1024], false))).unwrap();
+    reactor.run(queue.start(FileOp::Flush)).unwrap_err();
+    reactor.run(queue.start(write(512, &[1; 512], false))).unwrap();
+    reactor.run(queue.start(FileOp::Flush)).unwrap();
+    assert_eq!(storage.bytes("disk"), [1; 1024]);
+    assert_eq!(outcomes(|seed| storage.power_cut(seed)), [[0, 1], [1, 1]]);
+    reactor.run(queue.start(write(0, &[1; 512], false))).unwrap();
+    reactor.run(queue.start(FileOp::Flush)).unwrap();
+    assert_eq!(outcomes(|seed| storage.power_cut(seed)), [[1, 1]]);
+}
+
+#[test]
 fn a_flush_covers_only_what_completed_before_it_was_pushed() {
     let (storage, reactor, queue) = setup(1024, SimFileOptions::default());
     storage.inject("disk", Fault::nth(OpKind::Flush, 0, FaultAction::Stall));

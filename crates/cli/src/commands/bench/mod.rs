@@ -113,6 +113,10 @@ pub(crate) struct Args {
     /// Write a pattern, and check what is read against what was written before.
     #[arg(long)]
     verify: bool,
+    /// Read and write by maps instead of requests, where the disk gives them: a read looks at what lies in memory, and a
+    /// write fills space that becomes the disk's own. For disks of this process.
+    #[arg(long, conflicts_with_all = ["socket", "serve"])]
+    maps: bool,
     /// Seed of offsets and patterns.
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
@@ -357,6 +361,7 @@ fn spec(args: &Args) -> anyhow::Result<BenchSpec> {
     spec.stop = args.count.map_or(runtime, Stop::Requests);
     spec.warmup = seconds("--warmup", args.warmup.unwrap_or(warmup))?;
     spec.flush_every = args.flush_every;
+    spec.maps = args.maps;
     spec.verify = args.verify.then_some(Verify::new(args.seed, Initial::Unknown));
     Ok(spec)
 }

@@ -47,6 +47,9 @@ pub(super) fn single(report: &BenchReport, verbose: bool) -> String {
             "{kind}: mean {mean:.1} us, p50 {p50:.1}, p90 {p90:.1}, p99 {p99:.1}, p99.9 {p999:.1}, max {max:.1}"
         );
     }
+    if let Some(by_maps) = report.by_maps {
+        let _ = writeln!(text, "by maps: {by_maps} of {} reads and writes", report.reads + report.writes);
+    }
     let _ = writeln!(text, "client: {:.2} us of CPU a request", report.client_us_per_request);
     for server in &report.servers {
         let _ = writeln!(

@@ -283,7 +283,8 @@ impl Ctl {
                 options.set(key, daemon::absolute(Path::new(&path)).to_string_lossy());
             }
         }
-        let disk: Disk = self.client.post("/v1/disks", &AddDisk { options, export, overlay: None })?;
+        let disk: Disk =
+            self.client.post("/v1/disks", &AddDisk { options, export, overlay: None, former_tops: Vec::new() })?;
         self.show(&disk, tables::disk)
     }
 

@@ -325,7 +325,7 @@ fn qcow2_data(header: &Header) -> Value {
         let flags = Flags::of(header);
         data["lazy-refcounts"] = json!(flags.lazy_refcounts);
         if let Some(name) = &header.data_file {
-            data["data-file"] = json!(name);
+            data["data-file"] = json!(with_bytes_shown(name));
             data["data-file-raw"] = json!(header.data_file_is_raw());
         }
         data["corrupt"] = json!(flags.corrupt);

@@ -1,0 +1,60 @@
+//! Writing the one sector that makes an image another one, and what to do where nobody can say which of both it is.
+//!
+//! When a sync fails, the storage may have the old header or the new one, and the page cache shows the new one for as long
+//! as it likes. Whoever went on with what is shown would take clusters that the other header refers to. So the old header
+//! is put back. If that is durable, the image is as before. Otherwise it is marked: the dirty bit makes the next writer
+//! write the header again, durably, before it takes anything (see [`crate::check::repair_at_open`]).
+
+use crate::layout::extensions::{field_u32, field_u64};
+use crate::layout::header::{HEADER_SECTOR_BYTES, INCOMPATIBLE_DIRTY, OFFSET_INCOMPATIBLE};
+use block::{Error, ErrorKind, IoResult, MetaIo, Result};
+use memory::AlignedBuf;
+
+const OFFSET_VERSION: usize = 4;
+
+/// How a switch ended that failed.
+#[derive(Debug)]
+pub(crate) struct Failed {
+    pub(crate) error: Error,
+    /// The old header is there again, durably. If not, nothing may be given back that either of them refers to.
+    pub(crate) is_undone: bool,
+}
+
+/// Overwrites the header's first sector, durably. Everything that `new` leads to is durable already, and what `old` leads to
+/// is still there.
+pub(crate) async fn switch_header(io: &MetaIo, name: &str, old: &[u8], new: &[u8]) -> Result<(), Failed> {
+    let written = async {
+        put(io, new).await?;
+        io.flush().await
+    };
+    let Err(error) = written.await else { return Ok(()) };
+    let is_marked = put(io, &marked(old)).await.is_ok();
+    let is_undone = is_marked && io.flush().await.is_ok() && put(io, old).await.is_ok() && io.flush().await.is_ok();
+    let now = match (is_undone, is_marked) {
+        (true, _) => "the image is as before",
+        (false, true) => {
+            "the image is whole, as before or changed, and nobody can say which yet. Whoever opens it for writing next makes \
+             sure of that first"
+        }
+        (false, false) => {
+            "the image is as before or changed, and could not be marked. Before anything writes to it, run 'check -r all'"
+        }
+    };
+    let error = Error::with_source(ErrorKind::Io, format!("'{name}': writing the header failed; {now}"), error);
+    Err(Failed { error, is_undone })
+}
+
+async fn put(io: &MetaIo, sector: &[u8]) -> IoResult {
+    io.write(0, AlignedBuf::copy_of(sector)).await
+}
+
+/// The header with its dirty bit. Version 2 has none; its header is written again whenever it is opened for writing.
+fn marked(sector: &[u8]) -> Vec<u8> {
+    let mut marked = sector.to_vec();
+    if field_u32(sector, OFFSET_VERSION) >= 3 && sector.len() >= HEADER_SECTOR_BYTES {
+        let bits = field_u64(sector, OFFSET_INCOMPATIBLE) | INCOMPATIBLE_DIRTY;
+        let field = marked.get_mut(OFFSET_INCOMPATIBLE..OFFSET_INCOMPATIBLE.saturating_add(8));
+        field.into_iter().for_each(|field| field.copy_from_slice(&bits.to_be_bytes()));
+    }
+    marked
+}

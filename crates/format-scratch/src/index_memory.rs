@@ -1,0 +1,118 @@
+//! How much memory the indexes of kept overlays may take, all together.
+//!
+//! A guest decides how much it writes, and with that how much memory the index of its overlay takes. Without a limit it could
+//! take all that there is, and the process would end with all its disks.
+
+use crate::layout::PAGE_BYTES;
+use block::LogLimit;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The memory of this process.
+static OF_PROCESS: Room = Room::new(u64::MAX);
+
+/// From now on the indexes of all kept overlays of this process may take so much memory. Each may grow for as long as it
+/// leaves as much as it takes: so none takes all. Where there is no more, writes to new places fail as on a full disk.
+/// An overlay that is opened has its index, whatever the limit. Unless this is called there is no limit.
+pub fn limit_index_memory(bytes: u64) {
+    OF_PROCESS.limit_pages.store(bytes / PAGE_BYTES, Ordering::Relaxed);
+}
+
+/// Room for pages of memory.
+#[derive(Debug)]
+struct Room {
+    limit_pages: AtomicU64,
+    used_pages: AtomicU64,
+}
+
+/// What one overlay has of it; given back on drop.
+#[derive(Debug)]
+pub(crate) struct Taken {
+    room: &'static Room,
+    pages: u64,
+}
+
+impl Room {
+    const fn new(limit_pages: u64) -> Self {
+        Self { limit_pages: AtomicU64::new(limit_pages), used_pages: AtomicU64::new(0) }
+    }
+}
+
+impl Default for Taken {
+    fn default() -> Self {
+        Self::of(&OF_PROCESS)
+    }
+}
+
+impl Taken {
+    const fn of(room: &'static Room) -> Self {
+        Self { room, pages: 0 }
+    }
+
+    /// The overlay has an index of so many pages, because it was opened.
+    pub(crate) fn set(&mut self, pages: u64) {
+        self.room.used_pages.fetch_add(pages, Ordering::Relaxed);
+        self.room.used_pages.fetch_sub(self.pages, Ordering::Relaxed);
+        self.pages = pages;
+    }
+
+    /// Whether it may have an index of so many pages.
+    pub(crate) fn grow_to(&mut self, pages: u64) -> bool {
+        let Some(more) = pages.checked_sub(self.pages) else { return true };
+        let limit = self.room.limit_pages.load(Ordering::Relaxed);
+        let sum = |used: u64| used.checked_add(more).filter(|sum| sum.saturating_add(pages) <= limit || more == 0);
+        let taken = self.room.used_pages.fetch_update(Ordering::Relaxed, Ordering::Relaxed, sum).is_ok();
+        if taken {
+            self.pages = pages;
+        }
+        taken
+    }
+
+    /// Says what a guest that finds no room cannot be told.
+    #[cold]
+    pub(crate) fn log_full(&self) {
+        static TIMES: LogLimit = LogLimit::new();
+        if let Some(times) = TIMES.admit() {
+            let limit = self.room.limit_pages.load(Ordering::Relaxed).saturating_mul(PAGE_BYTES);
+            tracing::warn!(
+                times,
+                "a kept overlay takes no more writes to new places: its index may take no more of the {limit} bytes of memory \
+                 that there are for all of them (serve --index-memory). Commit the overlay, or give more"
+            );
+        }
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        self.room.used_pages.fetch_sub(self.pages, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_may_take_as_much_as_it_leaves_and_all_comes_back() {
+        static ROOM: Room = Room::new(100);
+        let (mut first, mut second) = (Taken::of(&ROOM), Taken::of(&ROOM));
+        assert!(first.grow_to(50) && first.grow_to(20), "it has 50");
+        assert!(!first.grow_to(51));
+        assert!(second.grow_to(25) && !second.grow_to(26));
+        drop(first);
+        assert!(second.grow_to(50) && !second.grow_to(51));
+        drop(second);
+        assert_eq!(ROOM.used_pages.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn one_that_was_opened_has_its_index_and_grows_only_if_there_is_room() {
+        static ROOM: Room = Room::new(10);
+        let mut opened = Taken::of(&ROOM);
+        opened.set(40);
+        assert!(opened.grow_to(40) && !opened.grow_to(41));
+        opened.set(4);
+        assert!(opened.grow_to(5) && !opened.grow_to(6));
+        assert_eq!(ROOM.used_pages.load(Ordering::Relaxed), 5);
+    }
+}

@@ -1,0 +1,115 @@
+//! Instructions a request of a disk in this process: by maps (`ringdisk bench --maps`), and by reads and writes that copy.
+//!
+//! Counted as in `profile`: one run under callgrind makes some requests, another makes more, and the difference counts. A
+//! busy machine does not disturb it.
+
+use super::measure::{Tools, escaped, number};
+use super::profile;
+use crate::command::Program;
+use anyhow::{Context, Result, ensure};
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+/// What is read and written, over and over: all of it lies in the overlay before anything is counted.
+const SIZE: &str = "16M";
+/// Requests of the two runs. The shorter one writes all of the range, so both have taken the space.
+const COUNTS: [u64; 2] = [20_000, 60_000];
+
+struct Access {
+    name: &'static str,
+    rw: &'static str,
+    block: &'static str,
+}
+
+const ACCESSES: [Access; 4] = [
+    Access { name: "4 KiB read", rw: "read", block: "4k" },
+    Access { name: "4 KiB write", rw: "write", block: "4k" },
+    Access { name: "64 KiB read", rw: "read", block: "64k" },
+    Access { name: "64 KiB write", rw: "write", block: "64k" },
+];
+
+/// Where the bytes lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Raw,
+    Scratch,
+}
+
+impl Place {
+    const ALL: [Self; 2] = [Self::Raw, Self::Scratch];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Raw => "raw file",
+            Self::Scratch => "scratch overlay",
+        }
+    }
+}
+
+/// Instructions a request, and which part of the requests maps did.
+struct Cell {
+    per_request: f64,
+    by_maps: f64,
+}
+
+struct Counting<'a> {
+    tools: &'a Tools,
+    directory: &'a Path,
+    counts: [u64; 2],
+}
+
+impl Counting<'_> {
+    fn base(&self) -> PathBuf {
+        self.directory.join("maps.raw")
+    }
+
+    fn run(&self, place: Place, access: &Access, maps: bool, count: u64) -> Result<(f64, f64)> {
+        let scratch = if place == Place::Scratch { ",snapshot=on" } else { "" };
+        let drive = format!("file={},format=raw,cache=writeback{scratch}", escaped(&self.base()));
+        let output = self.directory.join("maps.callgrind");
+        let mut words = vec!["--tool=callgrind".to_owned(), format!("--callgrind-out-file={}", output.display())];
+        words.push(self.tools.ringdisk.display().to_string());
+        let count = count.to_string();
+        let load = ["--rw", access.rw, "--bs", access.block, "--depth", "8", "--size", SIZE, "--count", &count];
+        let more = ["--poll-max-us", "0", "--destroy", "--output", "json"];
+        words.extend(["bench", "--drive", &drive].iter().chain(&load).chain(&more).map(|word| (*word).to_owned()));
+        if maps {
+            words.push("--maps".to_owned());
+        }
+        let program = Program::new("valgrind").args(words).env("TMPDIR", self.directory);
+        let report: serde_json::Value =
+            serde_json::from_str(&program.output_text()?).context("the report is no JSON")?;
+        ensure!(number(&report["errors"])? == 0.0, "requests failed: {report}");
+        let by_maps = if maps { number(&report["by_maps"])? / number(&report["requests"])? } else { 0.0 };
+        Ok((profile::instructions(&output)?, by_maps))
+    }
+
+    fn cell(&self, place: Place, access: &Access, maps: bool) -> Result<Cell> {
+        let [few, many] = self.counts;
+        let (few_instructions, _) = self.run(place, access, maps, few)?;
+        let (many_instructions, by_maps) = self.run(place, access, maps, many)?;
+        Ok(Cell { per_request: (many_instructions - few_instructions) / (many - few) as f64, by_maps })
+    }
+}
+
+/// The table, for the page on scratch overlays. `directory` lies in memory.
+pub(super) fn table(tools: &Tools, directory: &Path, is_short: bool) -> Result<String> {
+    profile::check_tools()?;
+    let counts = if is_short { COUNTS.map(|count| count / 4) } else { COUNTS };
+    let counting = Counting { tools, directory, counts };
+    std::fs::write(counting.base(), vec![5; 16 << 20])?;
+    let mut text = "| place | access | by requests | by maps | maps to requests | done by maps |\n".to_owned();
+    text += "|---|---|---|---|---|---|\n";
+    for place in Place::ALL {
+        for access in &ACCESSES {
+            let requests = counting.cell(place, access, false)?;
+            let maps = counting.cell(place, access, true)?;
+            let (own, ratio) = (maps.per_request, maps.per_request / requests.per_request);
+            let (name, percent) = (place.name(), maps.by_maps * 100.0);
+            println!("{name}, {}: {ratio:.2} of the instructions by maps", access.name);
+            let (what, before) = (access.name, requests.per_request);
+            writeln!(text, "| {name} | {what} | {before:.0} | {own:.0} | {ratio:.2} | {percent:.0}% |")?;
+        }
+    }
+    Ok(text)
+}
