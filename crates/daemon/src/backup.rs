@@ -75,6 +75,8 @@ struct Backup {
     policy: (BackingPolicy, Vec<PathBuf>),
     options: BackupOptions,
     fleece: PathBuf,
+    /// Watches how the fleece is taken back. Nothing cancels that: the fleece holds what guests wrote.
+    ending: Arc<CopyWatch>,
 }
 
 impl Daemon {
@@ -92,8 +94,9 @@ impl Daemon {
         listed.extend(options.base.clone());
         let (rate, policy) = (options.bytes_per_second, (self.config.allow_backing.clone(), listed));
         drop(image);
-        let backup = Backup { found, policy, options, fleece };
-        self.start_job(JobKind::Backup, node, rate, move |image, watch, has_new_top| {
+        let ending = Arc::new(CopyWatch::default());
+        let backup = Backup { found, policy, options, fleece, ending: Arc::clone(&ending) };
+        self.start_job_with_ending(JobKind::Backup, node, rate, ending, move |image, watch, has_new_top| {
             backup.run(image, watch, has_new_top, &mut record)
         })
     }
@@ -230,7 +233,7 @@ impl Backup {
         let path = &self.fleece;
         let below = image.layer_file_names().nth(1).map(|(file, _)| file);
         let below = below.ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
-        point.end(&CopyWatch::default(), || record.is_off(&below)).map_err(|error| {
+        point.end(&self.ending, || record.is_off(&below)).map_err(|error| {
             let what = format!(
                 "what guests have written since stays in '{}', which is the top of the disk; 'ctl commit {}' takes it back",
                 path.display(),

@@ -43,7 +43,8 @@ pub struct DaemonConfig {
     pub index_memory_bytes: Option<usize>,
     /// As [`ReactorConfig::harvest_after_submit`].
     pub harvest_after_submit: bool,
-    /// How long a disk that is removed, or the daemon that ends, waits for requests that the storage does not end.
+    /// How long a disk that is removed, or the daemon that ends, waits for requests that the storage does not end, and for
+    /// jobs that were cancelled and move nothing.
     pub give_up_after: Duration,
 }
 
@@ -279,7 +280,7 @@ impl Daemon {
         self.table.wait_for_exports(id);
         drop(patience);
         // A job that takes a layer back may take long.
-        let patience = Patience::with_jobs(&found);
+        let patience = Patience::with_jobs(&found, self.jobs.moved_bytes_by(id));
         let limit = given_up.load(Ordering::Acquire).then_some(HOPELESS_PATIENCE);
         self.table.wait_for_works(id, limit);
         self.jobs.wait_for_all_of(id, limit);

@@ -16,8 +16,8 @@ use std::time::Duration;
 const CANCEL_PATIENCE: Duration = Duration::from_secs(1);
 /// How long closing a disk may take before a connection to a server is given up. It may have much to write.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(30);
-/// How long jobs may take to end before such a connection is given up. They may have to write as much as guests did in
-/// hours.
+/// How long the jobs of a disk may move nothing before such a connection is given up. As long as they do, they are waited
+/// for: they may have to write as much as guests did in hours.
 const JOBS_PATIENCE: Duration = Duration::from_secs(600);
 /// How long these may take if requests were given up, because the storage most likely does not answer.
 pub(crate) const HOPELESS_PATIENCE: Duration = Duration::from_secs(2);
@@ -60,19 +60,28 @@ impl Patience {
         })
     }
 
-    /// Guards the wait for the jobs of a disk.
-    pub(crate) fn with_jobs(found: &Found) -> Option<Self> {
-        Self::before_cancel(JOBS_PATIENCE, found)
+    /// Guards the wait for the jobs of a disk, which have moved so many bytes.
+    pub(crate) fn with_jobs(found: &Found, moved_bytes: impl Fn() -> u64 + Send + 'static) -> Option<Self> {
+        let image = found.disk.image.clone();
+        let mut before_bytes = moved_bytes();
+        Self::begin(JOBS_PATIENCE, move |over| {
+            loop {
+                let now_bytes = moved_bytes();
+                if now_bytes == before_bytes {
+                    break image.iter().for_each(|image| image.cancel());
+                }
+                before_bytes = now_bytes;
+                if over.recv_timeout(JOBS_PATIENCE) != Err(RecvTimeoutError::Timeout) {
+                    break;
+                }
+            }
+        })
     }
 
     /// Guards the closing of a disk.
     pub(crate) fn with_end(found: &Found) -> Option<Self> {
-        Self::before_cancel(CLOSE_PATIENCE, found)
-    }
-
-    fn before_cancel(limit: Duration, found: &Found) -> Option<Self> {
         let image: Option<Arc<Image>> = found.disk.image.clone();
-        Self::begin(limit, move |_| image.iter().for_each(|image| image.cancel()))
+        Self::begin(CLOSE_PATIENCE, move |_| image.iter().for_each(|image| image.cancel()))
     }
 }
 

@@ -3,8 +3,8 @@
 //! A job keeps its disk by a claim in the table ([`crate::table`]). Whoever removes the disk by force cancels the job
 //! there, then waits here for its end.
 //!
-//! A job whose storage hangs cannot be ended from outside: its thread waits in the kernel. If it was cancelled, it is *left*
-//! after a time: it counts as ended, and its thread stays until the storage answers. The thread keeps the right to change
+//! A job whose storage hangs cannot be ended from outside: its thread waits in the kernel. If it was cancelled and moves
+//! nothing for a time, it is *left*: it counts as ended, and its thread stays until the storage answers. The thread keeps the right to change
 //! the disk's layers, what it has reserved in them, and their files with their locks. So nothing is used by others that
 //! its last write may hit, and it ends in order when the storage answers.
 
@@ -49,6 +49,8 @@ struct Job {
     node: NodeId,
     disk: String,
     watch: Arc<CopyWatch>,
+    /// Watches what it has to finish after it was cancelled, too.
+    ending: Arc<CopyWatch>,
     /// Its claim in the table.
     work: u64,
     /// It was cancelled, and its storage did not answer.
@@ -60,6 +62,16 @@ struct Job {
 impl Job {
     fn runs(&self) -> bool {
         self.end.get().is_none()
+    }
+
+    /// Rises as long as its storage answers.
+    fn moved_bytes(&self) -> u64 {
+        self.watch.done_bytes().saturating_add(self.ending.done_bytes())
+    }
+
+    /// Whether it is too late to end it.
+    fn is_decided(&self) -> bool {
+        self.watch.is_decided() || self.ending.is_decided()
     }
 
     /// Makes the error of a job that was given up one of the kind [`ErrorKind::Cancelled`].
@@ -137,8 +149,15 @@ impl Jobs {
 
     /// Lists a job, unless its disk has another one or is being edited. One lock covers the question and the answer:
     /// of several callers at once, one goes on.
-    fn begin(&self, job: &Arc<Job>) -> Result<()> {
+    fn begin(&self, job: &Arc<Job>, table: &Table) -> Result<()> {
         let mut state = self.lock();
+        if table.has_left_works(job.node) {
+            let what = format!(
+                "the disk '{}' has a job that was given up and still waits for the storage: try again when it answers",
+                job.disk
+            );
+            return Err(Error::new(ErrorKind::Locked, what));
+        }
         if let Some(other) = state.running_on(job.node) {
             let what = format!("the disk '{}' has a job already: {other}; wait for its end, or cancel it", job.disk);
             return Err(Error::new(ErrorKind::Locked, what));
@@ -162,22 +181,30 @@ impl Jobs {
         Ok(Editing { jobs: Arc::clone(self), node })
     }
 
+    /// Returns what rises as long as jobs of this disk, which run now, move anything.
+    pub(crate) fn moved_bytes_by(&self, node: NodeId) -> impl Fn() -> u64 + Send + use<> {
+        let jobs = self.running_jobs_on(node);
+        move || jobs.iter().map(|job| job.moved_bytes()).fold(0, u64::saturating_add)
+    }
+
     fn running_jobs_on(&self, node: NodeId) -> Vec<Arc<Job>> {
         self.lock().jobs.values().filter(|job| job.node == node && job.runs()).cloned().collect()
     }
 
-    fn end(&self, job: &Job, result: Result<()>) {
+    /// Ends a job, unless `is_late` says that it is not to end, or it has ended: then the result comes back.
+    fn end(&self, job: &Job, result: Result<()>, is_late: impl FnOnce() -> bool) -> Result<(), Result<()>> {
         let mut state = self.lock();
-        if let Err(late) = job.end.set(result) {
-            let how = late.map_or_else(|error| error.to_string(), |()| "done".to_owned());
-            tracing::warn!(disk = %job.disk, "the storage answers: job {}, which was given up, has ended: {how}", job.id);
+        if is_late() {
+            return Err(result);
         }
+        job.end.set(result)?;
         let ended: Vec<JobId> = state.jobs.values().filter(|job| !job.runs()).map(|job| job.id).collect();
         for id in ended.iter().take(ended.len().saturating_sub(ENDED_MAX)) {
             state.jobs.remove(id);
         }
         drop(state);
         self.ended.notify_all();
+        Ok(())
     }
 
     fn wait_while(&self, is_early: impl Fn(&State) -> bool) {
@@ -202,7 +229,10 @@ struct Running {
 
 impl Running {
     fn end(self, result: Result<()>) {
-        self.jobs.end(&self.job, result);
+        let Err(late) = self.jobs.end(&self.job, result, || false) else { return };
+        let how = late.map_or_else(|error| error.to_string(), |()| "done".to_owned());
+        let Job { id, disk, .. } = &*self.job;
+        tracing::warn!(%disk, "the storage answers: job {id}, which was given up, has ended: {how}");
     }
 }
 
@@ -210,7 +240,8 @@ impl Drop for Running {
     fn drop(&mut self) {
         if self.job.runs() {
             let what = format!("job {} panicked: look at its disk's image with check", self.job.id);
-            self.jobs.end(&self.job, Err(Error::new(ErrorKind::Io, what)));
+            // It ended meanwhile if it was left.
+            let _ = self.jobs.end(&self.job, Err(Error::new(ErrorKind::Io, what)), || false);
         }
     }
 }
@@ -240,23 +271,40 @@ impl JobPatience {
     }
 
     fn wait(&self) {
-        if !self.runs_after(self.limit) {
-            return;
-        }
         let (id, disk) = (self.job.id, &self.job.disk);
-        tracing::warn!(%disk, "job {id} does not end: its storage is given up");
-        self.has_given_up.store(true, Ordering::Release);
-        self.job.is_given_up.store(true, Ordering::Release);
-        self.job.watch.give_up();
-        // One that is about to be done is done, not cancelled, when its storage answers.
-        if !self.runs_after(HOPELESS_PATIENCE) || self.job.watch.is_decided() && !self.is_disk_going {
-            return;
+        loop {
+            let moved_bytes = self.job.moved_bytes();
+            if !self.runs_after(self.limit) {
+                return;
+            }
+            if self.job.moved_bytes() != moved_bytes {
+                continue;
+            }
+            tracing::warn!(%disk, "job {id} does not end: its storage is given up");
+            self.has_given_up.store(true, Ordering::Release);
+            self.job.is_given_up.store(true, Ordering::Release);
+            self.job.watch.give_up();
+            if !self.runs_after(HOPELESS_PATIENCE) {
+                return;
+            }
+            if self.job.moved_bytes() == moved_bytes {
+                break;
+            }
         }
-        tracing::warn!(%disk, "job {id} is left: it waits for its storage, and keeps what it is writing to");
-        self.table.leave_work(self.job.work);
+        self.leave();
+    }
+
+    /// Counts the job as ended, unless it has.
+    fn leave(&self) {
         let what = "what it has begun ends when the storage answers; until then the layers of the disk cannot change, and \
                     their files stay locked";
-        self.jobs.end(&self.job, Err(self.job.explained(Error::new(ErrorKind::Io, what))));
+        let error = self.job.explained(Error::new(ErrorKind::Io, what));
+        // One that is about to be done is done, not cancelled, when its storage answers.
+        let is_late = || self.job.is_decided() && !self.is_disk_going || !self.table.leave_work(self.job.work);
+        if self.jobs.end(&self.job, Err(error), is_late).is_ok() {
+            let Job { id, disk, .. } = &*self.job;
+            tracing::warn!(%disk, "job {id} is left: it waits for its storage, and keeps what it is writing to");
+        }
     }
 }
 
@@ -390,29 +438,35 @@ impl Daemon {
         bytes_per_second: Option<u64>,
         work_on: impl FnOnce(&Image, &CopyWatch, &dyn Fn()) -> Result<()> + Send + 'static,
     ) -> Result<JobId> {
+        self.start_job_with_ending(kind, node, bytes_per_second, Arc::default(), work_on)
+    }
+
+    /// As [`Daemon::start_job`], for one that has something to finish after it was cancelled, which `ending` watches.
+    pub(crate) fn start_job_with_ending(
+        &self,
+        kind: JobKind,
+        node: NodeId,
+        bytes_per_second: Option<u64>,
+        ending: Arc<CopyWatch>,
+        work_on: impl FnOnce(&Image, &CopyWatch, &dyn Fn()) -> Result<()> + Send + 'static,
+    ) -> Result<JobId> {
         let (id, watch) = (self.jobs.next_id(), Arc::new(CopyWatch::that_can_give_up()));
         watch.set_rate(bytes_per_second.unwrap_or(0));
         let claim = format!("job {id} ({kind})");
         let (work, found, image) = self.image_for(claim, node, Some(Arc::clone(&watch)))?;
-        if self.table.has_left_works(node) {
-            let what = format!(
-                "the disk '{}' has a job that was given up and still waits for the storage: try again when it answers",
-                found.name
-            );
-            return Err(Error::new(ErrorKind::Locked, what));
-        }
         let job = Arc::new(Job {
             id,
             kind,
             node,
             disk: found.name,
             watch,
+            ending,
             work: work.number(),
             is_given_up: AtomicBool::new(false),
             end: OnceLock::new(),
         });
         drop(found.disk);
-        self.jobs.begin(&job)?;
+        self.jobs.begin(&job, &self.table)?;
         let (running, table) = (Running { jobs: Arc::clone(&self.jobs), job }, Arc::clone(&self.table));
         let run = move || {
             let has_new_top = || table.has_new_top(node, top_of(&image));
@@ -509,3 +563,7 @@ fn layer_named(image: &Image, path: &Path) -> Option<usize> {
 fn no_job(id: JobId) -> Error {
     Error::new(ErrorKind::BadOption, format!("there is no job {id}"))
 }
+
+#[cfg(test)]
+#[path = "jobs_tests.rs"]
+mod tests;

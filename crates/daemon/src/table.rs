@@ -189,13 +189,17 @@ impl Table {
         Ok(Work { table: Arc::clone(table), number })
     }
 
-    /// From here on nobody waits for this work. It still keeps its disk from being removed without force.
-    pub(crate) fn leave_work(&self, number: u64) {
-        if let Some(work) = self.lock().works.get_mut(&number) {
-            work.is_left = true;
+    /// From here on nobody waits for this work. It still keeps its disk from being removed without force. Returns whether
+    /// it is still being done.
+    pub(crate) fn leave_work(&self, number: u64) -> bool {
+        let mut state = self.lock();
+        let Some(work) = state.works.get_mut(&number) else { return false };
+        if !std::mem::replace(&mut work.is_left, true) {
             work.what.push_str(", which was given up and still waits for the storage");
         }
+        drop(state);
         self.gone.notify_all();
+        true
     }
 
     /// Whether something is still being done to a disk that nobody waits for.
