@@ -3,10 +3,12 @@
 
 mod live;
 
-use block::ErrorKind;
+use block::{ErrorKind, File, FileInfo, FileIo, FileQueue, ReactorCtx, Result};
 use live::{Bench, HostOpener, Shape, create, open};
-use ringdisk_image::{CopyWatch, Format, ImageOptions, NewBelow, OpenedBase};
+use ringdisk_image::{CopyWatch, FileName, Format, ImageOptions, NewBelow, OpenedBase, Opener, Role, move_onto};
+use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use testkit::HistoryLoad;
 
 const OPERATIONS: u64 = 100_000;
@@ -102,4 +104,78 @@ fn a_cancelled_or_refused_move_leaves_the_chain_as_it_is() {
     let error =
         ringdisk_image::move_onto(&open(&path), NewBelow::Nothing, &CopyWatch::default(), || Ok(())).unwrap_err();
     assert!(error.to_string().contains("rests on no other layer"), "{error}");
+}
+
+/// Cancels a copy at one of the operations on a file.
+#[derive(Debug, Default)]
+struct Cancelling {
+    watch: CopyWatch,
+    left: AtomicU64,
+}
+
+#[derive(Debug)]
+struct CancellingFile(Arc<dyn File>, Arc<Cancelling>);
+
+struct CancellingQueue(Rc<dyn FileQueue>, Arc<Cancelling>);
+
+impl FileQueue for CancellingQueue {
+    fn push(&self, io: FileIo) {
+        if self.1.left.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.1.watch.cancel();
+        }
+        self.0.push(io);
+    }
+}
+
+impl File for CancellingFile {
+    fn info(&self) -> &FileInfo {
+        self.0.info()
+    }
+
+    fn length_bytes(&self) -> Result<u64> {
+        self.0.length_bytes()
+    }
+
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>> {
+        Ok(Rc::new(CancellingQueue(self.0.open_queue(ctx)?, Arc::clone(&self.1))))
+    }
+
+    fn open_blocking(&self) -> Result<Rc<dyn FileQueue>> {
+        Ok(Rc::new(CancellingQueue(self.0.open_blocking()?, Arc::clone(&self.1))))
+    }
+}
+
+struct CancellingOpener(Arc<Cancelling>);
+
+impl Opener for CancellingOpener {
+    fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
+        Ok(Arc::new(CancellingFile(HostOpener.open(name, role)?, Arc::clone(&self.0))))
+    }
+}
+
+/// Whoever cancelled in time finds the record as it was, however late the storage answers.
+#[test]
+fn a_move_that_was_cancelled_before_its_record_changed_changes_none() {
+    let directory = tempfile::tempdir().unwrap();
+    let (below, top) = (directory.path().join("below"), directory.path().join("top"));
+    create(&below, SIZE, 65536, None, false);
+    create(&top, SIZE, 65536, Some(&below), false);
+    for operation in 1.. {
+        let options = ImageOptions::new(&top).with(|options| options.format = Some(Format::Qcow2));
+        let cancelling = Arc::new(Cancelling::default());
+        let image = ringdisk_image::open(&options, &CancellingOpener(Arc::clone(&cancelling))).unwrap();
+        cancelling.left.store(operation, Ordering::Relaxed);
+        let (watch, mut has_changed) = (&cancelling.watch, false);
+        let refuse = || {
+            has_changed = true;
+            assert!(!watch.is_cancelled(), "at operation {operation}");
+            Err(block::Error::new(ErrorKind::Io, "no room for the record"))
+        };
+        move_onto(&image, NewBelow::Nothing, watch, refuse).unwrap_err();
+        image.close().unwrap();
+        if has_changed {
+            assert!(operation > 1);
+            return;
+        }
+    }
 }

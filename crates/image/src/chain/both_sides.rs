@@ -106,9 +106,15 @@ impl BothSides {
 
     /// Undoes [`BothSides::decide`]: guests do not depend on the other chain any more.
     pub(crate) fn follow(&self) {
-        let standing = &mut *self.standing();
-        if *standing == Standing::Decides {
-            *standing = Standing::Follows;
+        {
+            let standing = &mut *self.standing();
+            if *standing == Standing::Decides {
+                *standing = Standing::Follows;
+            }
+        }
+        // Guests that were not allowed to end their waits look again.
+        if let Some(give_up) = &self.give_up {
+            give_up.tidy();
         }
     }
 

@@ -90,7 +90,9 @@ pub async fn move_onto_async(
     let is_new = |layer: &&Arc<Layer>| !chain.layers.iter().any(|known| Arc::ptr_eq(known, layer));
     let new = below.iter().filter(is_new).cloned().collect();
     let barrier = hold_quiet_for(&image.board, new).await?;
+    // Storage may have hung since the last look.
     let decide = || {
+        watch.check()?;
         watch.set_decided(true);
         commit()
     };
