@@ -2,7 +2,7 @@
 
 use crate::api::{BackupDisk, BackupMode, Job};
 use crate::manager::Manager;
-use crate::record::{RecordedDisk, Records};
+use crate::record::DiskRecord;
 use block::{Error, ErrorKind, Result};
 use daemon::{BackupOptions, BackupRecord, NodeId, absolute};
 use image::{FileName, Format};
@@ -40,18 +40,18 @@ impl Manager {
             fleece_quota_bytes: request.fleece_quota_bytes,
             bytes_per_second: request.bytes_per_second,
         };
-        let record = FleeceRecord { records: Arc::clone(&self.records), disk: name.to_owned() };
+        let record = FleeceRecord(self.record_of(name, node));
         let id = self.daemon.start_backup(node, options, record)?;
         self.has_started(name, id)
     }
 
     /// Takes back the fleece that a backup left on a disk when the daemon died.
     pub(crate) fn take_fleece_off(&self, node: NodeId, name: &str) {
-        let (records, disk) = (Arc::clone(&self.records), name.to_owned());
-        let fleeces = records.current().disk(name).map(|disk| disk.fleeces.clone()).unwrap_or_default();
-        let top = records.current().disk(name).and_then(|disk| disk.options.get("file").map(str::to_owned));
+        let current = self.records.current();
+        let fleeces = current.disk(name).map(|disk| disk.fleeces.clone()).unwrap_or_default();
+        let top = current.disk(name).and_then(|disk| disk.options.get("file").map(str::to_owned));
         for fleece in fleeces {
-            let mut record = FleeceRecord { records: Arc::clone(&records), disk: disk.clone() };
+            let mut record = FleeceRecord(self.record_of(name, node));
             let path = Path::new(&fleece).to_owned();
             if top.as_ref() != Some(&fleece) {
                 if let Err(error) = record.remove(&path) {
@@ -76,24 +76,13 @@ impl Manager {
 }
 
 /// The fleece of one backup, in the record.
-struct FleeceRecord {
-    records: Arc<Records>,
-    disk: String,
-}
+struct FleeceRecord(DiskRecord);
 
 impl FleeceRecord {
-    fn change(&self, change: impl FnOnce(&mut RecordedDisk)) -> Result<()> {
-        self.records.change(|record| {
-            if let Some(disk) = record.disk_mut(&self.disk) {
-                change(disk);
-            }
-        })
-    }
-
     /// Removes a fleece that no layer rests on.
     fn remove(&mut self, fleece: &Path) -> Result<()> {
         let text = fleece.to_string_lossy();
-        let record = self.records.current();
+        let record = self.0.records.current();
         if record.disks.iter().any(|disk| disk.files().any(|file| file == text)) {
             return Ok(());
         }
@@ -109,20 +98,20 @@ impl FleeceRecord {
 
 impl BackupRecord for FleeceRecord {
     fn will_make(&mut self, fleece: &Path) -> Result<()> {
-        self.change(|disk| disk.fleeces.push(fleece.to_string_lossy().into_owned()))
+        self.0.change(|disk| disk.fleeces.push(fleece.to_string_lossy().into_owned()))
     }
 
     fn is_on_top(&mut self, fleece: &Path) -> Result<()> {
-        self.change(|disk| disk.put_on(&fleece.to_string_lossy()))
+        self.0.change(|disk| disk.put_on(&fleece.to_string_lossy()))
     }
 
     fn is_off(&mut self, top: &FileName) -> Result<()> {
-        self.change(|disk| disk.take_off(&top.to_string()))
+        self.0.change(|disk| disk.take_off(&top.to_string()))
     }
 
     fn is_removed(&mut self, fleece: &Path) -> Result<()> {
         let text = fleece.to_string_lossy();
-        self.change(|disk| {
+        self.0.change(|disk| {
             if disk.options.get("file") == Some(&*text) {
                 disk.undo_put_on();
             }

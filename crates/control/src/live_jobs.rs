@@ -3,8 +3,9 @@
 use crate::api::{CommitDisk, CompactDisk, EventKind, Job, JobState, RebaseDisk, StreamDisk};
 use crate::failure::Failure;
 use crate::manager::Manager;
+use crate::record::DiskRecord;
 use block::{Error, ErrorKind, Result};
-use daemon::{JobId, absolute};
+use daemon::{JobId, NodeId, absolute};
 use image::{Aim, FileName};
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,15 +25,11 @@ impl Manager {
     /// Starts to take layers of a disk back, from the top down.
     pub fn commit(self: &Arc<Self>, name: &str, request: CommitDisk) -> Result<Job> {
         let node = self.node(name)?;
-        let (records, disk) = (Arc::clone(&self.records), name.to_owned());
+        let record = self.record_of(name, node);
         let aim = aim_of(request.within_ms, request.stall_ms);
         let take_off = move |below: Option<&FileName>| {
             let below = below.map(ToString::to_string).unwrap_or_default();
-            records.change(|record| {
-                if let Some(disk) = record.disk_mut(&disk) {
-                    disk.take_off(&below);
-                }
-            })
+            record.change(|disk| disk.take_off(&below))
         };
         let id =
             self.daemon.start_take_layers_back_with(node, request.layers, request.bytes_per_second, aim, take_off)?;
@@ -45,7 +42,7 @@ impl Manager {
         let node = self.node(name)?;
         let base = request.base.as_deref().map(absolute);
         let (base, rate) = (base.as_deref(), request.bytes_per_second);
-        let id = self.daemon.start_stream_with(node, base, rate, self.rest_on(name, None))?;
+        let id = self.daemon.start_stream_with(node, base, rate, self.rest_on(name, node, None))?;
         self.has_started(name, id)
     }
 
@@ -54,7 +51,7 @@ impl Manager {
         let node = self.node(name)?;
         let base = absolute(&request.base);
         let format = request.format.as_deref().map(str::parse).transpose()?;
-        let rest_on = self.rest_on(name, Some(base.to_string_lossy().into_owned()));
+        let rest_on = self.rest_on(name, node, Some(base.to_string_lossy().into_owned()));
         let id = self.daemon.start_rebase_with(node, &base, format, request.bytes_per_second, rest_on)?;
         self.has_started(name, id)
     }
@@ -67,15 +64,19 @@ impl Manager {
 
     /// Returns the change of the record that comes before an image names another backing file: it allows the old one
     /// and the new one.
-    fn rest_on(&self, name: &str, base: Option<String>) -> impl FnOnce(usize) -> Result<()> + Send + use<> {
-        let (records, disk) = (Arc::clone(&self.records), name.to_owned());
-        move |gone| {
-            records.change(|record| {
-                if let Some(disk) = record.disk_mut(&disk) {
-                    disk.rest_on(gone, base);
-                }
-            })
-        }
+    fn rest_on(
+        &self,
+        name: &str,
+        node: NodeId,
+        base: Option<String>,
+    ) -> impl FnOnce(usize) -> Result<()> + Send + use<> {
+        let record = self.record_of(name, node);
+        move |gone| record.change(|disk| disk.rest_on(gone, base))
+    }
+
+    /// The record of a disk, for a job that may go on after the disk was removed.
+    pub(crate) fn record_of(&self, name: &str, node: NodeId) -> DiskRecord {
+        DiskRecord { records: Arc::clone(&self.records), name: name.to_owned(), node }
     }
 
     pub(crate) fn has_started(self: &Arc<Self>, name: &str, id: JobId) -> Result<Job> {

@@ -9,6 +9,8 @@ mod latency;
 mod points;
 mod reload;
 mod restore;
+#[cfg(test)]
+mod tests;
 
 use self::exports::{to_export, with_absolute_paths};
 use self::held::Holding;
@@ -20,7 +22,7 @@ use crate::api::{
 use crate::events::Events;
 use crate::failure::Failure;
 use crate::options::Options;
-use crate::record::{Record, RecordedDisk, Records};
+use crate::record::{Record, RecordedDisk, Records, Top};
 use block::{Error, ErrorKind, Result};
 use daemon::{Daemon, DaemonConfig, DiskStatus, ExportId, ExportStatus, JobId, JobStatus, NodeId, absolute};
 use drive::DriveOptions;
@@ -137,13 +139,10 @@ impl Manager {
         drive.disk.former_tops = request.former_tops.len();
         let tops = request.former_tops;
         let Some(overlay) = request.overlay else {
-            let disk = self.add(&drive, Some(options), request.export, None)?;
-            self.record_former_tops(&disk.name, tops).inspect_err(|_| self.undo_add_of(&disk.name))?;
-            return Ok(disk);
+            return self.add(&drive, Some(options), request.export, None, &tops);
         };
-        let name = self.add(&drive, Some(options), false, None)?.name;
-        let recorded = self.record_former_tops(&name, tops);
-        let put_on = recorded.and_then(|()| self.snapshot(&[Overlay { disk: name.clone(), overlay }]));
+        let name = self.add(&drive, Some(options), false, None, &tops)?.name;
+        let put_on = self.snapshot(&[Overlay { disk: name.clone(), overlay }]);
         let served = put_on.and_then(|_| match request.export {
             true => self.export_as_added(&name, &drive),
             false => Ok(()),
@@ -153,18 +152,6 @@ impl Manager {
             return Err(error);
         }
         self.disk(&name)
-    }
-
-    /// The disk that was added is to come back with these open for writing.
-    fn record_former_tops(&self, name: &str, tops: Vec<FormerTop>) -> Result<()> {
-        if tops.is_empty() {
-            return Ok(());
-        }
-        self.records.change(|record| {
-            if let Some(disk) = record.disk_mut(name) {
-                disk.rests_on_former_tops(tops);
-            }
-        })
     }
 
     /// Adds the export of the disk's own options.
@@ -190,6 +177,7 @@ impl Manager {
         options: Option<Options>,
         export: bool,
         configured: Option<&str>,
+        former_tops: &[FormerTop],
     ) -> Result<Disk> {
         let name = drive.disk.name.as_deref();
         if let Some(name) = name.filter(|name| lock(&self.failed).contains_key(*name)) {
@@ -207,6 +195,8 @@ impl Manager {
             false => (self.daemon.add_disk(&drive.disk)?, None),
         };
         let name = self.name_of(node)?;
+        self.records.is_of(&name, node);
+        self.check_former_tops(node, drive, former_tops).inspect_err(|_| self.undo_add(node))?;
         self.listen_to_hold(node, &name);
         if let Some(mut options) = options.filter(|_| may_come_back) {
             if let Some(export) = self.daemon.exports().into_iter().find(|export| Some(export.id) == own_export) {
@@ -218,7 +208,7 @@ impl Manager {
                 options,
                 own_export: own_export.is_some(),
                 exports: Vec::new(),
-                former_tops: Vec::new(),
+                former_tops: former_tops.iter().rev().map(Top::from).collect(),
                 bases: Vec::new(),
                 moved_from: None,
                 unfinished: None,
@@ -234,6 +224,26 @@ impl Manager {
             self.events.publish(EventKind::ExportAdded, Some(&name), Some(id.number()), None);
         }
         self.disk(&name)
+    }
+
+    /// Refuses former tops that are not the layers below: those are open for writing now, and have not been written to.
+    fn check_former_tops(&self, node: NodeId, drive: &DriveOptions, tops: &[FormerTop]) -> Result<()> {
+        if tops.is_empty() {
+            return Ok(());
+        }
+        let layers = self.daemon.layer_files(node)?;
+        let below =
+            layers.iter().skip(if drive.disk.snapshot { 2 } else { 1 }).map(Some).chain(std::iter::repeat(None));
+        for (top, layer) in tops.iter().zip(below) {
+            let top = absolute(&top.file);
+            let canonical = FileName::from(top.canonicalize().unwrap_or_else(|_| top.clone()));
+            if layer.is_none_or(|layer| !layer.is_same_file(&canonical)) {
+                let instead = layer.map_or_else(|| "no other layer".to_owned(), |layer| format!("'{layer}'"));
+                let what = format!("'{}' is no former top of the disk: the images name {instead} there", top.display());
+                return Err(Error::new(ErrorKind::BadOption, what));
+            }
+        }
+        Ok(())
     }
 
     fn undo_add_of(&self, name: &str) {

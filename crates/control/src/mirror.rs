@@ -3,7 +3,7 @@
 use crate::api::{Job, MirrorDisk};
 use crate::live_jobs::aim_of;
 use crate::manager::Manager;
-use crate::record::{RecordedDisk, Records};
+use crate::record::{DiskRecord, RecordedDisk};
 use block::{Error, ErrorKind, Result};
 use daemon::{MirrorOptions, MirrorSwitch, NodeId, absolute};
 use image::{FileName, MirrorEnd, MirrorScope};
@@ -33,18 +33,18 @@ impl Manager {
             bytes_per_second: request.bytes_per_second,
         };
         let unfinished = if request.existing { None } else { self.reserve(name, node, &text)? };
-        let (records, disk, scope) = (Arc::clone(&self.records), name.to_owned(), options.scope);
-        let (kept_records, kept_disk) = (Arc::clone(&records), disk.clone());
+        let (record, scope) = (self.record_of(name, node), options.scope);
+        let kept_record = record.clone();
         let move_over = move |switch: &MirrorSwitch| {
             // Dropped with this closure, even if it is never called.
             let _unfinished = &unfinished;
             let below = switch.below.iter().filter_map(FileName::path).map(|path| path.to_string_lossy().into_owned());
             let below = (scope == MirrorScope::Top).then(|| below.collect());
             let move_to = |disk: &mut RecordedDisk| disk.move_to(&text, &switch.format.to_string(), below);
-            records.change_disk(&disk, move_to)
+            record.change(move_to)
         };
         // If the file stayed on record, the next run would remove it.
-        let kept = move || kept_records.change_disk(&kept_disk, |disk| disk.unfinished = None);
+        let kept = move || kept_record.change(|disk| disk.unfinished = None);
         let id = self.daemon.start_mirror_with(node, &options, move_over, kept)?;
         self.tell_if_behind(name, id, options.aim);
         self.has_started(name, id)
@@ -54,7 +54,7 @@ impl Manager {
     /// because the new one will be refused.
     fn reserve(&self, name: &str, node: NodeId, file: &str) -> Result<Option<Unfinished>> {
         let is_busy = self.daemon.jobs().iter().any(|job| job.node == node && is_under_way(&job.state));
-        if is_busy { Ok(None) } else { Unfinished::record(&self.records, name, file).map(Some) }
+        if is_busy { Ok(None) } else { Unfinished::record(self.record_of(name, node), file).map(Some) }
     }
 
     /// Removes files that jobs of an earlier run were making when it died.
@@ -77,16 +77,15 @@ impl Manager {
 
 /// A file that a job makes, in the record until the job has ended. A run that finds it in the record removes it.
 struct Unfinished {
-    records: Arc<Records>,
-    disk: String,
+    record: DiskRecord,
     file: String,
 }
 
 impl Unfinished {
-    fn record(records: &Arc<Records>, disk: &str, file: &str) -> Result<Self> {
+    fn record(record: DiskRecord, file: &str) -> Result<Self> {
         let unfinished = Some(file.to_owned());
-        records.change_disk(disk, |disk| disk.unfinished = unfinished)?;
-        Ok(Self { records: Arc::clone(records), disk: disk.to_owned(), file: file.to_owned() })
+        record.change(|disk| disk.unfinished = unfinished)?;
+        Ok(Self { record, file: file.to_owned() })
     }
 }
 
@@ -97,7 +96,7 @@ impl Drop for Unfinished {
                 disk.unfinished = None;
             }
         };
-        if let Err(error) = self.records.change_disk(&self.disk, forget) {
+        if let Err(error) = self.record.change(forget) {
             tracing::warn!("'{}' is still on record as a copy that is not finished: {error}", self.file);
         }
     }

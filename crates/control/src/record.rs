@@ -6,10 +6,11 @@
 use crate::api::{AddExport, FormerTop};
 use crate::options::Options;
 use block::{Error, ErrorKind, Result};
-use daemon::absolute;
+use daemon::{NodeId, absolute};
 use image::FileName;
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
@@ -75,6 +76,12 @@ pub(crate) struct Top {
     format: Option<String>,
 }
 
+impl From<&FormerTop> for Top {
+    fn from(top: &FormerTop) -> Self {
+        Self { file: absolute(&top.file).to_string_lossy().into_owned(), format: top.format.clone() }
+    }
+}
+
 impl Default for Record {
     fn default() -> Self {
         Self { version: VERSION, disks: Vec::new(), removed: Vec::new() }
@@ -97,7 +104,9 @@ impl Record {
         match self.disks.iter_mut().find(|other| other.name == disk.name) {
             Some(old) => {
                 if old.options.get("file") == disk.options.get("file") {
-                    disk.former_tops = std::mem::take(&mut old.former_tops);
+                    if disk.former_tops.is_empty() {
+                        disk.former_tops = std::mem::take(&mut old.former_tops);
+                    }
                     disk.moved_from = old.moved_from.take();
                     disk.bases = std::mem::take(&mut old.bases);
                     disk.kept_in = old.kept_in.take();
@@ -163,13 +172,6 @@ impl RecordedDisk {
         self.former_tops.push(Top { file, format: self.options.get("format").map(str::to_owned) });
         self.options.set("file", overlay);
         self.options.set("format", "qcow2");
-    }
-
-    /// Layers below its file were its tops, the last one first.
-    pub(crate) fn rests_on_former_tops(&mut self, tops: Vec<FormerTop>) {
-        let tops = tops.into_iter().rev();
-        let top = |top: FormerTop| Top { file: absolute(&top.file).to_string_lossy().into_owned(), format: top.format };
-        self.former_tops = tops.map(top).collect();
     }
 
     /// Names a kept scratch overlay itself as the top: a layer that is put on it rests on it, not on its image.
@@ -251,6 +253,8 @@ pub(crate) struct Records {
     /// another record than the current one, because a save has failed half way.
     changing: Mutex<bool>,
     directory: Option<StateDirectory>,
+    /// The disks that are served, or were last, under each name.
+    nodes: Mutex<BTreeMap<String, NodeId>>,
 }
 
 impl Records {
@@ -258,7 +262,7 @@ impl Records {
     pub(crate) fn in_directory(path: &Path) -> Result<Self> {
         let directory = StateDirectory::open(path)?;
         let current = Mutex::new(Arc::new(directory.load()?));
-        Ok(Self { current, changing: Mutex::default(), directory: Some(directory) })
+        Ok(Self { current, changing: Mutex::default(), directory: Some(directory), nodes: Mutex::default() })
     }
 
     /// Whether the record outlives the process.
@@ -279,6 +283,11 @@ impl Records {
         })
     }
 
+    /// From here on, the record under this name is the one of `node`.
+    pub(crate) fn is_of(&self, name: &str, node: NodeId) {
+        lock(&self.nodes).insert(name.to_owned(), node);
+    }
+
     /// Changes the record. When this returns without an error, the change is durable.
     pub(crate) fn change(&self, change: impl FnOnce(&mut Record)) -> Result<()> {
         let mut may_differ = lock(&self.changing);
@@ -297,6 +306,25 @@ impl Records {
         }
         *lock(&self.current) = Arc::new(record);
         Ok(())
+    }
+}
+
+/// The record of one disk, for what goes on after the disk was removed and another one has got its name.
+#[derive(Debug, Clone)]
+pub(crate) struct DiskRecord {
+    pub(crate) records: Arc<Records>,
+    pub(crate) name: String,
+    pub(crate) node: NodeId,
+}
+
+impl DiskRecord {
+    /// As [`Records::change_disk`]. Another disk of the same name stays as it is.
+    pub(crate) fn change(&self, change: impl FnOnce(&mut RecordedDisk)) -> Result<()> {
+        self.records.change_disk(&self.name, |disk| {
+            if lock(&self.records.nodes).get(&self.name) == Some(&self.node) {
+                change(disk);
+            }
+        })
     }
 }
 

@@ -4,11 +4,18 @@ use crate::daemon::Daemon;
 use crate::status::NodeId;
 use block::Result;
 use drive::{DiskOptions, EngineOpener, open_again};
+use image::FileName;
 
 impl Daemon {
     /// Returns the options of a disk. Its file may be another one by now.
     pub fn disk_options(&self, node: NodeId) -> Result<DiskOptions> {
         Ok(self.table.find(node)?.options)
+    }
+
+    /// Returns the canonical names of the layers' own files, top first.
+    pub fn layer_files(&self, node: NodeId) -> Result<Vec<FileName>> {
+        let found = self.table.find(node)?;
+        Ok(found.disk.image.iter().flat_map(|image| image.layer_file_names()).map(|(own, _)| own).collect())
     }
 
     /// Opens the files of a disk anew while guests use it, after one was replaced or changed behind the disk. Nothing

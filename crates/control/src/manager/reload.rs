@@ -214,7 +214,7 @@ impl Manager {
             let disk = &mut given.drive.disk;
             (disk.file, disk.format, disk.snapshot, disk.keep) = (own.file, own.format, own.snapshot, own.keep);
         }
-        self.add(&given.drive, Some(options), given.serve, Some(&key))?;
+        self.add(&given.drive, Some(options), given.serve, Some(&key), &[])?;
         given.exports.iter().try_for_each(|export| self.add_export(export.clone()).map(drop))
     }
 }

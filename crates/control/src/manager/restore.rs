@@ -45,7 +45,7 @@ impl Manager {
     pub(super) fn add_configured(&self, given: &Configured) -> Result<()> {
         // A disk whose names JSON cannot hold is served, but not recorded: the next start gives it again.
         let options = Options::parse(&given.text).and_then(absolute_file).ok();
-        let disk = self.add(&given.drive, options, given.serve, Some(&given.key()))?;
+        let disk = self.add(&given.drive, options, given.serve, Some(&given.key()), &[])?;
         given.exports_of(&disk.name).try_for_each(|export| self.add_export(export).map(drop))
     }
 
@@ -64,6 +64,7 @@ impl Manager {
             keep_usual_socket(&mut drive.export, &given.drive.disk);
         }
         let node = self.daemon.add_disk(&drive.disk)?;
+        self.records.is_of(&disk.name, node);
         self.listen_to_hold(node, &disk.name);
         if disk.own_export {
             let id = self.daemon.add_export(node, &drive.export).inspect_err(|_| self.undo_add(node))?;
