@@ -87,7 +87,7 @@ pub enum ErrorKind {
 pub struct Disks {
     /// In the order in which they were added.
     pub disks: Vec<Disk>,
-    /// Disks of the state directory that could not be opened.
+    /// Disks of the state directory that could not be opened, and disks that are served without one of their exports.
     pub failed: Vec<FailedDisk>,
 }
 

@@ -79,7 +79,7 @@ impl Collector for Own {
             let label = [("reactor", &*reactor.name)];
             ConstCounter::new(reactor.turns).encode(family.encode_family(&label)?)?;
         }
-        let help = "Disks of the state directory that could not be opened";
+        let help = "Disks of the state directory that could not be opened, and exports that are not served";
         let encoder = encoder.encode_descriptor("failed_disks", help, None, MetricType::Gauge)?;
         ConstGauge::new(i64::try_from(*failed).unwrap_or(i64::MAX)).encode(encoder)
     }

@@ -84,11 +84,11 @@ pub(crate) struct BenchArguments {
     scrape: bool,
     /// Measure disks for NBD clients instead, beside nbdkit and qemu-nbd, and with TLS; at most five rounds. Writes
     /// docs/benchmarks-nbd.md, or the page of --output.
-    #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "scrape", "resume", "size_mib", "before"])]
+    #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "throttle", "scrape", "resume", "size_mib", "before"])]
     nbd: bool,
     /// Measure what guests notice of a snapshot, a commit, a mirror and a backup instead, beside qemu-storage-daemon. Writes
     /// docs/benchmarks-jobs.md, or where --output says, and drawings to figures/ beside it. It takes four minutes.
-    #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "throttle", "nbd", "resume", "before", "filter", "list"])]
+    #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "throttle", "scrape", "nbd", "resume", "before", "filter", "list"])]
     jobs: bool,
     /// Size of the files [default: 1024; 4096 with --images].
     #[arg(long, value_name = "MIB")]

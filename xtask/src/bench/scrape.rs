@@ -70,6 +70,15 @@ fn scrape(control: &Path, path: &'static str) -> Result<Scraped> {
     Ok(Scraped { path, length_bytes, times_ms })
 }
 
+/// Ends the scraper, also when what runs beside it panics.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Runs `work` while somebody scrapes.
 fn while_scraped<T>(control: &Path, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let is_over = AtomicBool::new(false);
@@ -81,8 +90,9 @@ fn while_scraped<T>(control: &Path, work: impl FnOnce() -> Result<T>) -> Result<
             }
             anyhow::Ok(())
         });
+        let over = Over(&is_over);
         let worked = work();
-        is_over.store(true, Ordering::Relaxed);
+        drop(over);
         scraper.join().unwrap_or_else(|_| anyhow::bail!("the scraper panicked"))?;
         worked
     })
