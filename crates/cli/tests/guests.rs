@@ -41,7 +41,8 @@ impl Served {
         let mut sockets = Vec::new();
         for (number, drive) in drives.iter().enumerate() {
             let socket = directory.join(format!("{number}.sock"));
-            arguments.extend(["--drive".to_owned(), format!("{drive},serial={SERIAL}")]);
+            // Where /dev/shm is small, User Mode Linux keeps its memory in a file on a disk.
+            arguments.extend(["--drive".to_owned(), format!("{drive},serial={SERIAL},guest-memory=any")]);
             arguments.extend(["--socket".to_owned(), path_str(&socket).to_owned()]);
             sockets.push(socket);
         }
@@ -417,12 +418,12 @@ fn inspect(kind: GuestKind, (rebinds, toggles): (u32, u32), (suspends, resets): 
     std::fs::File::create(&image).unwrap().set_len(64 << 20).unwrap();
     let drive = format!(
         "name=d,file={},format=raw,serial=12345678901234567890,physical-block-size=4096,alignment-offset=3584,\
-         min-io-size=8192,opt-io-size=65536,cyls=7,heads=8,secs=9,seg-max=30,size-max=65536,discard-granularity=8192",
+         min-io-size=8192,opt-io-size=65536,cyls=7,heads=8,secs=9,seg-max=30,size-max=65536,discard-granularity=8192,guest-memory=any",
         image.display()
     );
     let plain = directory.path().join("plain.sock");
     let arguments = ["--control", path_str(&control), "--drive", &drive, "--socket", path_str(&socket)];
-    let without_serial = ["--drive", "name=plain,format=null,size=8M", "--socket", path_str(&plain)];
+    let without_serial = ["--drive", "name=plain,format=null,size=8M,guest-memory=any", "--socket", path_str(&plain)];
     let server = Server::start(&[arguments.as_slice(), &without_serial].concat());
     let mut options = GuestOptions::new(kind, vec![socket, plain]);
     (options.cpus, options.queues, options.only_measured) = (2, 1, 1);
@@ -559,7 +560,7 @@ fn uml_on_a_disk_that_grows_while_a_script_changes_others_a_hundred_times() {
     let [image, socket, control] =
         [directory.path().join("disk.qcow2"), short.path().join("d"), short.path().join("ctl")];
     run_ok(&["create", "-q", "-f", "qcow2", path_str(&image), "64M"]);
-    let drive = format!("name=disk,file={},format=qcow2", image.display());
+    let drive = format!("name=disk,file={},format=qcow2,guest-memory=any", image.display());
     let server = Server::start(&["--control", path_str(&control), "--drive", &drive, "--socket", path_str(&socket)]);
     let mut options = GuestOptions::new(GuestKind::Uml, vec![socket]);
     options.work = GuestWork::Grow { until_bytes: size_of(ROUNDS) };

@@ -59,6 +59,7 @@ impl Files {
         let base = self.path("base.raw");
         let serve = |drive: String| {
             let mut command = common::ringdisk();
+            let drive = format!("{drive},guest-memory=any");
             command.env("TMPDIR", self.directory.path()).args(["serve", "--drive", &drive]);
             (Some(Server::start_command(command)), None)
         };

@@ -352,7 +352,7 @@ pub struct AddExport {
     #[serde(default)]
     pub fixed_buffers: bool,
     /// What the guest's memory may lie in.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "GuestMemory::is_default")]
     pub guest_memory: GuestMemory,
     /// The most bytes of memory that the guest's monitor may share.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -378,6 +378,10 @@ pub enum GuestMemory {
 impl GuestMemory {
     /// All of them by name.
     pub const NAMES: [(&str, Self); 3] = [("ram", Self::Ram), ("locked", Self::Locked), ("any", Self::Any)];
+
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// How a disk is served to NBD clients. Several disks can share one address, under different names.

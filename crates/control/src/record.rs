@@ -425,6 +425,15 @@ mod tests {
     }
 
     #[test]
+    fn an_export_says_nothing_of_memory_unless_that_was_set() {
+        let plain = serde_json::to_value(AddExport::default()).unwrap();
+        assert!(plain.get("guest_memory").is_none() && plain.get("guest_memory_max").is_none(), "{plain}");
+        let guest_memory = crate::api::GuestMemory::Locked;
+        let set = serde_json::to_value(AddExport { guest_memory, ..AddExport::default() }).unwrap();
+        assert_eq!(set["guest_memory"], "locked");
+    }
+
+    #[test]
     fn a_record_comes_back_and_only_one_daemon_has_it() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("state");

@@ -1,4 +1,4 @@
-//! The default memory for requests' buffers: a part of what the daemon may have.
+//! The default memory for requests' buffers and for the indexes of kept overlays: parts of what the daemon may have.
 
 use std::path::Path;
 

@@ -3,9 +3,9 @@
 use crate::header::Header;
 use crate::index::{Index, Part};
 use crate::kept::Kept;
-use crate::layout::{PAGE_BYTES, TABLE_WORDS, data_page, group_page, header_pages, parts};
+use crate::layout::{PAGE_BYTES, TABLE_WORDS, data_page, group_page, header_pages, index_pages, parts};
 use crate::scratch::Scratch;
-use crate::state::{Inner, Spaces};
+use crate::state::{INDEX_STEP_PAGES, Inner, Spaces};
 use block::{Error, ErrorKind, IoError, MetaIo, PastEnd, Result};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -36,6 +36,11 @@ impl Scratch {
         let loaded = Loader { io, name, index: &index, pages: believed };
         if believed > length_bytes / PAGE_BYTES || believed < index.header_pages {
             return Err(loaded.bad("its file is shorter than its header says"));
+        }
+        // A sparse file costs nothing, and would take the room of all other indexes.
+        let all = index_pages(index.header_pages, parts(header.size_bytes));
+        if believed > all.saturating_add(INDEX_STEP_PAGES) {
+            return Err(loaded.bad("it claims more than a disk of its size can need"));
         }
         loaded.zero_bits(header.size_bytes).await?;
         let (tables, free_tables) = loaded.tables(header.size_bytes).await?;

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// How many pages are reserved at once: few enough that it takes no noticeable time.
 const DATA_STEP_PAGES: u64 = 1024;
-const INDEX_STEP_PAGES: u64 = 16;
+pub(crate) const INDEX_STEP_PAGES: u64 = 16;
 
 /// The used and the reserved pages of a file. More are reserved than used.
 #[derive(Debug, Default)]

@@ -252,3 +252,28 @@ fn after_an_edit_of_a_running_disk_whose_sync_failed_guests_write_over_nothing_t
     }
     assert!(seen[0] > 0 && seen[1] > 5, "{seen:?}");
 }
+
+/// As above, but neither can the old header be put back, nor be marked.
+#[test]
+fn guests_write_over_nothing_either_where_nothing_could_be_written_after_the_failed_sync() {
+    let chain = Chain { used: true, ..Chain::of(vec![Layer::qcow2(128 << 10, 1024)]) };
+    let mut original = Session::open(&chain.storage(), &|storage| chain.open(storage), 1, 1).unwrap();
+    let old = original.read_all().unwrap();
+    let (mut unmarked, mut written) = (0, 0);
+    for nth in 0..6 {
+        for writes in 0..24 {
+            let storage = chain.storage();
+            let options = ImageOptions::new(&name(0)).with(|options| options.format = Some(Format::Qcow2));
+            let image = Arc::new(ringdisk_image::open(&options, &SimOpener(storage.clone())).unwrap());
+            image.edit_online(&ClosedEdit::CreateSnapshot(NewSnapshot::new("kept"))).unwrap();
+            let action = FaultAction::Lose(IoError::EIO);
+            storage.inject(&name(0), Fault { kind: Some(OpKind::Flush), after: nth, count: 1, action });
+            storage.inject(&name(0), Fault::from_nth(OpKind::Write, writes, FaultAction::Fail(IoError::EIO)));
+            let done = image.edit_online(&ClosedEdit::DeleteSnapshot(SnapshotName::named("kept")));
+            storage.clear_faults();
+            unmarked += usize::from(done.is_err_and(|error| error.to_string().contains("another program")));
+            written += usize::from(is_written_or_dead(&storage, &image, &old));
+        }
+    }
+    assert!(unmarked > 0 && written > 0, "{unmarked} {written}");
+}

@@ -357,6 +357,15 @@ fn a_hostile_index_is_refused_in_words_or_shows_nothing_but_the_disks_own() {
         let error = opened(&overlay(), &with(changes)).map(drop).unwrap_err().to_string();
         assert!(error.contains(wanted) && error.contains(INDEX), "{wanted}: {error}");
     }
+    // A sparse file that is as long as it says, and has no more than the disk needs.
+    let mut long = index.clone();
+    long[32..40].copy_from_slice(&(8u64 << 10).to_le_bytes());
+    long.resize(32 << 20, 0);
+    let sparse = chain.storage();
+    sparse.create_with(INDEX, &long, SimFileOptions::default());
+    sparse.create_with(DATA, &data, SimFileOptions::default());
+    let error = opened(&overlay(), &sparse).map(drop).unwrap_err().to_string();
+    assert!(error.contains("more than a disk of its size can need") && error.contains(INDEX), "{error}");
     // Data behind the end of its file, far and near, and at the last number that there is.
     let end = (data.len() / 4096 + 2) as u32;
     for place in [end, end + 1, end + 4096, u32::MAX, 1 << 31] {

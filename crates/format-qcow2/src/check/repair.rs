@@ -337,8 +337,12 @@ impl<'a, 'w> Job<'a, 'w> {
         self.change_header(|sector| put(sector, OFFSET_AUTOCLEAR, &known.to_be_bytes())).await
     }
 
-    /// Clears the marks "dirty" and "corrupt" of an image that has no errors left but leaks.
+    /// Clears the marks "dirty" and "corrupt" of an image that has no errors left but leaks. Whatever was wrong, the header
+    /// is durable then.
     async fn say_clean(&mut self) -> IoResult {
+        if !self.started {
+            settle_header(self.io).await?;
+        }
         let report = self.walk.report;
         if self.header.version < 3 || report.check_errors > 0 || report.corruptions > 0 {
             return Ok(());

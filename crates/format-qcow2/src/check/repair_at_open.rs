@@ -22,7 +22,8 @@ const TABLES_MAX: usize = 4 << 20;
 /// The most entries with a wrong flag that a repair at open corrects. Each takes some 150 bytes.
 const WRONG_FLAGS_MAX: usize = 1 << 20;
 
-/// Repairs an image that is not open, if it was left dirty, before it is written to.
+/// Repairs an image that is not open, if it was left dirty, before it is written to. In any case the header that is read is
+/// durable then.
 pub(crate) async fn repair_if_dirty(io: &MetaIo, file: &dyn File, name: &str) -> Result<()> {
     let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the header"), error);
     let cluster = read_first_cluster(io).await.map_err(failed)?;
@@ -30,17 +31,9 @@ pub(crate) async fn repair_if_dirty(io: &MetaIo, file: &dyn File, name: &str) ->
     if header.is_dirty() {
         repair_at_open(io, file.info().locks, file.length_bytes()?, name).await?;
     }
-    settle_unmarked(io, &header, name).await
-}
-
-/// Version 2 has no mark that tells of a header that may not be durable: so it is made durable whenever somebody is going to
-/// write to such an image.
-pub(crate) async fn settle_unmarked(io: &MetaIo, header: &Header, name: &str) -> Result<()> {
-    let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot make its header durable"), error);
-    match header.version {
-        2 => settle_header(io).await.map_err(failed),
-        _ => Ok(()),
-    }
+    settle_header(io)
+        .await
+        .map_err(|error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot make its header durable"), error))
 }
 
 /// Repairs an image that was left dirty, and returns the new length of the file. Without locks it may be dirty because

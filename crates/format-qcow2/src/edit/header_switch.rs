@@ -2,8 +2,9 @@
 //!
 //! When a sync fails, the storage may have the old header or the new one, and the page cache shows the new one for as long
 //! as it likes. Whoever went on with what is shown would take clusters that the other header refers to. So the old header
-//! is put back. If that is durable, the image is as before. Otherwise it is marked: the dirty bit makes the next writer
-//! write the header again, durably, before it takes anything (see [`crate::check::repair_at_open`]).
+//! is put back. If that is durable, the image is as before. Otherwise it is marked, for other programs: the dirty bit makes
+//! the next writer repair it. Our own writers make the header durable that they read, marked or not, before they take
+//! anything.
 
 use crate::layout::extensions::{field_u32, field_u64};
 use crate::layout::header::{HEADER_SECTOR_BYTES, INCOMPATIBLE_DIRTY, OFFSET_INCOMPATIBLE};
@@ -29,15 +30,18 @@ pub(crate) async fn switch_header(io: &MetaIo, name: &str, old: &[u8], new: &[u8
     };
     let Err(error) = written.await else { return Ok(()) };
     let is_marked = put(io, &marked(old)).await.is_ok();
-    let is_undone = is_marked && io.flush().await.is_ok() && put(io, old).await.is_ok() && io.flush().await.is_ok();
-    let now = match (is_undone, is_marked) {
+    // From here on the storage has the old header, marked or not.
+    let is_old = is_marked && io.flush().await.is_ok();
+    let is_undone = is_old && put(io, old).await.is_ok() && io.flush().await.is_ok();
+    let now = match (is_old, is_marked) {
         (true, _) => "the image is as before",
         (false, true) => {
-            "the image is whole, as before or changed, and nobody can say which yet. Whoever opens it for writing next makes \
-             sure of that first"
+            "the image is whole, as before or changed, and nobody can say which yet. Whoever writes to it next makes sure \
+             of that first"
         }
         (false, false) => {
-            "the image is as before or changed, and could not be marked. Before anything writes to it, run 'check -r all'"
+            "the image is whole, as before or changed, and nobody can say which yet. Ringdisk makes sure of that before it \
+             writes to it. Run 'check -r all' before another program does"
         }
     };
     let error = Error::with_source(ErrorKind::Io, format!("'{name}': writing the header failed; {now}"), error);
@@ -48,7 +52,7 @@ async fn put(io: &MetaIo, sector: &[u8]) -> IoResult {
     io.write(0, AlignedBuf::copy_of(sector)).await
 }
 
-/// The header with its dirty bit. Version 2 has none; its header is written again whenever it is opened for writing.
+/// The header with its dirty bit. Version 2 has none.
 fn marked(sector: &[u8]) -> Vec<u8> {
     let mut marked = sector.to_vec();
     if field_u32(sector, OFFSET_VERSION) >= 3 && sector.len() >= HEADER_SECTOR_BYTES {

@@ -187,8 +187,9 @@ impl Inner {
         Ok(())
     }
 
-    /// Prepares the image for its first write. Finds all tables, those of snapshots included. Marks the bitmaps in use.
-    /// Clears the autoclear bits whose structures we do not keep valid.
+    /// Prepares the image for its first write. Makes the header durable that was read at open: after a sync that failed, the
+    /// storage may have another one. Finds all tables, those of snapshots included. Marks the bitmaps in use. Clears the
+    /// autoclear bits whose structures we do not keep valid.
     async fn make_header_ready(&self, io: &MetaIo) -> IoResult {
         let Some(_loading) = self.begin(Need::HeaderReady).await else { return Ok(()) };
         // A close whose task was dropped may still be writing that bitmaps are not in use.
@@ -198,6 +199,10 @@ impl Inner {
             return Ok(());
         }
         self.tables(&mut self.lock());
+        if !self.lock().header_settled {
+            self.write_header(io).await?;
+            self.lock().header_settled = true;
+        }
         if !self.lock().snapshots_known {
             self.collect_snapshots(io).await;
             self.lock().snapshots_known = true;
@@ -214,13 +219,15 @@ impl Inner {
         if kept == self.header.autoclear_features {
             return Ok(());
         }
-        let sector = {
-            let mut state = self.lock();
-            if let Some(field) = state.header_sector.get_mut(OFFSET_AUTOCLEAR..OFFSET_AUTOCLEAR.saturating_add(8)) {
-                field.copy_from_slice(&kept.to_be_bytes());
-            }
-            AlignedBuf::copy_of(&state.header_sector)
-        };
+        if let Some(field) = self.lock().header_sector.get_mut(OFFSET_AUTOCLEAR..OFFSET_AUTOCLEAR.saturating_add(8)) {
+            field.copy_from_slice(&kept.to_be_bytes());
+        }
+        self.write_header(io).await
+    }
+
+    /// Writes the header's first sector, durably.
+    async fn write_header(&self, io: &MetaIo) -> IoResult {
+        let sector = AlignedBuf::copy_of(&self.lock().header_sector);
         let data = IoBuf::from_aligned(sector).whole();
         self.table_writes.start(io, FileOp::Write { offset: 0, data, fua: false }).await?;
         io.flush().await

@@ -1,7 +1,7 @@
 //! Opens an image. Reads the header, the L1 table and, for writing, the refcount table. Everything else is read when it
 //! is needed.
 
-use crate::check::repair_at_open::{repair_at_open, settle_unmarked};
+use crate::check::repair_at_open::repair_at_open;
 use crate::layout::entry::{entries, more_than_data};
 use crate::layout::geometry::Geometry;
 use crate::layout::header::{HEADER_SECTOR_BYTES, Header, probe, read_first_cluster};
@@ -46,7 +46,6 @@ impl Qcow2 {
             false => {
                 let length = geometry.start_of(u64::from(header.refcount_table_clusters));
                 let table = reader.read("refcount table", header.refcount_table_offset, length).await?;
-                settle_unmarked(io, &header, &name).await?;
                 (table, BitmapTracking::open(io, &header, &cluster, &name).await?)
             }
         };
@@ -136,6 +135,7 @@ fn new_state(cluster: &[u8], refcounts: Refcounts, space: Space) -> State {
         header_sector: sector.unwrap_or([0; HEADER_SECTOR_BYTES]),
         tables: None,
         snapshots_known: false,
+        header_settled: false,
     }
 }
 

@@ -174,6 +174,8 @@ pub(crate) struct State {
     pub(crate) tables: Option<MetadataMap>,
     /// Whether these include the tables of snapshots.
     pub(crate) snapshots_known: bool,
+    /// Whether the storage has the header that was read at open.
+    pub(crate) header_settled: bool,
 }
 
 impl State {

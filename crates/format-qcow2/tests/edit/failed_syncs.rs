@@ -103,6 +103,37 @@ fn an_edit_after_one_whose_sync_failed_begins_with_what_is_durable() {
     }
 }
 
+/// The sync of the new header fails, and then nothing else can be written: nothing marks the header that may not be there.
+#[test]
+fn a_header_that_could_not_be_marked_is_made_durable_before_the_next_write() {
+    let base = Base::default();
+    let (original, verbs) = prepared(1, 1024, &base);
+    let mut unmarked = 0;
+    for verb in verbs.iter().filter(|verb| !matches!(verb, Verb::Resize(..))) {
+        let done = copy(&original);
+        let counts = |storage: &SimStorage| [OpKind::Flush, OpKind::Write].map(|kind| storage.pushed(NAME, kind));
+        let [flushes_before, writes_before] = counts(&done);
+        carry_out(&done, verb, &base).unwrap();
+        let [flushes, writes] = counts(&done);
+        for nth in 0..flushes - flushes_before {
+            for written in 1..=writes - writes_before {
+                let storage = copy(&original);
+                storage.inject(NAME, losing(nth, u64::MAX));
+                let action = FaultAction::Fail(IoError::EIO);
+                storage.inject(NAME, Fault::from_nth(OpKind::Write, written, action));
+                let done = carry_out(&storage, verb, &base);
+                storage.clear_faults();
+                unmarked +=
+                    usize::from(done.as_ref().is_err_and(|error| error.to_string().contains("another program")));
+                fill(&storage, &base, nth);
+                let what = format!("{verb:?}, syncs from {nth} and writes from {written} on, {done:?}");
+                nothing_is_lost_by_a_cut(&storage, &base, &what);
+            }
+        }
+    }
+    assert!(unmarked > 0);
+}
+
 fn backing_of(io: &MetaIo, storage: &SimStorage) -> Option<String> {
     let options = open_options(true);
     let qcow2 = block_on(Qcow2::open(io, storage.file(NAME).unwrap().info(), options)).unwrap();
@@ -121,7 +152,8 @@ fn another_backing_file_whose_sync_fails_is_taken_back_or_settled_by_the_next_wr
         let storage = copy(&original);
         let file = storage.file(NAME).unwrap();
         let io = blocking(&file);
-        storage.inject(NAME, losing(0, count));
+        // The first sync is of the header that was there.
+        storage.inject(NAME, losing(1, count));
         let new = Backing { file: "new".to_owned(), format: Some("raw".to_owned()) };
         let error = block_on(set_backing(&io, &*file, NAME, Some(&new))).unwrap_err();
         storage.clear_faults();

@@ -131,6 +131,8 @@ impl Plan {
         };
         let mut guest_drive = DriveOptions::from(disk(qcow2, DriveFormat::Qcow2));
         guest_drive.export.socket = Some(scratch.socket());
+        // Where /dev/shm is small, User Mode Linux keeps its memory in a file beside the disk.
+        guest_drive.export.guest_memory = drive::Placement::Any;
         Ok(Self {
             guest_drive,
             host_disk: disk(raw, DriveFormat::Raw),

@@ -95,6 +95,7 @@ fn served_to(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<GuestRep
     daemon.add(&drive)?;
     let mut null = null_drive(plan.size_bytes)?;
     (null.export.queues, null.export.socket) = (drive.export.queues, Some(null_socket));
+    null.export.guest_memory = drive.export.guest_memory;
     daemon.add(&null)?;
     bar.say("booting the guest");
     let ended = guestlab::run(&options, &mut |step| bar.say(step));
