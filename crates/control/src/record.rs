@@ -168,7 +168,7 @@ impl RecordedDisk {
     /// Layers below its file were its tops, the last one first.
     pub(crate) fn rests_on_former_tops(&mut self, tops: Vec<FormerTop>) {
         let tops = tops.into_iter().rev();
-        let top = |top: FormerTop| Top { file: absolute(&top.file).to_string_lossy().into_owned(), format: top.format };
+        let top = |top: FormerTop| Top { file: whole_name(&top.file), format: top.format };
         self.former_tops = tops.map(top).collect();
     }
 
@@ -235,6 +235,13 @@ impl RecordedDisk {
             None => self.options.remove(&["format"]),
         }
     }
+}
+
+/// A file's whole path; the name of what lies at a server.
+fn whole_name(file: &Path) -> String {
+    let is_remote = FileName::parse(file).is_ok_and(|name| name.is_remote());
+    let file = if is_remote { file.to_owned() } else { absolute(file) };
+    file.to_string_lossy().into_owned()
 }
 
 /// Whether two names lead to one file, also through symbolic links.
@@ -394,6 +401,15 @@ mod tests {
         disk.take_off("/kept/a.scratch");
         disk.set_options(given);
         assert_eq!(disk.options.to_text(), "file=/kept/a.scratch,format=scratch,name=a,cache=none");
+    }
+
+    #[test]
+    fn a_former_top_at_a_server_keeps_its_name_and_a_file_gets_its_whole_path() {
+        let mut disk = disk("/top");
+        let top = |file: &str| FormerTop { file: file.into(), format: None };
+        let own = absolute(Path::new("own")).display().to_string();
+        disk.rests_on_former_tops(["own", "/a:b", "rbd:pool/x", "https://h/a"].map(top).to_vec());
+        assert!(disk.files().eq(["/top", "https://h/a", "rbd:pool/x", "/a:b", own.as_str()]));
     }
 
     #[test]
