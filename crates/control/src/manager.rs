@@ -135,14 +135,15 @@ impl Manager {
         let options = absolute_file(request.options)?;
         let mut drive = options.to_drive()?;
         drive.disk.former_tops = request.former_tops.len();
-        let tops = request.former_tops;
+        drive.disk.bases.clone_from(&request.bases);
+        let (tops, bases) = (request.former_tops, request.bases);
         let Some(overlay) = request.overlay else {
             let disk = self.add(&drive, Some(options), request.export, None)?;
-            self.record_former_tops(&disk.name, tops).inspect_err(|_| self.undo_add_of(&disk.name))?;
+            self.record_layers_below(&disk.name, tops, bases).inspect_err(|_| self.undo_add_of(&disk.name))?;
             return Ok(disk);
         };
         let name = self.add(&drive, Some(options), false, None)?.name;
-        let recorded = self.record_former_tops(&name, tops);
+        let recorded = self.record_layers_below(&name, tops, bases);
         let put_on = recorded.and_then(|()| self.snapshot(&[Overlay { disk: name.clone(), overlay }]));
         let served = put_on.and_then(|_| match request.export {
             true => self.export_as_added(&name, &drive),
@@ -155,15 +156,13 @@ impl Manager {
         self.disk(&name)
     }
 
-    /// The disk that was added is to come back with these open for writing.
-    fn record_former_tops(&self, name: &str, tops: Vec<FormerTop>) -> Result<()> {
-        if tops.is_empty() {
-            return Ok(());
-        }
-        self.records.change(|record| {
-            if let Some(disk) = record.disk_mut(name) {
+    /// The disk that was added is to come back on `bases`, and with `tops` open for writing.
+    fn record_layers_below(&self, name: &str, tops: Vec<FormerTop>, bases: Vec<PathBuf>) -> Result<()> {
+        self.records.change_disk(name, |disk| {
+            if !tops.is_empty() {
                 disk.rests_on_former_tops(tops);
             }
+            disk.may_rest_on(bases);
         })
     }
 

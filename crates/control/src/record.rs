@@ -172,6 +172,15 @@ impl RecordedDisk {
         self.former_tops = tops.map(top).collect();
     }
 
+    /// It may rest on these, beside its former tops.
+    pub(crate) fn may_rest_on(&mut self, bases: Vec<PathBuf>) {
+        for base in bases.iter().map(|base| whole_name(base)) {
+            if !self.files().any(|file| file == base) {
+                self.bases.push(base);
+            }
+        }
+    }
+
     /// Names a kept scratch overlay itself as the top: a layer that is put on it rests on it, not on its image.
     fn name_kept_overlay(&mut self) {
         let Ok(Some(index)) = self.options.to_drive().and_then(|drive| drive::kept_overlay(&drive.disk)) else {

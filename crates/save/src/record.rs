@@ -254,6 +254,12 @@ pub(crate) fn check_files(name: &str, layers: &[Layer]) -> Result<()> {
     Ok(())
 }
 
+impl LayerBelow {
+    fn files(&self) -> impl Iterator<Item = PathBuf> + use<> {
+        [Some(self.file.clone()), data_of(&self.file, &self.format)].into_iter().flatten()
+    }
+}
+
 impl SavedDisk {
     /// Notes how its files are from here on. `layers` are those of the disk, of which its file is one.
     pub(crate) fn look(&mut self, layers: &[Layer]) -> Result<()> {
@@ -261,8 +267,7 @@ impl SavedDisk {
         let below = layers.iter().skip_while(|layer| layer.file != self.file).skip(1);
         self.below = below.map(|layer| LayerBelow { file: layer.file.clone(), format: layer.format.clone() }).collect();
         let data = data_of(&self.file, &self.format);
-        let below = self.below.iter().flat_map(|layer| [Some(layer.file.clone()), data_of(&layer.file, &layer.format)]);
-        let others: Vec<PathBuf> = data.into_iter().chain(below.flatten()).collect();
+        let others: Vec<PathBuf> = data.into_iter().chain(self.bases()).collect();
         self.others.clear();
         let mut is_told = false;
         for file in others.into_iter().filter(|file| !is_remote(file)) {
@@ -311,6 +316,12 @@ impl SavedDisk {
         let Some(base) = self.below.iter().position(|layer| layer.file == self.base) else { return Vec::new() };
         let tops = self.below.iter().take(base + 1);
         tops.map(|layer| FormerTop { file: layer.file.clone(), format: Some(layer.format.clone()) }).collect()
+    }
+
+    /// The files below its file, which the daemon was allowed to open when it was saved: also the image of a kept scratch
+    /// overlay, which lies elsewhere.
+    pub(crate) fn bases(&self) -> Vec<PathBuf> {
+        self.below.iter().flat_map(LayerBelow::files).collect()
     }
 
     /// Whether its files are as they were when it was saved, perhaps but for their times.
