@@ -175,18 +175,28 @@ fn fuzz() -> Result<Counts> {
     Ok(Counts::one(program.watch()?.success()))
 }
 
-/// Runs the tests that are ignored by default. It leaves out the guests, which have a step of their own, and parts of
-/// other tests that change limits of their whole process.
+/// Ignored tests that the step `slow` leaves out, by parts of their names: parts of other tests, which change limits of
+/// their whole process; guests, which have a step of their own; and long forms that are run by hand.
+const NOT_SLOW: [&str; 8] = [
+    "part_of_another",
+    "uml_on_",
+    "uml_with_",
+    "qemu_with_",
+    "qemu_on_",
+    "qemu_is_",
+    "killed_at_fifty_moments",
+    "a_guest_copies_a_tree",
+];
+
+/// Runs the tests that are ignored by default, except [`NOT_SLOW`].
 fn slow() -> Result<Counts> {
     if !has_nextest() {
         let arguments = ["test", "--workspace", "--tests", "--no-fail-fast", "--", "--ignored"];
-        let parts = ["part_of_another", "uml_on_", "qemu_with_", "qemu_on_", "qemu_is_"]
-            .into_iter()
-            .flat_map(|name| ["--skip", name]);
-        return count(Program::cargo().args(arguments).args(parts).limit(TESTS_LIMIT));
+        let left_out = NOT_SLOW.into_iter().flat_map(|name| ["--skip", name]);
+        return count(Program::cargo().args(arguments).args(left_out).limit(TESTS_LIMIT));
     }
-    let chosen = "not test(/part_of_another|uml_on_|qemu_with_|qemu_on_|qemu_is_/)";
-    let arguments = ["nextest", "run", "--workspace", "--no-fail-fast", "--run-ignored", "only", "-E", chosen];
+    let chosen = format!("not test(/{}/)", NOT_SLOW.join("|"));
+    let arguments = ["nextest", "run", "--workspace", "--no-fail-fast", "--run-ignored", "only", "-E", &chosen];
     count(Program::cargo().args(arguments).limit(TESTS_LIMIT))
 }
 

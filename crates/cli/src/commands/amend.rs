@@ -62,7 +62,7 @@ Amend options for 'qcow2':
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.options.is_empty() {
-        return Err(output::usage("Must specify options (-o)"));
+        return Err(output::usage_of("amend", "Must specify options (-o)"));
     }
     let asks_for_help = asks_for_help(&args.options);
     if let Some(format) = parse_format(args.format.as_deref())?.filter(|_| asks_for_help) {

@@ -42,7 +42,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let named = [&args.create, &args.apply, &args.delete];
     if named.iter().map(|names| names.len()).sum::<usize>() + usize::from(args.list) > 1 {
-        return Err(output::usage("Cannot mix '-l', '-a', '-c', '-d'"));
+        return Err(output::usage_of("snapshot", "Cannot mix '-l', '-a', '-c', '-d'"));
     }
     let (name, format) = image_name(&args.file, args.format.as_deref(), args.image_opts)?.whole()?;
     let named = named.map(|names| names.first());

@@ -12,5 +12,5 @@ mod watch;
 pub(crate) use bar::Bar;
 pub(crate) use snapshots::snapshot_table;
 pub(crate) use sparse_file::SparseFile;
-pub(crate) use text::{error, exit, exit_code, is_locked, print, printable, usage, warn, with_bytes_shown};
+pub(crate) use text::{error, exit, exit_code, is_locked, print, printable, usage, usage_of, warn, with_bytes_shown};
 pub(crate) use watch::{ProgressArgs, Watch};

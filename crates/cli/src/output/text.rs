@@ -81,6 +81,14 @@ pub(crate) fn usage(message: impl Into<String>) -> anyhow::Error {
     Error::new(ErrorKind::BadOption, message).into()
 }
 
+/// As [`usage`]; under qemu-img's name it points to the verb's help, as there.
+pub(crate) fn usage_of(verb: &str, message: &str) -> anyhow::Error {
+    match program::is_qemu_img() {
+        true => usage(format!("{message}\nTry '{} {verb} --help' for more info", program::name())),
+        false => usage(message),
+    }
+}
+
 /// Returns 2 for wrong usage and 1 for every other error; as qemu-img always 1.
 pub(crate) fn exit_code(error: &anyhow::Error) -> ExitCode {
     let is_usage = !program::is_qemu_img()
