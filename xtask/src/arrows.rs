@@ -32,7 +32,7 @@ const UNDER_DAEMON: &[&str] = &[
 
 /// The rooms from top to bottom, as a request travels. The program, which is not listed, may name them all.
 const ROOMS: &[Room] = &[
-    Room { name: "save", below: &["control", "block"] },
+    Room { name: "save", below: &["control", "image", "block"] },
     Room {
         name: "control",
         below: &["daemon", "drive", "load", "driver", "export-vhost-user", "image", "format-qcow2", "block"],

@@ -69,6 +69,13 @@ impl Bench {
         at(&self.dir, name)
     }
 
+    /// Serves again what the daemon's record says.
+    fn serve_recorded(&mut self) {
+        self.server.take().unwrap().stop();
+        let [control, state] = ["control", "daemon"].map(|name| self.path(name));
+        self.server = Some(Server::start(&["--control", path_str(&control), "--state-dir", path_str(&state)]));
+    }
+
     fn serve(&mut self, format: &str) {
         let [control, state, disk, socket] = ["control", "daemon", "disk", "s"].map(|name| self.path(name));
         let (disk, socket) = (disk.display(), socket.display());
@@ -569,6 +576,48 @@ fn a_layer_that_changes_below_what_was_saved_is_noticed() {
     }
 }
 
+/// The gate takes the image, which lies elsewhere, from the daemon's record alone.
+#[test]
+fn a_kept_overlay_of_an_image_elsewhere_is_resumed_and_served_whenever_the_daemon_is_started_again() {
+    if !has_tools() {
+        return;
+    }
+    for daemon_restarts in [false, true] {
+        let mut bench = Bench::new("raw");
+        bench.ctl(&["remove", "root", "--force"]);
+        bench.serve_recorded();
+        let [keep, disk, socket] = ["keep", "disk", "s"].map(|name| bench.path(name));
+        std::fs::create_dir(&keep).unwrap();
+        let drive = format!(
+            "file={},format=raw,name=root,queues=1,snapshot=on,keep={},socket={}",
+            disk.display(),
+            keep.display(),
+            socket.display()
+        );
+        bench.ctl(&["add", &drive]);
+        bench.export();
+        bench.start_machine();
+        bench.write(1);
+        let then = bench.contents.clone();
+        let output = bench.save_command(false).output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        bench.write(2);
+        bench.lose_machine();
+        if daemon_restarts {
+            bench.serve_recorded();
+        }
+        bench.restore(&[]);
+        bench.contents = then;
+        bench.write(3);
+        bench.lose_machine();
+        bench.serve_recorded();
+        let source = format!("if=vhost-user:{}", socket.display());
+        let seen = bench.path("seen.raw");
+        run_ok(&["dd", "-f", "raw", "-O", "raw", "bs=64K", &source, &format!("of={}", seen.display())]);
+        assert!(std::fs::read(seen).unwrap() == bench.contents);
+    }
+}
+
 /// As its user does: reads the message, and does what it says.
 #[test]
 fn the_layers_of_a_restore_are_taken_back_by_the_command_that_the_message_names() {
@@ -595,10 +644,7 @@ fn the_layers_of_a_restore_are_taken_back_by_the_command_that_the_message_names(
         assert_eq!(advice, "commit root --layers 2");
         if daemon_restarts {
             bench.lose_machine();
-            bench.server.take().unwrap().stop();
-            let [control, state] = ["control", "daemon"].map(|name| bench.path(name));
-            let arguments = ["--control", path_str(&control), "--state-dir", path_str(&state)];
-            bench.server = Some(Server::start(&arguments));
+            bench.serve_recorded();
         }
         bench.ctl(&advice.split(' ').collect::<Vec<_>>());
         assert!(bench.seen(&bench.path("disk")) == bench.contents);

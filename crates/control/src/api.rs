@@ -158,6 +158,10 @@ pub struct AddDisk {
     /// Layers below its file that were its top before, the next one first: what is above can be taken back into them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub former_tops: Vec<FormerTop>,
+    /// Files that it may rest on, wherever they lie, beside those that the daemon was started with.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(value_type = Vec<String>)]
+    pub bases: Vec<PathBuf>,
 }
 
 /// A layer of a disk that was its top before.

@@ -22,7 +22,7 @@ use crate::api::{
 use crate::events::Events;
 use crate::failure::Failure;
 use crate::options::Options;
-use crate::record::{Record, RecordedDisk, Records, Top};
+use crate::record::{Record, RecordedDisk, Records, Top, whole_name};
 use block::{Error, ErrorKind, Result};
 use daemon::{Daemon, DaemonConfig, DiskStatus, ExportId, ExportStatus, JobId, JobStatus, NodeId, absolute};
 use drive::DriveOptions;
@@ -137,6 +137,7 @@ impl Manager {
         let options = absolute_file(request.options)?;
         let mut drive = options.to_drive()?;
         drive.disk.former_tops = request.former_tops.len();
+        drive.disk.bases = request.bases;
         let tops = request.former_tops;
         let Some(overlay) = request.overlay else {
             return self.add(&drive, Some(options), request.export, None, &tops);
@@ -203,7 +204,7 @@ impl Manager {
                 // The default socket lies beside the top layer's file, which may change.
                 options.set("socket", export.attachment.socket.to_string_lossy());
             }
-            let recorded = RecordedDisk {
+            let mut recorded = RecordedDisk {
                 name: name.clone(),
                 options,
                 own_export: own_export.is_some(),
@@ -216,6 +217,7 @@ impl Manager {
                 kept_in: None,
                 configured: configured.map(str::to_owned),
             };
+            recorded.may_rest_on(&drive.disk.bases);
             self.records.change(|record| record.put(recorded)).inspect_err(|_| self.undo_add(node))?;
         }
         self.events.publish(EventKind::DiskAdded, Some(&name), None, None);
@@ -235,11 +237,12 @@ impl Manager {
         let below =
             layers.iter().skip(if drive.disk.snapshot { 2 } else { 1 }).map(Some).chain(std::iter::repeat(None));
         for (top, layer) in tops.iter().zip(below) {
-            let top = absolute(&top.file);
-            let canonical = FileName::from(top.canonicalize().unwrap_or_else(|_| top.clone()));
+            let top = whole_name(&top.file);
+            let file = FileName::parse(&top)?;
+            let canonical = file.path().and_then(|path| path.canonicalize().ok()).map_or(file.clone(), FileName::from);
             if layer.is_none_or(|layer| !layer.is_same_file(&canonical)) {
                 let instead = layer.map_or_else(|| "no other layer".to_owned(), |layer| format!("'{layer}'"));
-                let what = format!("'{}' is no former top of the disk: the images name {instead} there", top.display());
+                let what = format!("'{file}' is no former top of the disk: the images name {instead} there");
                 return Err(Error::new(ErrorKind::BadOption, what));
             }
         }

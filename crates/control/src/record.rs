@@ -78,7 +78,7 @@ pub(crate) struct Top {
 
 impl From<&FormerTop> for Top {
     fn from(top: &FormerTop) -> Self {
-        Self { file: absolute(&top.file).to_string_lossy().into_owned(), format: top.format.clone() }
+        Self { file: whole_name(&top.file), format: top.format.clone() }
     }
 }
 
@@ -108,7 +108,12 @@ impl Record {
                         disk.former_tops = std::mem::take(&mut old.former_tops);
                     }
                     disk.moved_from = old.moved_from.take();
-                    disk.bases = std::mem::take(&mut old.bases);
+                    let new = std::mem::replace(&mut disk.bases, std::mem::take(&mut old.bases));
+                    for base in new {
+                        if !disk.bases.contains(&base) {
+                            disk.bases.push(base);
+                        }
+                    }
                     disk.kept_in = old.kept_in.take();
                 }
                 disk.fleeces = std::mem::take(&mut old.fleeces);
@@ -174,6 +179,15 @@ impl RecordedDisk {
         self.options.set("format", "qcow2");
     }
 
+    /// It may rest on these, beside its former tops.
+    pub(crate) fn may_rest_on(&mut self, bases: &[PathBuf]) {
+        for base in bases.iter().map(|base| whole_name(base)) {
+            if !self.files().any(|file| file == base) {
+                self.bases.push(base);
+            }
+        }
+    }
+
     /// Names a kept scratch overlay itself as the top: a layer that is put on it rests on it, not on its image.
     fn name_kept_overlay(&mut self) {
         let Ok(Some(index)) = self.options.to_drive().and_then(|drive| drive::kept_overlay(&drive.disk)) else {
@@ -237,6 +251,13 @@ impl RecordedDisk {
             None => self.options.remove(&["format"]),
         }
     }
+}
+
+/// A file's whole path; the name of what lies at a server.
+pub(crate) fn whole_name(file: &Path) -> String {
+    let is_remote = FileName::parse(file).is_ok_and(|name| name.is_remote());
+    let file = if is_remote { file.to_owned() } else { absolute(file) };
+    file.to_string_lossy().into_owned()
 }
 
 /// Whether two names lead to one file, also through symbolic links.
@@ -431,6 +452,15 @@ mod tests {
         let guest_memory = crate::api::GuestMemory::Locked;
         let set = serde_json::to_value(AddExport { guest_memory, ..AddExport::default() }).unwrap();
         assert_eq!(set["guest_memory"], "locked");
+    }
+
+    #[test]
+    fn a_former_top_at_a_server_keeps_its_name_and_a_file_gets_its_whole_path() {
+        let mut disk = disk("/top");
+        let top = |file: &str| FormerTop { file: file.into(), format: None };
+        let own = absolute(Path::new("own")).display().to_string();
+        disk.former_tops = ["https://h/a", "rbd:pool/x", "/a:b", "own"].map(|file| Top::from(&top(file))).to_vec();
+        assert!(disk.files().eq(["/top", "https://h/a", "rbd:pool/x", "/a:b", own.as_str()]));
     }
 
     #[test]

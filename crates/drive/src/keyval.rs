@@ -21,10 +21,11 @@ pub(crate) fn parse_with_repeats(text: &str, repeats: &[&str]) -> Result<Vec<Key
     let mut pairs: Vec<KeyValue> = Vec::new();
     for part in split_at_single_commas(text) {
         let Some((key, value)) = part.split_once('=') else {
+            let part = image::shown(&part);
             return Err(bad(format!("'{part}' is not of the form key=value (a comma in a value is written ',,')")));
         };
         if key.is_empty() {
-            return Err(bad(format!("'{part}' has no key before its '='")));
+            return Err(bad(format!("'{}' has no key before its '='", image::shown(&part))));
         }
         if !repeats.contains(&key) && pairs.iter().any(|pair| pair.key == key) {
             return Err(bad(format!("'{key}' is given twice")));
@@ -38,9 +39,11 @@ pub(crate) fn parse_with_repeats(text: &str, repeats: &[&str]) -> Result<Vec<Key
 /// pairs are returned, and the last one counts.
 pub fn parse_options(text: &str) -> Result<Vec<KeyValue>> {
     let pair = |part: String| match part.split_once('=') {
-        Some(("", _)) => Err(bad(format!("'{part}' has no key before its '='"))),
+        Some(("", _)) => Err(bad(format!("'{}' has no key before its '='", image::shown(&part)))),
         Some((key, value)) => Ok(KeyValue { key: key.to_owned(), value: value.to_owned() }),
-        None if part.is_empty() => Err(bad(format!("'{text}' has nothing between two commas, or beside one"))),
+        None if part.is_empty() => {
+            Err(bad(format!("'{}' has nothing between two commas, or beside one", image::shown(text))))
+        }
         None => {
             let (key, value) = part.strip_prefix("no").map_or((part.as_str(), "on"), |key| (key, "off"));
             Ok(KeyValue { key: key.to_owned(), value: value.to_owned() })
@@ -83,7 +86,7 @@ fn split_at_single_commas(text: &str) -> Vec<String> {
 #[must_use]
 pub fn unknown(what: &str, word: &str, valid: &[&str]) -> Error {
     let guess = closest(word, valid).map(|close| format!(", did you mean '{close}'?")).unwrap_or_default();
-    bad(format!("unknown {what} '{word}'{guess} (valid: {})", valid.join(", ")))
+    bad(format!("unknown {what} '{}'{guess} (valid: {})", image::shown(word), valid.join(", ")))
 }
 
 fn bad(message: String) -> Error {
@@ -115,6 +118,21 @@ mod tests {
     fn malformed_options_are_refused() {
         for text in ["", "file", "=x", "file=a,", "file=a,,,format=raw=,x", "file=a,file=b"] {
             assert!(parse(text).is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn a_word_that_is_refused_is_shown_without_secrets() {
+        let given = ["https://me:secret@h/a", "=https://me:secret@h/a", "rbd:p/i:key=secret", "https://h/a?sig=secret"];
+        for text in given {
+            let mut errors: Vec<Error> = [parse(text).err(), parse_options(text).err()].into_iter().flatten().collect();
+            errors.extend(parse_options(&format!("{text},,,")).err());
+            errors.push(unknown("key", text, &["file"]));
+            errors.extend(crate::DriveOptions::parse(&format!("{text},file=/a")).err());
+            errors.extend(crate::DriveOptions::parse(&format!("engine={text},file=/a")).err());
+            for error in errors {
+                assert!(!error.to_string().contains("secret"), "{error}");
+            }
         }
     }
 

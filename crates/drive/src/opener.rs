@@ -301,7 +301,7 @@ fn image_options(
         open.scratch = options.snapshot;
         open.keep = keep;
         open.allow_backing = allow_backing;
-        open.listed = listed.to_vec();
+        open.listed = listed.iter().chain(&options.bases).cloned().collect();
         open.former_tops = options.former_tops;
         open.serial = options.serial.clone();
         open.volatile_cache = open_options(options).has_volatile_cache();

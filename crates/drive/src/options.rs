@@ -99,6 +99,8 @@ pub struct DiskOptions {
     /// How many layers below the image are opened for writing, as far as nobody else uses them: they were tops before.
     /// No key sets this.
     pub former_tops: usize,
+    /// Files that it may rest on, beside those that are allowed for all disks. No key sets this.
+    pub bases: Vec<PathBuf>,
     /// How long to wait for the lock of a process that was killed: the process keeps the lock until its last write has
     /// landed.
     pub lock_timeout_s: Option<u32>,

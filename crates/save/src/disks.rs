@@ -41,8 +41,15 @@ pub(crate) trait Disks {
     fn wait_for_jobs(&self, name: &str) -> Result<()>;
 
     /// Serves a disk with these options under a new layer, in the place of the one of its name. The layer is there before
-    /// anybody can write. `former_tops` may be taken back into later.
-    fn replace(&self, name: &str, options: Options, former_tops: Vec<FormerTop>, overlay: PathBuf) -> Result<()>;
+    /// anybody can write. `former_tops` may be taken back into later. It may rest on `bases`.
+    fn replace(
+        &self,
+        name: &str,
+        options: Options,
+        former_tops: Vec<FormerTop>,
+        bases: Vec<PathBuf>,
+        overlay: PathBuf,
+    ) -> Result<()>;
 }
 
 /// Those of a daemon.
@@ -164,12 +171,19 @@ impl Disks for Daemon {
         }
     }
 
-    fn replace(&self, name: &str, options: Options, former_tops: Vec<FormerTop>, overlay: PathBuf) -> Result<()> {
+    fn replace(
+        &self,
+        name: &str,
+        options: Options,
+        former_tops: Vec<FormerTop>,
+        bases: Vec<PathBuf>,
+        overlay: PathBuf,
+    ) -> Result<()> {
         if self.names()?.iter().any(|own| own == name) {
             self.0.delete(&format!("/v1/disks/{}?force=true", segment(name))).map_err(refused)?;
         }
         self.0
-            .post::<Disk>("/v1/disks", &AddDisk { options, export: true, overlay: Some(overlay), former_tops })
+            .post::<Disk>("/v1/disks", &AddDisk { options, export: true, overlay: Some(overlay), former_tops, bases })
             .map(drop)
             .map_err(refused)
     }

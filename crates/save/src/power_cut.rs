@@ -154,7 +154,7 @@ impl Disks for MadeUp {
         Ok(())
     }
 
-    fn replace(&self, _: &str, _: Options, _: Vec<FormerTop>, _: PathBuf) -> Result<()> {
+    fn replace(&self, _: &str, _: Options, _: Vec<FormerTop>, _: Vec<PathBuf>, _: PathBuf) -> Result<()> {
         Ok(())
     }
 }

@@ -5,10 +5,11 @@ use crate::files::{self, NewFile, failed};
 use block::{Error, ErrorKind, Result};
 use control::Options;
 use control::api::FormerTop;
+use image::FileName;
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 const VERSION: u32 = 1;
@@ -81,8 +82,9 @@ pub struct OtherFile {
     seen: Seen,
 }
 
-/// What tells whether a file was changed.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+/// What tells whether a file was changed. All zero for a block device: nothing tells that, and its node is made anew when
+/// the host starts.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Seen {
     inode: u64,
@@ -100,6 +102,16 @@ impl Seen {
         Self::of(path)
     }
 
+    fn is_device(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Whether the file may be the same now. Records made before have seen the node of a block device, whose length is
+    /// zero.
+    fn may_be(&self, now: &Self) -> bool {
+        self == now || (now.is_device() && self.length_bytes == 0)
+    }
+
     /// Whether all but the times is the same.
     fn is_same_file(&self, other: &Self) -> bool {
         (self.inode, self.length_bytes) == (other.inode, other.length_bytes)
@@ -108,6 +120,9 @@ impl Seen {
     /// How the file is now.
     pub(crate) fn of(path: &Path) -> Result<Self> {
         let meta = std::fs::metadata(path).map_err(|error| failed("look at", path, error))?;
+        if meta.file_type().is_block_device() {
+            return Ok(Self::default());
+        }
         Ok(Self {
             inode: meta.ino(),
             length_bytes: meta.len(),
@@ -219,6 +234,32 @@ fn data_of(file: &Path, format: &str) -> Option<PathBuf> {
     })
 }
 
+fn is_remote(file: &Path) -> bool {
+    FileName::parse(file).is_ok_and(|name| name.is_remote())
+}
+
+/// Whether this program can compare the files of a disk with what they were, as a restore does. Fails where it sees a file
+/// and may not open it. Files that it does not see are not compared, but for the top.
+pub(crate) fn check_files(name: &str, layers: &[Layer]) -> Result<()> {
+    for (index, layer) in layers.iter().enumerate() {
+        for file in [Some(layer.file.clone()), data_of(&layer.file, &layer.format)].into_iter().flatten() {
+            let Err(error) = File::open(&file) else { continue };
+            if (index == 0 && file == layer.file) || file.exists() {
+                let what = "save as a user who may read all files of the disk, such as the daemon's user";
+                let error = failed("read", &file, error);
+                return Err(Error::new(error.kind(), format!("disk '{name}': {error}; {what}")));
+            }
+        }
+    }
+    Ok(())
+}
+
+impl LayerBelow {
+    fn files(&self) -> impl Iterator<Item = PathBuf> + use<> {
+        [Some(self.file.clone()), data_of(&self.file, &self.format)].into_iter().flatten()
+    }
+}
+
 impl SavedDisk {
     /// Notes how its files are from here on. `layers` are those of the disk, of which its file is one.
     pub(crate) fn look(&mut self, layers: &[Layer]) -> Result<()> {
@@ -226,16 +267,20 @@ impl SavedDisk {
         let below = layers.iter().skip_while(|layer| layer.file != self.file).skip(1);
         self.below = below.map(|layer| LayerBelow { file: layer.file.clone(), format: layer.format.clone() }).collect();
         let data = data_of(&self.file, &self.format);
-        let below = self.below.iter().flat_map(|layer| [Some(layer.file.clone()), data_of(&layer.file, &layer.format)]);
-        let others: Vec<PathBuf> = data.into_iter().chain(below.flatten()).collect();
+        let others: Vec<PathBuf> = data.into_iter().chain(self.bases()).collect();
         self.others.clear();
-        for file in others {
+        let mut is_told = false;
+        for file in others.into_iter().filter(|file| !is_remote(file)) {
             match Seen::durable(&file).or_else(|_| Seen::of(&file)) {
+                Ok(seen) if seen.is_device() => {}
                 Ok(seen) => self.others.push(OtherFile { file, seen }),
-                // It is elsewhere, or for the daemon only.
-                Err(error) => {
-                    tracing::warn!("{error}; if that changes, what is saved is of no use, and restore will not notice");
+                // It is for the daemon only.
+                Err(error) if !is_told => {
+                    let what = "if that changes, what is saved is of no use, and restore will not notice";
+                    tracing::warn!("disk '{}': {error}; {what}", self.name);
+                    is_told = true;
                 }
+                Err(_) => {}
             }
         }
         Ok(())
@@ -245,7 +290,8 @@ impl SavedDisk {
     pub(crate) fn look_again(&mut self) -> Result<()> {
         self.seen = Some(Seen::durable(&self.file)?);
         self.others.iter_mut().try_for_each(|other| {
-            other.seen = Seen::durable(&other.file)?;
+            // Saves before took files that they could not open.
+            other.seen = Seen::durable(&other.file).or_else(|_| Seen::of(&other.file))?;
             Ok(())
         })
     }
@@ -272,11 +318,17 @@ impl SavedDisk {
         tops.map(|layer| FormerTop { file: layer.file.clone(), format: Some(layer.format.clone()) }).collect()
     }
 
+    /// The files below its file, which the daemon was allowed to open when it was saved: also the image of a kept scratch
+    /// overlay, which lies elsewhere.
+    pub(crate) fn bases(&self) -> Vec<PathBuf> {
+        self.below.iter().flat_map(LayerBelow::files).collect()
+    }
+
     /// Whether its files are as they were when it was saved, perhaps but for their times.
     fn check(&self, without_times: bool) -> Result<()> {
         let compare = |file: &Path, seen: &Seen| {
             let now = Seen::of(file)?;
-            if now == *seen || (without_times && now.is_same_file(seen)) {
+            if seen.may_be(&now) || (without_times && now.is_same_file(seen)) {
                 return Ok(());
             }
             let what = "was changed since it was saved: it no longer belongs to the machine's state";
@@ -418,6 +470,102 @@ mod tests {
             record.check_disks(false).unwrap();
             assert!(saved.check_disks(false).is_err(), "written anew");
             std::fs::File::open(path(name)).unwrap().set_modified(saved_time(&saved, &path(name))).unwrap();
+        }
+    }
+
+    /// Detached on drop.
+    struct LoopDevice(PathBuf);
+
+    impl LoopDevice {
+        /// Over a new file.
+        fn over(path: &Path) -> Option<Self> {
+            std::fs::write(path, [0; 1 << 16]).unwrap();
+            let output = std::process::Command::new("losetup").args(["--find", "--show"]).arg(path).output();
+            let output = output.ok().filter(|output| output.status.success())?;
+            Some(Self(PathBuf::from(String::from_utf8(output.stdout).unwrap().trim())))
+        }
+    }
+
+    impl Drop for LoopDevice {
+        fn drop(&mut self) {
+            let _ = std::process::Command::new("losetup").arg("--detach").arg(&self.0).status();
+        }
+    }
+
+    #[test]
+    fn a_block_device_is_the_same_after_a_start_of_the_host_has_made_its_node_anew() {
+        use rustix::fs::{CWD, FileType, Mode, mknodat};
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let Some(device) = LoopDevice::over(&path("device")) else {
+            eprintln!("skipped: needs loop devices");
+            return;
+        };
+        let number = std::fs::metadata(&device.0).unwrap().rdev();
+        let make = |name: &str| mknodat(CWD, path(name), FileType::BlockDevice, Mode::RUSR, number).unwrap();
+        ["top", "below"].into_iter().for_each(make);
+        std::fs::write(path("image"), "").unwrap();
+        let layer = |name: &str| Layer { format: "raw".to_owned(), file: path(name) };
+        for (top, others) in [("top", vec!["image", "below"]), ("image", vec!["below"])] {
+            let chain: Vec<Layer> = [top].iter().chain(&others).map(|name| layer(name)).collect();
+            let mut disk = saved_disk(path(top), "raw");
+            disk.look(&chain).unwrap();
+            assert!(disk.others.iter().all(|other| other.file == path("image")), "{disk:?}");
+            let mut record = Record::next(None, true);
+            record.disks.push(disk.clone());
+            // As saves before have noted them.
+            let node = |file| Seen { inode: std::fs::metadata(file).unwrap().ino(), ..Seen::default() };
+            disk.others.push(OtherFile { file: path("below"), seen: node(path("below")) });
+            disk.seen = if top == "top" { Some(node(path("top"))) } else { disk.seen };
+            record.disks.push(disk);
+            for name in ["top", "below"] {
+                make(&format!("{name}-anew"));
+                std::fs::rename(path(&format!("{name}-anew")), path(name)).unwrap();
+            }
+            record.check_disks(false).unwrap();
+            record.disks.iter_mut().for_each(|disk| disk.look_again().unwrap());
+            record.check_disks(false).unwrap();
+            if top == "top" {
+                std::fs::remove_file(path("top")).unwrap();
+                std::fs::write(path("top"), "a file").unwrap();
+                assert!(record.check_disks(true).is_err(), "it is no device any more");
+            }
+        }
+    }
+
+    #[test]
+    fn a_file_that_may_not_be_read_is_refused_by_a_save_and_compared_where_one_has_taken_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        std::fs::write(path("top"), "").unwrap();
+        // It can be looked at and not be opened, by anybody.
+        let _socket = std::os::unix::net::UnixListener::bind(path("image")).unwrap();
+        let layer = |file: PathBuf| Layer { format: "raw".to_owned(), file };
+        let layers = ["top", "image", "hidden"].map(|name| layer(path(name)));
+        check_files("root", &[layers[0].clone(), layers[2].clone(), layer("nbd://host/export".into())]).unwrap();
+        let error = check_files("root", &layers).unwrap_err().to_string();
+        assert!(error.contains("root") && error.contains("/image'") && error.contains("save as"), "{error}");
+        assert!(check_files("root", &layers[2..]).is_err(), "the top is needed");
+        let mut record = Record::next(None, true);
+        record.disks.push(saved_disk(path("top"), "raw"));
+        record.disks[0].look(&layers).unwrap();
+        record.disks[0].look_again().unwrap();
+        record.check_disks(false).unwrap();
+        std::fs::remove_file(path("image")).unwrap();
+        std::fs::write(path("image"), "other").unwrap();
+        assert!(record.check_disks(true).is_err());
+    }
+
+    fn saved_disk(file: PathBuf, format: &str) -> SavedDisk {
+        SavedDisk {
+            name: "root".to_owned(),
+            base: file.clone(),
+            file,
+            format: format.to_owned(),
+            options: Options::default(),
+            seen: None,
+            below: Vec::new(),
+            others: Vec::new(),
         }
     }
 

@@ -103,7 +103,7 @@ fn serve(machine: &Machine, restore: &mut Restore, progress: &mut Progress<'_>) 
     let drives: Vec<(String, Options)> = restore.drives().map(|(name, options)| (name.to_owned(), options)).collect();
     for (index, (name, options)) in drives.into_iter().enumerate() {
         let Some(disk) = restore.record.disks.get_mut(index) else { break };
-        disks.replace(&name, options, disk.former_tops(), layer_above(&disk.base)?)?;
+        disks.replace(&name, options, disk.former_tops(), disk.bases(), layer_above(&disk.base)?)?;
         disk.look_again()?;
         restore.record.publish(&machine.state)?;
     }

@@ -6,7 +6,7 @@ use crate::into_image;
 use crate::machine::Machine;
 use crate::progress::{Moment, Progress, Step};
 use crate::qmp::Qmp;
-use crate::record::{Record, SavedDisk, UnderWay, lock_directory, remove_states};
+use crate::record::{Record, SavedDisk, UnderWay, check_files, lock_directory, remove_states};
 use crate::state_file::StateFile;
 use block::{Error, ErrorKind, Result};
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -83,7 +83,7 @@ pub(crate) fn save_with(
     let under_way = UnderWay::read(directory)?;
     let checked = match &options.into_image {
         Some(snapshot) => into_image::check(disks, &names, snapshot, before.as_ref()),
-        None => names.iter().try_for_each(|name| disks.layers(name).map(drop)),
+        None => names.iter().try_for_each(|name| check_files(name, &disks.layers(name)?)),
     };
     checked.map_err(|error| match under_way {
         None => error,

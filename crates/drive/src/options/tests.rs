@@ -43,6 +43,7 @@ fn every_key_is_read() {
             on_error: ErrorPolicy::Hold,
             on_no_space: ErrorPolicy::Hold,
             former_tops: 0,
+            bases: Vec::new(),
             l2_cache_bytes: Some(1536 << 10),
             lock_timeout_s: Some(90),
         },

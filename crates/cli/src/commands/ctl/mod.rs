@@ -283,8 +283,10 @@ impl Ctl {
                 options.set(key, daemon::absolute(Path::new(&path)).to_string_lossy());
             }
         }
-        let disk: Disk =
-            self.client.post("/v1/disks", &AddDisk { options, export, overlay: None, former_tops: Vec::new() })?;
+        let disk: Disk = self.client.post(
+            "/v1/disks",
+            &AddDisk { options, export, overlay: None, former_tops: Vec::new(), bases: Vec::new() },
+        )?;
         self.show(&disk, tables::disk)
     }
 
