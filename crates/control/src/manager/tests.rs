@@ -33,7 +33,7 @@ impl Managed {
         let options = Options::parse(&format!("file={},format=qcow2,name=web", file.display())).unwrap();
         let top = |file: &&Path| FormerTop { file: (*file).to_owned(), format: Some("qcow2".to_owned()) };
         let former_tops = former_tops.iter().map(top).collect();
-        self.manager.add_disk(AddDisk { options, export: false, overlay: None, former_tops })
+        self.manager.add_disk(AddDisk { options, export: false, overlay: None, former_tops, bases: Vec::new() })
     }
 
     fn recorded(&self) -> Option<RecordedDisk> {
