@@ -111,7 +111,7 @@ impl Target {
     fn new(args: &Args, path: PathBuf, format: Option<Format>) -> anyhow::Result<Self> {
         let (mut options, mut backing, mut backing_format, mut preallocated) = (Vec::new(), None, None, false);
         for text in &args.options {
-            for pair in parse_options(text).map_err(|error| error.in_context(format!("-o {text}")))? {
+            for pair in parse_options(text).map_err(|error| error.in_context(format!("-o {}", image::shown(text))))? {
                 if pair.key == "preallocation" {
                     preallocated = pair.value != "off";
                 }

@@ -156,7 +156,7 @@ impl NewImage {
             backing_format: None,
         };
         for text in options {
-            for pair in parse_options(text).map_err(|error| error.in_context(format!("-o {text}")))? {
+            for pair in parse_options(text).map_err(|error| error.in_context(format!("-o {}", image::shown(text))))? {
                 wanted.set(&pair.key, &pair.value)?;
             }
         }
