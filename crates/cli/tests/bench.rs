@@ -169,7 +169,8 @@ fn a_disk_that_is_served_to_ones_own_guest_tells_what_its_server_does_for_a_batc
             // A turn takes requests, or completions, or both.
             let turns = batches + figure(side, "server_harvests");
             assert!(batches > 0.0 && figure(side, "server_notifications") <= turns, "{depth}");
-            assert!(figure(side, "server_system_calls") <= turns, "{depth}");
+            // Where others want the processor, a turn may ask in vain before it yields.
+            assert!(figure(side, "server_system_calls") <= turns + figure(side, "server_yields"), "{depth}");
         }
         // It is an exception that a request goes in two parts.
         let (calls, batches) = (figure(0, "server_system_calls"), figure(0, "server_batches"));
