@@ -246,9 +246,12 @@ fn what_cannot_be_opened_says_why() {
     assert_eq!(opened(&server.url("/empty")).length_bytes().unwrap(), 0);
     *server.behaviour.wanted_line.lock().unwrap() = "authorization: basic bwu6eci=".into();
     assert!(refused(&server.url("/a")).contains("netrc-file"));
-    let address = server.address;
-    drop(server);
-    assert!(refused(&format!("http://{address}/a#retry-s=0")).contains("refused"));
+    // Somebody else may get the port of a server that has gone.
+    let is_refused = || {
+        let address = WebServer::start(&bytes).address;
+        refused(&format!("http://{address}/a#retry-s=0")).contains("refused")
+    };
+    assert!((0..10).any(|_| is_refused()));
 }
 
 #[test]
