@@ -11,10 +11,11 @@ const CLUSTER: u64 = 4096;
 const TABLE: u64 = CLUSTER / 8 * CLUSTER;
 
 fn chain() -> Chain {
-    Chain::of(vec![Layer::qcow2(8 << 20, CLUSTER), Layer::Raw(8 << 20)])
+    Chain::of(vec![Layer::qcow2(10 << 20, CLUSTER), Layer::Raw(8 << 20)])
 }
 
-/// A session on a disk whose first cluster under each L2 table is allocated; the tables are not loaded yet.
+/// A session on a disk whose first cluster under each of four L2 tables is allocated; these tables are not loaded yet. A
+/// write elsewhere has made the header durable, on which the first write of a session waits.
 fn session(chain: &Chain, storage: &SimStorage) -> Session {
     let open = |storage: &_| chain.open(storage);
     let mut before = Session::open(storage, &open, 1, 1).unwrap();
@@ -22,7 +23,9 @@ fn session(chain: &Chain, storage: &SimStorage) -> Session {
         before.call(Request::write(table * TABLE, stamped(1, table * TABLE, CLUSTER as usize))).unwrap();
     }
     before.close().unwrap();
-    Session::open(storage, &open, 1, 2).unwrap()
+    let mut session = Session::open(storage, &open, 1, 2).unwrap();
+    session.call(Request::write(4 * TABLE, stamped(1, 4 * TABLE, CLUSTER as usize))).unwrap();
+    session
 }
 
 /// Submits the first request, lets it run into the fault, then submits the others. Returns the tags that complete while
