@@ -24,11 +24,37 @@ struct Published {
 pub struct Epochs {
     now: AtomicU64,
     participants: Mutex<Vec<Weak<Published>>>,
+    pins: Arc<Mutex<Pins>>,
     /// How often [`Epochs::overrule`] was called, or [`CLOSED`].
     overruled: Arc<AtomicU64>,
 }
 
 const CLOSED: u64 = u64::MAX;
+
+/// Epochs that something holds that is no queue, oldest first, and how many hold each.
+#[derive(Debug, Default)]
+struct Pins(VecDeque<(u64, usize)>);
+
+/// A place in the epochs for something that is no queue and is used once: it allocates nothing. See [`Epochs::pin`].
+#[derive(Debug)]
+pub struct EpochPin {
+    pins: Arc<Mutex<Pins>>,
+    epoch: u64,
+}
+
+impl Drop for EpochPin {
+    fn drop(&mut self) {
+        let Pins(held) = &mut *self.pins.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Ok(index) = held.binary_search_by_key(&self.epoch, |(epoch, _)| *epoch)
+            && let Some((_, count)) = held.get_mut(index)
+        {
+            *count = count.saturating_sub(1);
+        }
+        while held.front().is_some_and(|(_, count)| *count == 0) {
+            held.pop_front();
+        }
+    }
+}
 
 /// The promise that space is not used again while an operation is in flight. See [`Epochs::promise`].
 #[derive(Debug)]
@@ -53,6 +79,20 @@ impl Epochs {
         participants.retain(|other| other.strong_count() > 0);
         participants.push(Arc::downgrade(&published));
         Participant { published, newest: 0, in_newest: 0, older: VecDeque::with_capacity(ROOM) }
+    }
+
+    /// Holds the current epoch until the pin is dropped. Call it before looking anything up.
+    #[must_use]
+    pub fn pin(&self) -> EpochPin {
+        let Pins(held) = &mut *self.pins.lock().unwrap_or_else(PoisonError::into_inner);
+        // Ordered with `retire` and `is_over` by the lock: either `is_over` sees this pin, or this pin comes later, and
+        // its owner sees the mapping as it is after the free. Read under the lock, so the epochs here only grow.
+        let epoch = self.now.load(Ordering::SeqCst);
+        match held.back_mut() {
+            Some((last, count)) if *last == epoch => *count += 1,
+            _ => held.push_back((epoch, 1)),
+        }
+        EpochPin { pins: Arc::clone(&self.pins), epoch }
     }
 
     /// Ends the current epoch and returns it. Call this after unpublishing a mapping. Its space may be used again once
@@ -87,6 +127,10 @@ impl Epochs {
 
     /// Whether no operation resolved in `epoch` or before is still in flight.
     pub fn is_over(&self, epoch: u64) -> bool {
+        let Pins(held) = &*self.pins.lock().unwrap_or_else(PoisonError::into_inner);
+        if held.front().is_some_and(|(oldest, _)| *oldest <= epoch) {
+            return false;
+        }
         let participants = self.participants.lock().unwrap_or_else(PoisonError::into_inner);
         participants.iter().filter_map(Weak::upgrade).all(|other| other.oldest.load(Ordering::SeqCst) > epoch)
     }
@@ -195,6 +239,25 @@ mod tests {
         two.end(newer_same_epoch);
         assert!(epochs.is_over(retired), "an operation begun after the free does not hold it back");
         one.end(after);
+    }
+
+    #[test]
+    fn a_pin_holds_its_epoch_and_all_later_ones_until_it_is_dropped() {
+        let epochs = Epochs::default();
+        let before = epochs.retire();
+        let (first, second) = (epochs.pin(), epochs.pin());
+        let retired = epochs.retire();
+        let later = epochs.pin();
+        let retired_later = epochs.retire();
+        assert!(epochs.is_over(before) && !epochs.is_over(retired) && !epochs.is_over(retired_later));
+        drop(first);
+        assert!(!epochs.is_over(retired));
+        drop(later);
+        assert!(!epochs.is_over(retired) && !epochs.is_over(retired_later), "the second pin is older");
+        drop(second);
+        assert!(epochs.is_over(retired) && epochs.is_over(retired_later));
+        drop(epochs.pin());
+        assert!(epochs.is_over(epochs.retire()));
     }
 
     #[test]

@@ -56,7 +56,7 @@ pub use block_status::{Run, Runs, StatusQuery};
 pub use dirty::{DirtyBitmaps, DirtyMap};
 pub use disk::{Disk, DiskInfo, DiskQueue, Lifetime, Topology};
 pub use disk_io::{DiskIo, reclaim};
-pub use epoch::{Epochs, Participant, Promise, Ticket};
+pub use epoch::{EpochPin, Epochs, Participant, Promise, Ticket};
 pub use error::{Error, ErrorKind, IoError, IoErrorKind, IoResult, Result};
 pub use executor::{Executor, Task, block_on, spawn_or_block_on};
 pub use extent::{CompressedExtent, Extent, Fill, Mapped, Prepared};

@@ -12,6 +12,7 @@ use crate::{IoError, IoResult, Op, OpFlags};
 use memory::{AlignedBuf, IoBuf, MappedRange, MappingLost, Window};
 use std::any::Any;
 use std::fmt;
+use std::ops::Range;
 
 impl From<MappingLost> for IoError {
     fn from(_: MappingLost) -> Self {
@@ -80,6 +81,45 @@ impl ReadMap {
                     Ok(())
                 }
             }
+        })
+    }
+
+    /// Looks at `count` words of 8 bytes, little-endian, where they lie, from `skip_bytes` on. Each is read once. What was
+    /// seen is right only if this succeeds.
+    pub fn for_each_word(&self, skip_bytes: usize, count: usize, mut look: impl FnMut(u64)) -> IoResult {
+        let length_bytes = count.checked_mul(8).ok_or(IoError::EIO)?;
+        // The bytes of a word whose first part lies in an earlier piece.
+        let (mut begun, mut have) = ([0_u8; 8], 0_usize);
+        self.each_part(skip_bytes, length_bytes, |piece, mut skip, _, mut length| {
+            while length > 0 {
+                let whole = length / 8;
+                let taken = match have == 0 && whole > 0 {
+                    true => {
+                        match piece {
+                            MapPiece::Bytes(range) => range.for_each_word(skip, whole, &mut look)?,
+                            MapPiece::Zeros(_) => (0..whole).for_each(|_| look(0)),
+                        }
+                        whole.saturating_mul(8)
+                    }
+                    false => {
+                        let taken = length.min(8_usize.saturating_sub(have));
+                        let part = begun.get_mut(have..have.saturating_add(taken)).ok_or(IoError::EIO)?;
+                        match piece {
+                            MapPiece::Bytes(range) => range.copy_to_slice(skip, part)?,
+                            MapPiece::Zeros(_) => part.fill(0),
+                        }
+                        have = have.saturating_add(taken);
+                        if have == 8 {
+                            look(u64::from_le_bytes(begun));
+                            have = 0;
+                        }
+                        taken
+                    }
+                };
+                skip = skip.saturating_add(taken);
+                length = length.saturating_sub(taken);
+            }
+            Ok(())
         })
     }
 
@@ -159,7 +199,42 @@ enum Staged {
     /// Memory of our own: it is written by an ordinary write.
     Own(AlignedBuf),
     /// Where the disk can take it over.
-    Claimed(MappedRange, Claim),
+    Claimed(Claimed),
+}
+
+/// Space of the disk. What lies behind the first `known_bytes` is left from earlier use of the space. It is never
+/// shown, and is zeroed before the disk takes it over.
+struct Claimed {
+    range: MappedRange,
+    known_bytes: usize,
+    claim: Claim,
+}
+
+impl Claimed {
+    /// Puts bytes to a part, with `put`. What lies before is then known.
+    fn put(&mut self, part: Range<usize>, put: impl FnOnce(&MappedRange) -> Result<(), MappingLost>) -> IoResult {
+        self.zero_up_to(part.start)?;
+        put(&self.range)?;
+        self.known_bytes = self.known_bytes.max(part.end);
+        Ok(())
+    }
+
+    fn zero_up_to(&mut self, end: usize) -> IoResult {
+        if let Some(length) = end.checked_sub(self.known_bytes).filter(|length| *length > 0) {
+            self.range.fill(self.known_bytes, length, 0)?;
+            self.known_bytes = end;
+        }
+        Ok(())
+    }
+
+    /// Copies the first bytes from `skip_bytes` on, and zeros for what is not known.
+    fn read_at(&self, skip_bytes: usize, target: &mut [u8]) -> IoResult {
+        let known = self.known_bytes.saturating_sub(skip_bytes).min(target.len());
+        let (known, unknown) = target.split_at_mut(known);
+        self.range.copy_to_slice(skip_bytes, known)?;
+        unknown.fill(0);
+        Ok(())
+    }
 }
 
 /// The new bytes of a range, until they are committed. See the module's documentation.
@@ -175,10 +250,11 @@ impl WriteMap {
         Self { offset, staged: Staged::Own(AlignedBuf::zeroed(length_bytes)) }
     }
 
-    /// In space of the disk, which only the disk understands.
+    /// In space of the disk, which only the disk understands. `zeroed` says whether the space reads as zeros.
     #[must_use]
-    pub fn in_space(offset: u64, range: MappedRange, claim: Claim) -> Self {
-        Self { offset, staged: Staged::Claimed(range, claim) }
+    pub fn in_space(offset: u64, range: MappedRange, claim: Claim, zeroed: bool) -> Self {
+        let known_bytes = if zeroed { range.length_bytes() } else { 0 };
+        Self { offset, staged: Staged::Claimed(Claimed { range, known_bytes, claim }) }
     }
 
     /// The first byte on the disk.
@@ -192,7 +268,7 @@ impl WriteMap {
     pub fn length_bytes(&self) -> usize {
         match &self.staged {
             Staged::Own(buf) => buf.len(),
-            Staged::Claimed(range, _) => range.length_bytes(),
+            Staged::Claimed(claimed) => claimed.range.length_bytes(),
         }
     }
 
@@ -207,7 +283,7 @@ impl WriteMap {
         let part = self.part(skip_bytes, bytes.len())?;
         match &mut self.staged {
             Staged::Own(buf) => buf.get_mut(part).ok_or(IoError::EIO)?.copy_from_slice(bytes),
-            Staged::Claimed(range, _) => range.copy_from_slice(skip_bytes, bytes)?,
+            Staged::Claimed(claimed) => claimed.put(part, |range| range.copy_from_slice(skip_bytes, bytes))?,
         }
         Ok(())
     }
@@ -219,7 +295,7 @@ impl WriteMap {
             Staged::Own(buf) => {
                 source.copy_to_slice(0, buf.get_mut(part).ok_or(IoError::EIO)?);
             }
-            Staged::Claimed(range, _) => range.copy_from(skip_bytes, source)?,
+            Staged::Claimed(claimed) => claimed.put(part, |range| range.copy_from(skip_bytes, source))?,
         }
         Ok(())
     }
@@ -229,7 +305,23 @@ impl WriteMap {
         let part = self.part(skip_bytes, length_bytes)?;
         match &mut self.staged {
             Staged::Own(buf) => buf.get_mut(part).ok_or(IoError::EIO)?.fill(byte),
-            Staged::Claimed(range, _) => range.fill(skip_bytes, length_bytes, byte)?,
+            Staged::Claimed(claimed) => claimed.put(part, |range| range.fill(skip_bytes, length_bytes, byte))?,
+        }
+        Ok(())
+    }
+
+    /// Puts words of 8 bytes to `skip_bytes` and the following, where they are made: `word` gives each, by its number.
+    /// No other copy of the bytes is needed.
+    pub fn put_words(&mut self, skip_bytes: usize, count: usize, mut word: impl FnMut(usize) -> u64) -> IoResult {
+        let part = self.part(skip_bytes, count.checked_mul(8).ok_or(IoError::EIO)?)?;
+        match &mut self.staged {
+            Staged::Own(buf) => {
+                let words = buf.get_mut(part).ok_or(IoError::EIO)?.as_chunks_mut().0;
+                for (number, place) in words.iter_mut().enumerate() {
+                    *place = word(number).to_le_bytes();
+                }
+            }
+            Staged::Claimed(claimed) => claimed.put(part, |range| range.put_words(skip_bytes, count, word))?,
         }
         Ok(())
     }
@@ -239,7 +331,7 @@ impl WriteMap {
         let part = self.part(skip_bytes, target.len())?;
         match &self.staged {
             Staged::Own(buf) => target.copy_from_slice(buf.get(part).ok_or(IoError::EIO)?),
-            Staged::Claimed(range, _) => range.copy_to_slice(skip_bytes, target)?,
+            Staged::Claimed(claimed) => claimed.read_at(skip_bytes, target)?,
         }
         Ok(())
     }
@@ -248,7 +340,7 @@ impl WriteMap {
     pub fn check(&self) -> IoResult {
         match &self.staged {
             Staged::Own(_) => Ok(()),
-            Staged::Claimed(range, _) => Ok(range.check()?),
+            Staged::Claimed(claimed) => Ok(claimed.range.check()?),
         }
     }
 
@@ -257,15 +349,19 @@ impl WriteMap {
     pub fn claim(&self) -> Option<&Claim> {
         match &self.staged {
             Staged::Own(_) => None,
-            Staged::Claimed(_, claim) => Some(claim),
+            Staged::Claimed(claimed) => Some(&claimed.claim),
         }
     }
 
-    /// Gives that space to the disk.
-    pub fn into_claim(self) -> Result<Claim, Self> {
+    /// Gives that space to the disk. Fails if the disk gave none, or if what was put there cannot be had any more.
+    pub fn into_claim(self) -> IoResult<Claim> {
         match self.staged {
-            Staged::Claimed(_, claim) => Ok(claim),
-            staged @ Staged::Own(_) => Err(Self { staged, ..self }),
+            Staged::Own(_) => Err(IoError::EIO),
+            Staged::Claimed(mut claimed) => {
+                claimed.zero_up_to(claimed.range.length_bytes())?;
+                claimed.range.check()?;
+                Ok(claimed.claim)
+            }
         }
     }
 
@@ -276,16 +372,16 @@ impl WriteMap {
     pub fn into_op(self, flags: OpFlags) -> IoResult<Op> {
         let buf = match self.staged {
             Staged::Own(buf) => buf,
-            Staged::Claimed(range, _claim) => {
-                let mut copy = AlignedBuf::zeroed(range.length_bytes());
-                range.copy_to_slice(0, &mut copy)?;
+            Staged::Claimed(claimed) => {
+                let mut copy = AlignedBuf::zeroed(claimed.range.length_bytes());
+                claimed.read_at(0, &mut copy)?;
                 copy
             }
         };
         Ok(Op::write(self.offset, IoBuf::from_aligned(buf).whole(), flags))
     }
 
-    fn part(&self, skip_bytes: usize, length_bytes: usize) -> IoResult<std::ops::Range<usize>> {
+    fn part(&self, skip_bytes: usize, length_bytes: usize) -> IoResult<Range<usize>> {
         let end = skip_bytes.checked_add(length_bytes).filter(|end| *end <= self.length_bytes());
         Ok(skip_bytes..end.ok_or(IoError::EIO)?)
     }
@@ -321,6 +417,15 @@ mod tests {
         let window = IoBuf::zeroed(4).whole();
         map.copy_to(1, 4, &window).unwrap();
         assert_eq!(window.to_vec(), [4, 5, 0, 0]);
+        let pieces = vec![MapPiece::Bytes(range(2, 3)), MapPiece::Zeros(17), MapPiece::Bytes(range(0, 8))];
+        let longer = ReadMap::new(pieces, Box::new(()));
+        for (skip, count) in [(0, 3), (1, 3), (3, 3), (4, 3), (20, 1), (28, 0)] {
+            let (mut bytes, mut words) = (vec![9; count * 8], Vec::new());
+            longer.read_at(skip, &mut bytes).unwrap();
+            longer.for_each_word(skip, count, |word| words.extend(word.to_le_bytes())).unwrap();
+            assert_eq!(words, bytes, "{count} words at {skip}");
+        }
+        assert!(longer.for_each_word(21, 1, |_| ()).is_err() && longer.for_each_word(0, usize::MAX, |_| ()).is_err());
         for (skip, length) in [(7, 1), (6, 2), (usize::MAX, 1), (0, 8)] {
             assert!(map.read_at(skip, &mut vec![0; length]).is_err());
         }
@@ -332,7 +437,8 @@ mod tests {
     fn what_is_put_into_a_write_map_is_what_it_writes_wherever_that_is() {
         let (_file, mapping) = Mapping::anonymous_file(c"map", 4096).unwrap();
         let range = MappedRange::new(&Arc::new(mapping), 1024, 512).unwrap();
-        for mut map in [WriteMap::in_memory(4096, 512), WriteMap::in_space(4096, range, Box::new(()))] {
+        range.fill(0, 512, 0xa5).unwrap();
+        for mut map in [WriteMap::in_memory(4096, 512), WriteMap::in_space(4096, range, Box::new(()), false)] {
             map.write_at(1, &[1, 2]).unwrap();
             map.fill(510, 2, 7).unwrap();
             let source = IoBuf::zeroed(2).whole();
@@ -342,10 +448,37 @@ mod tests {
             let mut bytes = [0; 6];
             map.read_at(0, &mut bytes).unwrap();
             assert_eq!(bytes, [0, 1, 2, 3, 3, 0]);
+            map.put_words(80, 2, |number| number as u64 + 5).unwrap();
+            assert!(map.put_words(504, 2, |_| 0).is_err() && map.put_words(0, usize::MAX, |_| 0).is_err());
             map.check().unwrap();
             let Ok(Op::Write { offset, data, .. }) = map.into_op(OpFlags::NONE) else { panic!("a write") };
             let bytes = data.to_vec();
             assert_eq!((offset, bytes.len(), &bytes[..5], bytes[511]), (4096, 512, &[0, 1, 2, 3, 3][..], 7));
+            assert_eq!((bytes[80], bytes[88], bytes[5..80].iter().any(|byte| *byte != 0)), (5, 6, false));
+        }
+    }
+
+    #[test]
+    fn what_space_held_before_is_never_shown_and_is_zeroed_before_it_is_taken_over() {
+        let (_file, mapping) = Mapping::anonymous_file(c"map", 4096).unwrap();
+        let whole = MappedRange::new(&Arc::new(mapping), 0, 4096).unwrap();
+        for puts in [vec![], vec![(100, 50)], vec![(4095, 1)], vec![(200, 10), (50, 20), (205, 100)], vec![(0, 4096)]] {
+            whole.fill(0, 4096, 0xa5).unwrap();
+            let mut expected = [0_u8; 4096];
+            let mut map = WriteMap::in_space(0, whole.clone(), Box::new(()), false);
+            for (number, (skip, length)) in puts.into_iter().enumerate() {
+                map.fill(skip, length, number as u8 + 1).unwrap();
+                expected[skip..][..length].fill(number as u8 + 1);
+                let mut shown = vec![9; 4096];
+                map.read_at(0, &mut shown).unwrap();
+                assert!(shown == expected, "{skip}+{length}");
+                map.read_at(4000, &mut shown[..96]).unwrap();
+                assert_eq!(shown[..96], expected[4000..]);
+            }
+            map.into_claim().unwrap();
+            let mut taken = vec![9; 4096];
+            whole.copy_to_slice(0, &mut taken).unwrap();
+            assert!(taken == expected);
         }
     }
 
@@ -355,7 +488,7 @@ mod tests {
         let (file, mapping) = Mapping::anonymous_file(c"map", 8192).unwrap();
         let mapping = Mapping::of_storage(file.as_fd(), mapping.length_bytes(), true).unwrap();
         let range = MappedRange::new(&Arc::new(mapping), 0, 8192).unwrap();
-        let mut map = WriteMap::in_space(0, range, Box::new(()));
+        let mut map = WriteMap::in_space(0, range, Box::new(()), true);
         map.fill(0, 8192, 7).unwrap();
         map.check().unwrap();
         std::fs::File::from(file).set_len(4096).unwrap();

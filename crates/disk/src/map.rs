@@ -44,13 +44,9 @@ impl Disk {
     /// let disk = Options::drive("file=base.raw,format=raw,snapshot=on")?.open()?;
     /// let mut sum = 0u64;
     /// let map = disk.map(0..65536, Access::Read)?;
-    /// let mut chunk = [0; 4096];
-    /// for skip in (0..map.length_bytes()).step_by(chunk.len()) {
-    ///     map.read_at(skip, &mut chunk)?;
-    ///     sum += chunk.iter().map(|byte| u64::from(*byte)).sum::<u64>();
-    /// }
+    /// map.for_each_word(0, 65536 / 8, |word| sum = sum.wrapping_add(word))?;
     /// let mut map = disk.map(4096..8192, Access::Write)?;
-    /// map.write_at(0, &sum.to_le_bytes())?;
+    /// map.put_words(0, 4096 / 8, |number| sum ^ number as u64)?;
     /// map.commit().wait()?;
     /// # Ok(())
     /// # }
@@ -149,6 +145,30 @@ impl Map<'_> {
     pub fn fill(&mut self, skip_bytes: usize, length_bytes: usize, byte: u8) -> Result<()> {
         let filled = self.new_bytes()?.fill(skip_bytes, length_bytes, byte);
         self.ended("put", skip_bytes, length_bytes, filled)
+    }
+
+    /// Makes `count` words of 8 bytes where they are to lie in a map for writing, from `skip_bytes` on: `word` gives each by
+    /// its number. They are stored little-endian. With [`Map::is_in_place`], this is the only copy of the bytes.
+    pub fn put_words(&mut self, skip_bytes: usize, count: usize, word: impl FnMut(usize) -> u64) -> Result<()> {
+        let put = self.new_bytes()?.put_words(skip_bytes, count, word);
+        self.ended("put", skip_bytes, count.saturating_mul(8), put)
+    }
+
+    /// Looks at `count` words of 8 bytes where they lie, little-endian, from `skip_bytes` on. Each is read once. What was
+    /// seen is right only if this succeeds.
+    pub fn for_each_word(&self, skip_bytes: usize, count: usize, mut look: impl FnMut(u64)) -> Result<()> {
+        let looked = match &self.kind {
+            Kind::Shown(map) => map.for_each_word(skip_bytes, count, look),
+            Kind::Copied(_) | Kind::New(_) => {
+                for number in 0..count {
+                    let mut word = [0; 8];
+                    self.read_at(skip_bytes.saturating_add(number.saturating_mul(8)), &mut word)?;
+                    look(u64::from_le_bytes(word));
+                }
+                Ok(())
+            }
+        };
+        self.ended("look at", skip_bytes, count.saturating_mul(8), looked)
     }
 
     /// Ends the map. When this has ended, the disk has the new bytes; a flush that begins then makes them durable. For

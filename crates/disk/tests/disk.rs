@@ -164,6 +164,16 @@ fn a_map_shows_what_is_there_and_new_bytes_are_seen_only_when_they_are_committed
             assert_eq!((byte(range.start), byte(range.end - 1), byte(range.end)), (7, 8, 3));
             assert_eq!(disk.read(range.start, 512).wait().unwrap()[0], 7);
         }
+        let mut map = disk.map(8192..16384, Access::Write).unwrap();
+        map.put_words(8, 1000, |number| number as u64 + 1).unwrap();
+        assert!(map.put_words(8192 - 8, 2, |_| 0).unwrap_err().to_string().contains("the map has 8192 bytes"));
+        map.commit().wait().unwrap();
+        let map = disk.map(8192..16384, Access::Read).unwrap();
+        let mut words = Vec::new();
+        map.for_each_word(0, 1003, |word| words.push(word)).unwrap();
+        assert!(words.iter().copied().eq((0..=1000).chain([0, 0])), "{words:?}");
+        assert!(map.for_each_word(8192, 1, |_| ()).is_err());
+        drop(map);
         disk.map(0..SIZE_BYTES, Access::Read).unwrap().commit().wait().unwrap();
         for range in [0..100, SIZE_BYTES..SIZE_BYTES + 512] {
             assert!(disk.map(range, Access::Read).is_err());

@@ -11,6 +11,8 @@ const LOOKED_AT: usize = 64;
 pub(crate) struct FreePages {
     /// First page -> the page behind the last.
     runs: BTreeMap<u64, u64>,
+    /// How many pages there are in all runs.
+    pages: u64,
 }
 
 impl FreePages {
@@ -19,6 +21,7 @@ impl FreePages {
         if start >= end {
             return;
         }
+        self.pages = self.pages.saturating_add(end.saturating_sub(start));
         if let Some((&before, &touching)) = self.runs.range(..start).next_back()
             && touching == start
         {
@@ -29,6 +32,11 @@ impl FreePages {
             end = behind;
         }
         self.runs.insert(start, end);
+    }
+
+    /// Returns how many pages are free.
+    pub(crate) fn pages(&self) -> u64 {
+        self.pages
     }
 
     /// Takes a run of `count` pages.
@@ -50,6 +58,7 @@ impl FreePages {
         if taken < end {
             self.runs.insert(taken, end);
         }
+        self.pages = self.pages.saturating_sub(taken.saturating_sub(start));
         Some(start..taken)
     }
 }
@@ -64,10 +73,10 @@ mod tests {
         for run in [4..6, 8..9, 6..8, 20..21] {
             free.add(run);
         }
-        assert_eq!(free.take_whole(6), None);
-        assert_eq!(free.take_whole(3), Some(4..7));
+        assert_eq!((free.take_whole(6), free.pages()), (None, 6));
+        assert_eq!((free.take_whole(3), free.pages()), (Some(4..7), 3));
         assert_eq!(free.take_part(9), Some(7..9));
         assert_eq!(free.take_part(9), Some(20..21));
-        assert_eq!(free.take_part(1), None);
+        assert_eq!((free.take_part(1), free.pages()), (None, 0));
     }
 }

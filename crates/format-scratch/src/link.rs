@@ -4,6 +4,7 @@
 //! dropping it frees the space. Only whole pages are linked. Otherwise the rest of a page would have to be read and
 //! copied, and a concurrent write to it would be lost.
 
+use crate::index::Part;
 use crate::layout::{PAGE_BYTES, data_page, word_of};
 use crate::scratch::Scratch;
 use crate::state::{Inner, State, Step};
@@ -55,7 +56,11 @@ impl Scratch {
             return None;
         }
         let count = length_bytes / PAGE_BYTES;
-        let (data, zeroed) = inner.lock().take_data_at_hand(&inner.epochs, count)?;
+        let mut state = inner.lock();
+        let taken = state.take_data_at_hand(&inner.epochs, count);
+        inner.note_space(&state);
+        drop(state);
+        let (data, zeroed) = taken?;
         Some(Staged {
             file_offset: data.start.saturating_mul(PAGE_BYTES),
             length_bytes,
@@ -73,13 +78,58 @@ impl Scratch {
     }
 
     /// Publishes staged pages at `offset` of the disk, where a page begins. All appear at one moment, unless they lie
-    /// in several parts of the disk. Waits while another write allocates one of the pages.
+    /// in several parts of the disk. Waits while another write allocates one of the pages. Also reserves space for maps
+    /// that come, so that they find some at hand.
     pub async fn link(&self, io: &MetaIo, offset: u64, staged: &mut Staged) -> IoResult {
+        self.check_link(offset, staged)?;
+        let linked = self.inner.run(io, |state| self.try_link(state, offset / PAGE_BYTES, staged)).await;
+        self.reserve_ahead(io).await;
+        linked
+    }
+
+    /// Whether maps that come may find no space at hand, and more could be reserved.
+    #[must_use]
+    pub fn is_short(&self) -> bool {
+        self.inner.is_short()
+    }
+
+    /// Reserves space for maps and writes that come, if little is at hand. Without it, those maps are in memory.
+    pub async fn reserve_ahead(&self, io: &MetaIo) {
+        self.inner.reserve_ahead(io).await;
+    }
+
+    /// As [`Scratch::link`], but `None` if that would wait, or should reserve space.
+    pub fn link_at_once(&self, offset: u64, staged: &mut Staged) -> Option<IoResult> {
+        if let Err(error) = self.check_link(offset, staged) {
+            return Some(Err(error));
+        }
+        if self.inner.index.is_lost() {
+            return Some(Err(IoError::EIO));
+        }
+        if self.is_short() || !self.has_tables(offset, staged) {
+            return None;
+        }
+        let mut state = self.inner.lock();
+        match self.try_link(&mut state, offset / PAGE_BYTES, staged) {
+            Step::Done(()) => Some(Ok(())),
+            Step::Fail(error) => Some(Err(error)),
+            Step::Wait | Step::Need(_) => None,
+        }
+    }
+
+    /// Whether all parts of the disk that the pages go to have tables.
+    fn has_tables(&self, offset: u64, staged: &Staged) -> bool {
+        let pages = Inner::pages_of(offset, staged.length_bytes);
+        let mut parts = Inner::part_of(pages.start)..=Inner::part_of(pages.end.saturating_sub(1));
+        parts.all(|part| matches!(self.inner.index.part(part), Part::Table(_)))
+    }
+
+    fn check_link(&self, offset: u64, staged: &Staged) -> IoResult {
         let end = offset.checked_add(staged.length_bytes).filter(|end| *end <= self.inner.size_bytes);
         if end.is_none() || !offset.is_multiple_of(PAGE_BYTES) || !self.owns(staged) || staged.is_linked {
             return Err(IoError::new(IoErrorKind::OutOfRange));
         }
-        self.inner.run(io, |state| self.try_link(state, offset / PAGE_BYTES, staged)).await
+        Ok(())
     }
 
     fn try_link(&self, state: &mut State, first: u64, staged: &mut Staged) -> Step<()> {
@@ -98,18 +148,18 @@ impl Scratch {
         parts.for_each(|part| inner.note_table(state, part));
         // From here on the space is the disk's, even if the index fails halfway.
         staged.is_linked = true;
-        let mut freed: Vec<Range<u64>> = Vec::new();
+        let (mut freed, mut last): (Vec<Range<u64>>, Option<Range<u64>>) = (Vec::new(), None);
         for (page, data) in guest.zip(staged.data.clone()) {
             let set = word_of(data).and_then(|word| inner.index.set(page, word));
             let Some(before) = set else { return Step::Fail(IoError::EIO) };
             let Some(data) = data_page(before) else { continue };
-            match freed.last_mut() {
+            match &mut last {
                 Some(run) if run.end == data => run.end = data.saturating_add(1),
-                _ => freed.push(data..data.saturating_add(1)),
+                _ => freed.extend(last.replace(data..data.saturating_add(1))),
             }
         }
-        if !freed.is_empty() {
-            state.retire(&inner.epochs, freed);
+        if last.is_some() {
+            state.retire(&inner.epochs, freed.into_iter().chain(last));
         }
         if inner.index.is_lost() { Step::Fail(IoError::EIO) } else { Step::Done(()) }
     }

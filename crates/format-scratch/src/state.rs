@@ -7,13 +7,18 @@ use crate::kept::{Kept, Unwritten};
 use crate::layout::{MAX_DATA_PAGES, PAGE_BYTES, TABLE_WORDS, index_pages};
 use crate::space::Space;
 use block::{Epochs, FileOp, IoError, IoErrorKind, IoResult, MetaIo, WaitList};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// How many pages are reserved at once: few enough that it takes no noticeable time.
 const DATA_STEP_PAGES: u64 = 1024;
 pub(crate) const INDEX_STEP_PAGES: u64 = 16;
+/// Space is reserved ahead when less than this is at hand. So writes and maps go on while the host finds space.
+const LOW_PAGES: u64 = DATA_STEP_PAGES / 2;
+/// No space is reserved ahead while so much is free in pieces that are too short, or waits for requests in flight.
+const UNUSABLE_PAGES_MAX: u64 = 4096;
 
 /// The used and the reserved pages of a file. More are reserved than used.
 #[derive(Debug, Default)]
@@ -34,8 +39,14 @@ pub(crate) struct State {
     pub(crate) free_tables: Vec<u64>,
     pub(crate) free: FreePages,
     /// Freed pages of the data: the epoch, the number of the change, the pages. They are free once the epoch is over
-    /// and, in a kept overlay, the change is durable.
-    retired: Vec<(u64, u64, Range<u64>)>,
+    /// and, in a kept overlay, the change is durable. Epochs and changes only grow.
+    retired: VecDeque<(u64, u64, Range<u64>)>,
+    /// The number of those pages.
+    retired_pages: u64,
+    /// Whether a map found no space at hand since space was last reserved.
+    missed: bool,
+    /// Whether space could not be reserved ahead. Then only writes that need it ask for more.
+    is_full: bool,
     /// Whether somebody reserves space.
     growing: bool,
     /// Whether data behind the used pages may be left from an earlier opening.
@@ -78,6 +89,8 @@ pub(crate) struct Inner {
     pub(crate) epochs: Epochs,
     pub(crate) idle: WaitList,
     state: Mutex<State>,
+    /// [`State::is_short`], for those who do not hold the lock.
+    is_short: AtomicBool,
     spaces: Spaces,
     /// Set if the overlay outlives its process.
     pub(crate) kept: Option<Kept>,
@@ -139,34 +152,76 @@ impl State {
         Step::Need(Need { which, reserved, least, best })
     }
 
-    /// Frees the retired pages whose time is over.
-    fn free_retired(&mut self, epochs: &Epochs) {
-        if !self.retired.is_empty() {
-            let durable = self.unwritten.durable;
-            let over = |(epoch, change, _): &mut (u64, u64, Range<u64>)| *change <= durable && epochs.is_over(*epoch);
-            for (_, _, run) in self.retired.extract_if(.., over) {
-                self.free.add(run);
-            }
+    /// Takes the pages that were retired first, if their time is over and `wanted` accepts them.
+    fn take_retired(&mut self, epochs: &Epochs, wanted: impl FnOnce(&Range<u64>) -> bool) -> Option<Range<u64>> {
+        let (epoch, change, run) = self.retired.front()?;
+        if !wanted(run) || *change > self.unwritten.durable || !epochs.is_over(*epoch) {
+            return None;
         }
+        let (_, _, run) = self.retired.pop_front()?;
+        self.retired_pages = self.retired_pages.saturating_sub(run.end.saturating_sub(run.start));
+        Some(run)
+    }
+
+    /// Takes exactly `count` contiguous pages that were used and are free.
+    fn take_free(&mut self, epochs: &Epochs, count: u64) -> Option<Range<u64>> {
+        // Maps of one size are often overwritten by others of that size.
+        let fits = |run: &Range<u64>| run.end.saturating_sub(run.start) == count;
+        if let Some(run) = self.take_retired(epochs, fits).or_else(|| self.free.take_whole(count)) {
+            return Some(run);
+        }
+        while let Some(run) = self.take_retired(epochs, |_| true) {
+            self.free.add(run);
+        }
+        self.free.take_whole(count)
     }
 
     /// Takes exactly `count` contiguous pages of data that are reserved already. Also returns whether they were never
     /// used.
     pub(crate) fn take_data_at_hand(&mut self, epochs: &Epochs, count: u64) -> Option<(Range<u64>, bool)> {
-        self.free_retired(epochs);
-        if let Some(run) = self.free.take_whole(count) {
+        if let Some(run) = self.take_free(epochs, count) {
             return Some((run, false));
         }
         let Reserved { used, reserved } = self.data;
-        let end = used.checked_add(count).filter(|end| *end <= reserved)?;
+        let end = used.checked_add(count).filter(|end| *end <= reserved);
+        self.missed |= end.is_none();
+        let end = end?;
         self.data.used = end;
         Some((used..end, !self.has_stale_data))
     }
 
+    /// Whether space should be reserved ahead.
+    pub(crate) fn is_short(&self) -> bool {
+        let Reserved { used, reserved } = self.data;
+        let unusable = self.free.pages().saturating_add(self.retired_pages);
+        let at_hand = reserved.saturating_sub(used).saturating_add(unusable);
+        !self.is_full
+            && reserved < MAX_DATA_PAGES
+            && unusable < UNUSABLE_PAGES_MAX
+            && (self.missed || at_hand < LOW_PAGES)
+    }
+
+    /// Asks for more space of the data.
+    fn need_data(&mut self, count: u64) -> Step<()> {
+        let reserved = self.data.reserved;
+        let best = reserved.saturating_add(DATA_STEP_PAGES.max(count)).min(MAX_DATA_PAGES);
+        self.need(Which::Data, reserved, reserved.saturating_add(1), best)
+    }
+
+    /// Asks for a whole step of space ahead, or none, unless somebody reserves space already.
+    pub(crate) fn need_ahead(&mut self) -> Option<Need> {
+        if self.growing || !self.is_short() {
+            return None;
+        }
+        match self.need_data(DATA_STEP_PAGES) {
+            Step::Need(need) => Some(Need { least: need.best, ..need }),
+            _ => None,
+        }
+    }
+
     /// Takes at most `count` contiguous pages of data. Also returns whether they were never used.
     pub(crate) fn take_data(&mut self, epochs: &Epochs, count: u64) -> Result<(Range<u64>, bool), Step<()>> {
-        self.free_retired(epochs);
-        if let Some(run) = self.free.take_whole(count) {
+        if let Some(run) = self.take_free(epochs, count) {
             return Ok((run, false));
         }
         let Reserved { used, reserved } = self.data;
@@ -181,14 +236,16 @@ impl State {
         if reserved >= MAX_DATA_PAGES {
             return Err(Step::Fail(IoError::new(IoErrorKind::NoSpace)));
         }
-        let best = reserved.saturating_add(DATA_STEP_PAGES.max(count)).min(MAX_DATA_PAGES);
-        Err(self.need(Which::Data, reserved, reserved.saturating_add(1), best))
+        Err(self.need_data(count))
     }
 
     /// Retires pages of the data: requests that begin now cannot find them any more.
     pub(crate) fn retire(&mut self, epochs: &Epochs, runs: impl IntoIterator<Item = Range<u64>>) {
         let (epoch, change) = (epochs.retire(), self.unwritten.change);
-        self.retired.extend(runs.into_iter().map(|run| (epoch, change, run)));
+        for run in runs {
+            self.retired_pages = self.retired_pages.saturating_add(run.end.saturating_sub(run.start));
+            self.retired.push_back((epoch, change, run));
+        }
     }
 }
 
@@ -202,6 +259,7 @@ impl Inner {
             epochs: Epochs::default(),
             idle: WaitList::default(),
             state: Mutex::new(state),
+            is_short: AtomicBool::new(false),
             spaces,
             kept,
         }
@@ -209,6 +267,30 @@ impl Inner {
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Call it when space was taken or found, before the lock is given up.
+    pub(crate) fn note_space(&self, state: &State) {
+        self.is_short.store(state.is_short(), Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_short(&self) -> bool {
+        self.is_short.load(Ordering::Relaxed)
+    }
+
+    /// Reserves space ahead, if little is at hand. If there is none, whoever needs it finds out.
+    pub(crate) async fn reserve_ahead(&self, io: &MetaIo) {
+        if !self.is_short() {
+            return;
+        }
+        let need = self.lock().need_ahead();
+        if let Some(need) = need
+            && self.reserve(io, need).await.is_err()
+        {
+            let mut state = self.lock();
+            state.is_full = true;
+            self.note_space(&state);
+        }
     }
 
     /// Returns the pages of a range, which is not empty and lies in the disk.
@@ -253,7 +335,7 @@ impl Inner {
     }
 
     /// Reserves space outside the reactor: the best size, or if there is less, the least.
-    async fn reserve(&self, io: &MetaIo, need: Need) -> IoResult {
+    pub(crate) async fn reserve(&self, io: &MetaIo, need: Need) -> IoResult {
         let growing = Growing(self);
         let Need { which, reserved, least, best } = need;
         let halfway = least.saturating_add(best.saturating_sub(least) / 16);
@@ -285,7 +367,11 @@ impl Inner {
         };
         let mut state = self.lock();
         match which {
-            Which::Data => state.data.reserved = end,
+            Which::Data => {
+                state.data.reserved = end;
+                (state.missed, state.is_full) = (false, false);
+                self.note_space(&state);
+            }
             Which::Index => state.index_reserved = end,
         }
         drop(state);

@@ -79,7 +79,9 @@ impl Scratch {
                 && !state.is_in_flight(&(*page..page.saturating_add(1)))
         };
         let count = wanted.take(ALLOCATION_PAGES as usize).take_while(is_free).count() as u64;
-        let (data, zeroed) = match state.take_data(&inner.epochs, count) {
+        let taken = state.take_data(&inner.epochs, count);
+        inner.note_space(state);
+        let (data, zeroed) = match taken {
             Ok(taken) => taken,
             Err(not_yet) => return not_yet.without_value(),
         };

@@ -225,6 +225,41 @@ fn maps_of_many_threads_agree_with_the_model_and_cancelled_ones_never_show() {
     }
 }
 
+/// Maps for writing that are held at the same time, and what a map for reading keeps from being used again.
+#[test]
+fn maps_for_writing_are_given_again_after_they_were_short_and_what_is_kept_does_not_make_the_file_longer_and_longer() {
+    for directory in directories() {
+        let disk = make(directory.path(), Kind::Scratch, false);
+        let threads = reactors(1);
+        let mut harness = harness(&threads);
+        let shared = Arc::clone(&disk) as Arc<dyn Disk>;
+        let queue = harness.open(&shared, 0).unwrap();
+        let mut write = |at: u64, byte: u8| {
+            let data = vec![byte; 4096][..].into();
+            call(&mut harness, queue, Request::WriteByMap { offset: at % (SIZE / 4096) * 4096, data });
+        };
+        (0..SIZE / 4096).for_each(|at| write(at, 1));
+        let held: Vec<_> = (0..5000).map_while(|_| disk.map_write(0, 4096)).collect();
+        assert!((1..5000).contains(&held.len()), "{} maps at the same time", held.len());
+        write(1, 2);
+        for length in [4096, 65536, 1 << 20] {
+            assert!(disk.map_write(0, length).is_some(), "no space for {length} bytes in {directory:?}");
+        }
+        drop(held);
+        let map = disk.map_read(0, SIZE as usize).unwrap();
+        (0..8000).for_each(|at| write(at, 3));
+        assert!(disk.map_write(0, 4096).is_none(), "what the map keeps takes more and more space");
+        map.read_at(0, &mut [0; 4096]).unwrap();
+        drop(map);
+        write(0, 3);
+        assert!(disk.map_write(0, 4096).is_some());
+        assert!(shown(&*disk, 0, SIZE as usize).unwrap().iter().all(|byte| *byte == 3));
+        drop(harness);
+        threads.into_iter().for_each(|thread| thread.stop().unwrap());
+        disk.close().unwrap();
+    }
+}
+
 /// No byte of a base.
 const CANCELLED: u8 = 0xfd;
 

@@ -436,6 +436,30 @@ impl Window {
         });
     }
 
+    /// Puts a word of 8 bytes, little-endian, into each place of the window, where `word` gives each by its number. The
+    /// rest of a segment that is no whole word stays as it is.
+    pub fn put_words(&self, mut word: impl FnMut(usize) -> u64) {
+        let mut first = 0;
+        self.for_each_segment(|segment| {
+            let (to, count) = (segment.as_ptr().cast::<u64>(), segment.length_bytes() / size_of::<u64>());
+            for number in 0..count {
+                let word = word(first + number).to_le();
+                // SAFETY: as in `fill`: the word lies in the segment. Its place need not be aligned.
+                unsafe { to.wrapping_add(number).write_unaligned(word) }
+            }
+            first += count;
+        });
+    }
+
+    /// Looks at each word of 8 bytes, little-endian, where it lies. Skips the rest of a segment that is no whole word.
+    pub fn for_each_word(&self, mut look: impl FnMut(u64)) {
+        self.for_each_segment(|segment| {
+            let (from, count) = (segment.as_ptr().cast_const(), segment.length_bytes() / size_of::<u64>());
+            // SAFETY: the words lie in the segment, which is mapped memory (see `IoBuf::refill`).
+            unsafe { crate::mapped_range::look_at_words(from, count, &mut look) }
+        });
+    }
+
     /// Whether every byte is zero, at the moment of the call: a guest may change the bytes.
     #[must_use]
     pub fn is_zero(&self) -> bool {

@@ -105,6 +105,38 @@ impl MappedRange {
         self.check()
     }
 
+    /// Puts `count` words from `skip_bytes` on; `word` gives each, by its number. They are little-endian.
+    ///
+    /// # Panics
+    /// As [`Self::copy_from_slice`].
+    pub fn put_words(
+        &self,
+        skip_bytes: usize,
+        count: usize,
+        mut word: impl FnMut(usize) -> u64,
+    ) -> Result<(), MappingLost> {
+        let length_bytes = count.checked_mul(size_of::<u64>());
+        let to = self.writable_at(skip_bytes, length_bytes.unwrap_or(usize::MAX)).cast::<u64>();
+        for number in 0..count {
+            let word = word(number).to_le();
+            // SAFETY: as in `fill`: all `count` words lie inside. The place need not be aligned.
+            unsafe { to.wrapping_add(number).write_unaligned(word) }
+        }
+        self.check()
+    }
+
+    /// Looks at `count` words of 8 bytes, little-endian, where they lie, from `skip_bytes` on.
+    ///
+    /// # Panics
+    /// As [`Self::copy_to_slice`].
+    pub fn for_each_word(&self, skip_bytes: usize, count: usize, mut look: impl FnMut(u64)) -> Result<(), MappingLost> {
+        let length_bytes = count.checked_mul(size_of::<u64>());
+        let from = self.at(skip_bytes, length_bytes.unwrap_or(usize::MAX));
+        // SAFETY: as in `copy_to_slice`: the words lie inside.
+        unsafe { look_at_words(from, count, &mut look) }
+        self.check()
+    }
+
     fn at(&self, skip_bytes: usize, length_bytes: usize) -> *const u8 {
         let inside = skip_bytes.checked_add(length_bytes).is_some_and(|end| end <= self.length_bytes);
         assert!(inside, "{skip_bytes}+{length_bytes} of a mapped range of {} bytes", self.length_bytes);
@@ -114,6 +146,25 @@ impl MappedRange {
     fn writable_at(&self, skip_bytes: usize, length_bytes: usize) -> *mut u8 {
         assert!(self.mapping.is_writable(), "a write to a mapping that is for reading only");
         self.at(skip_bytes, length_bytes).cast_mut()
+    }
+}
+
+/// Gives `look` each of `count` words.
+///
+/// # Safety
+/// The words lie in mapped memory. Others may change them: each is read once.
+pub(crate) unsafe fn look_at_words(from: *const u8, count: usize, look: &mut impl FnMut(u64)) {
+    if from.addr().is_multiple_of(align_of::<u64>()) {
+        let from = from.cast::<u64>();
+        for number in 0..count {
+            // SAFETY: the word lies in the memory, and is aligned like the first.
+            look(u64::from_le(unsafe { from.wrapping_add(number).read_volatile() }));
+        }
+        return;
+    }
+    for number in 0..count {
+        // SAFETY: the word lies in the memory, and an array of bytes may lie anywhere.
+        look(u64::from_le_bytes(unsafe { from.wrapping_add(number * 8).cast::<[u8; 8]>().read_volatile() }));
     }
 }
 
@@ -145,6 +196,19 @@ mod tests {
         let mut bytes = [0; 8];
         range.copy_to_slice(39, &mut bytes).unwrap();
         assert_eq!(bytes, [0, 0, 1, 2, 3, 9, 9, 0]);
+        range.put_words(33, 2, |number| 0x0102_0304_0506_0700 + number as u64).unwrap();
+        range.copy_to_slice(34, &mut bytes).unwrap();
+        assert_eq!(bytes, [7, 6, 5, 4, 3, 2, 1, 1]);
+        for skip in [32, 33, 36] {
+            let mut words = Vec::new();
+            range.for_each_word(skip, 1, |word| words.push(word)).unwrap();
+            let mut bytes = [0; 8];
+            range.copy_to_slice(skip, &mut bytes).unwrap();
+            assert_eq!(words, [u64::from_le_bytes(bytes)]);
+        }
+        assert!(std::panic::catch_unwind(|| range.for_each_word(43, 1, |_| ())).is_err());
+        assert!(std::panic::catch_unwind(|| range.put_words(42, 2, |_| 0)).is_err());
+        assert!(std::panic::catch_unwind(|| range.put_words(0, usize::MAX / 4, |_| 0)).is_err());
         let outside = std::panic::catch_unwind(|| range.copy_to_slice(48, &mut [0; 3]));
         assert!(outside.is_err());
     }

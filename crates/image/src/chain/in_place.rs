@@ -8,7 +8,7 @@
 use super::layer::Layer;
 use super::layers::Chain;
 use super::mapping::Mapping;
-use block::{Extent, IoError, IoResult, Keep, MapPiece, MetaIo, Participant, Promise, ReadMap, WriteMap};
+use block::{EpochPin, Extent, IoError, IoResult, Keep, MapPiece, MetaIo, Promise, ReadMap, WriteMap};
 use format_scratch::Staged;
 use std::sync::Arc;
 
@@ -52,15 +52,19 @@ impl Chain {
         let top = self.layers.first()?;
         let staged = top.mapping.try_stage(offset, length_bytes as u64)?;
         let range = top.data_file().map_reserved(staged.file_offset, length_bytes)?;
-        if !staged.zeroed {
-            range.fill(0, length_bytes, 0).ok()?;
-        }
-        Some(WriteMap::in_space(offset, range, Box::new(staged)))
+        let zeroed = staged.zeroed;
+        Some(WriteMap::in_space(offset, range, Box::new(staged), zeroed))
     }
 
     /// Whether the top layer may take over pages without a request.
     fn takes_over(&self) -> bool {
         !self.looks_at_writes && !self.guessed_raw && self.both.is_none()
+    }
+
+    /// Whether the top layer should reserve space for maps for writing.
+    pub(crate) fn is_short(&self) -> bool {
+        let top = self.layers.first().filter(|_| !self.disk.read_only && self.takes_over());
+        top.is_some_and(|top| top.mapping.is_short())
     }
 
     /// Whether the map's space was reserved in the present top layer, so that it can be taken over.
@@ -72,7 +76,7 @@ impl Chain {
 }
 
 /// Places in the epochs of layers, for something that makes no requests. Dropping them ends it.
-pub(crate) struct Places(Vec<(Participant, Promise)>);
+pub(crate) struct Places(Vec<(EpochPin, Promise)>);
 
 impl Places {
     /// Joins the epochs of all layers. `None` if a layer is closed and about to be replaced.
@@ -81,9 +85,7 @@ impl Places {
         for layer in layers {
             let Some(epochs) = layer.mapping.epochs() else { continue };
             let promise = epochs.promise()?;
-            let mut participant = epochs.join();
-            participant.begin(epochs);
-            places.push((participant, promise));
+            places.push((epochs.pin(), promise));
         }
         Some(Self(places))
     }
@@ -111,11 +113,33 @@ impl Mapping {
         }
     }
 
+    fn is_short(&self) -> bool {
+        match self {
+            Self::Raw(_) | Self::Qcow2(_) => false,
+            Self::Scratch(scratch) => scratch.is_short(),
+        }
+    }
+
+    /// Reserves space for maps that come, if little is at hand and there is some.
+    pub(crate) async fn reserve_ahead(&self, io: &MetaIo) {
+        if let Self::Scratch(scratch) = self {
+            scratch.reserve_ahead(io).await;
+        }
+    }
+
     /// Publishes staged pages at `offset`.
     pub(crate) async fn link(&self, io: &MetaIo, offset: u64, staged: &mut Staged) -> IoResult {
         match self {
             Self::Raw(_) | Self::Qcow2(_) => Err(IoError::EIO),
             Self::Scratch(scratch) => scratch.link(io, offset, staged).await,
+        }
+    }
+
+    /// Publishes staged pages at `offset`; `None` if that would wait.
+    pub(crate) fn link_at_once(&self, offset: u64, staged: &mut Staged) -> Option<IoResult> {
+        match self {
+            Self::Raw(_) | Self::Qcow2(_) => Some(Err(IoError::EIO)),
+            Self::Scratch(scratch) => scratch.link_at_once(offset, staged),
         }
     }
 }

@@ -257,10 +257,20 @@ impl DiskQueue for ImageQueue {
 
     fn submit_map(&mut self, tag: Tag, map: WriteMap) -> IoResult {
         let mut core = self.0.borrow_mut();
-        if core.holds || !core.shared.chain.owns(&map) {
+        if core.holds {
             drop(core);
-            // An exchange of the chain may have come between.
             self.submit(tag, map.into_op(OpFlags::NONE)?);
+            return Ok(());
+        }
+        if !core.shared.chain.owns(&map) {
+            // The map is in memory, or an exchange of the chain has come between.
+            let op = map.into_op(OpFlags::NONE)?;
+            let index = core.take_slot(tag);
+            let result = core.start(index, op);
+            if core.shared.chain.is_short() {
+                core.spawn(index, Slow::ReserveAhead);
+            }
+            core.piece_ended(index, result);
             return Ok(());
         }
         let index = core.take_slot(tag);

@@ -33,6 +33,8 @@ pub(crate) enum Slow {
         staged: Box<Staged>,
         flags: OpFlags,
     },
+    /// Reserve space for maps and writes that come.
+    ReserveAhead,
     Flush,
     Discard {
         offset: u64,
@@ -61,6 +63,11 @@ impl Slow {
                 let meta = shared.metas.first().ok_or(IoError::EIO)?;
                 shared.chain.top()?.mapping.link(meta, offset, &mut staged).await?;
                 shared.flush_if(flags.is_fua()).await
+            }
+            Self::ReserveAhead => {
+                let meta = shared.metas.first().ok_or(IoError::EIO)?;
+                shared.chain.top()?.mapping.reserve_ahead(meta).await;
+                Ok(())
             }
             Self::Flush => shared.flush_if(true).await,
             Self::Discard { offset, length } => shared.discard(offset, length).await,

@@ -7,6 +7,7 @@ use crate::chain::mapping::Overwrite;
 use crate::chain::pieces::Pieces;
 use crate::chain::slow_path::Slow;
 use block::{Extent, FileOp, IoError, IoResult, Op, OpFlags, Priority, Task, WriteMap, turn};
+use format_scratch::Staged;
 use memory::Window;
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
@@ -202,10 +203,14 @@ impl Core {
     pub(super) fn take_over(&mut self, index: usize, map: WriteMap) -> IoResult {
         let offset = map.offset();
         self.shared.chain.check_range(offset, map.length_bytes() as u64)?;
-        map.check()?;
-        let claim = map.into_claim().map_err(|_| IoError::EIO)?;
-        let staged = claim.downcast().map_err(|_| IoError::EIO)?;
-        self.spawn(index, Slow::TakeOver { offset, staged, flags: self.needed(OpFlags::NONE) });
+        let mut staged: Box<Staged> = map.into_claim()?.downcast().map_err(|_| IoError::EIO)?;
+        let flags = self.needed(OpFlags::NONE);
+        if !flags.is_fua()
+            && let Some(linked) = self.shared.chain.top()?.mapping.link_at_once(offset, &mut staged)
+        {
+            return linked;
+        }
+        self.spawn(index, Slow::TakeOver { offset, staged, flags });
         Ok(())
     }
 
