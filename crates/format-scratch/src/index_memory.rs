@@ -29,6 +29,8 @@ struct Room {
 pub(crate) struct Taken {
     room: &'static Room,
     pages: u64,
+    /// See [`Taken::count`].
+    uncounted_pages: u64,
 }
 
 impl Room {
@@ -45,7 +47,7 @@ impl Default for Taken {
 
 impl Taken {
     const fn of(room: &'static Room) -> Self {
-        Self { room, pages: 0 }
+        Self { room, pages: 0, uncounted_pages: 0 }
     }
 
     /// The overlay has an index of so many pages, because it was opened.
@@ -53,6 +55,21 @@ impl Taken {
         self.room.used_pages.fetch_add(pages, Ordering::Relaxed);
         self.room.used_pages.fetch_sub(self.pages, Ordering::Relaxed);
         self.pages = pages;
+    }
+
+    /// From now on its pages do not count, because the same index is opened anew, or they do again.
+    pub(crate) fn count(&mut self, counts: bool) {
+        match (counts, self.uncounted_pages) {
+            (true, pages) => {
+                self.uncounted_pages = 0;
+                self.set(self.pages.saturating_add(pages));
+            }
+            (false, 0) => {
+                self.uncounted_pages = self.pages;
+                self.set(0);
+            }
+            (false, _) => {}
+        }
     }
 
     /// Whether it may have an index of so many pages.
@@ -113,6 +130,10 @@ mod tests {
         assert!(opened.grow_to(40) && !opened.grow_to(41));
         opened.set(4);
         assert!(opened.grow_to(5) && !opened.grow_to(6));
+        for (counts, used) in [(false, 0), (false, 0), (true, 5), (true, 5)] {
+            opened.count(counts);
+            assert_eq!(ROOM.used_pages.load(Ordering::Relaxed), used);
+        }
         assert_eq!(ROOM.used_pages.load(Ordering::Relaxed), 5);
     }
 }

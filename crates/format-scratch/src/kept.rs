@@ -190,6 +190,14 @@ impl Scratch {
         self.inner.kept.as_ref().is_none_or(|kept| kept.is_clean.load(Ordering::Acquire))
     }
 
+    /// Says whether its index counts among those that share the memory for indexes. While the same overlay is opened anew,
+    /// only one of the two counts.
+    pub fn count_index_memory(&self, counts: bool) {
+        if let Some(memory) = &mut self.inner.lock().index_memory {
+            memory.count(counts);
+        }
+    }
+
     /// Makes the next durable write also flush what was not flushed.
     pub fn flush_with_next_write(&self) {
         self.inner.note(&mut self.inner.lock(), []);

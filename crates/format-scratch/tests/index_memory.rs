@@ -77,4 +77,18 @@ fn an_index_grows_while_it_leaves_as_much_as_it_takes_and_then_its_disk_is_full(
     limit_index_memory(1000 * TABLE);
     let again = open(&first);
     write(&again, &io(&first), parts * PART).unwrap();
+    block_on(again.flush(&io(&first))).unwrap();
+    opened_anew_it_counts_once(&first, &again);
+}
+
+fn opened_anew_it_counts_once(storage: &SimStorage, former: &Scratch) {
+    let pages = storage.bytes(INDEX).len() as u64 / TABLE;
+    limit_index_memory((2 * pages + 50) * TABLE);
+    let anew = open(storage);
+    let more = |from: u64| (from..from + 20).try_for_each(|part| write(&anew, &io(storage), part * PART));
+    assert_eq!(more(1000).unwrap_err().kind(), IoErrorKind::NoSpace, "both count");
+    former.count_index_memory(false);
+    more(1000).unwrap();
+    former.count_index_memory(true);
+    assert_eq!(more(2000).unwrap_err().kind(), IoErrorKind::NoSpace);
 }

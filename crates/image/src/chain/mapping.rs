@@ -480,6 +480,13 @@ impl Mapping {
         }
     }
 
+    /// See [`Scratch::count_index_memory`].
+    pub(crate) fn count_index_memory(&self, counts: bool) {
+        if let Self::Scratch(scratch) = self {
+            scratch.count_index_memory(counts);
+        }
+    }
+
     /// Cuts off space that was allocated in advance behind the end of a new image, which is closed.
     pub(crate) async fn trim(&self, io: &MetaIo) -> IoResult {
         match self {

@@ -39,6 +39,8 @@ impl Image {
             }
             tracing::warn!("{error}; it is given up, because the disk is opened anew by force");
         }
+        // The new chain has the same indexes.
+        chain.layers.iter().for_each(|layer| layer.mapping.count_index_memory(false));
         match self.replacement(&chain, &barrier, open).await {
             Ok(next) => {
                 barrier.release(vec![Arc::new(next)]).await;
@@ -47,6 +49,9 @@ impl Image {
                 Ok(())
             }
             Err(error) => {
+                // The top gets a new mapping, which counts by itself.
+                let stays = if chain.disk.read_only { 0 } else { 1 };
+                chain.layers.iter().skip(stays).for_each(|layer| layer.mapping.count_index_memory(true));
                 go_on(&chain, barrier).await;
                 Err(error)
             }
