@@ -168,11 +168,13 @@ fn a_directory_that_is_not_there_is_named_and_a_disk_too_large_to_map_falls_back
     assert!(said.contains("temporary qcow2"), "{said}");
 }
 
-/// The words that run a command where `directory` can only be read; `None` where this host does not let us.
-fn with_read_only(directory: &Path) -> Option<Vec<String>> {
-    let script = "mount -t tmpfs -o ro none \"$0\" && exec \"$@\"";
+/// The words that run a command where `directory` is a file system in memory with these mount options, which is full;
+/// `None` where this host does not let us.
+fn with_mounted(directory: &Path, options: &str) -> Option<Vec<String>> {
+    let fill = "{ cat /dev/zero > \"$0/all\"; } 2> /dev/null";
+    let script = format!("mount -t tmpfs -o {options} none \"$0\" && {{ {fill}; exec \"$@\"; }}");
     ["-rm", "-m"].into_iter().find_map(|how| {
-        let words = ["unshare", how, "sh", "-c", script, path_str(directory)].map(str::to_owned);
+        let words = ["unshare", how, "sh", "-c", script.as_str(), path_str(directory)].map(str::to_owned);
         let tried = Command::new(&words[0]).args(&words[1..]).arg("true").output();
         tried.is_ok_and(|output| output.status.success()).then(|| words.to_vec())
     })
@@ -181,7 +183,7 @@ fn with_read_only(directory: &Path) -> Option<Vec<String>> {
 #[test]
 fn a_directory_that_can_only_be_read_is_said_with_what_to_do_and_other_disks_go_on() {
     let images = Images::new();
-    let Some(words) = with_read_only(&images.temporary) else {
+    let Some(words) = with_mounted(&images.temporary, "ro") else {
         eprintln!("skipped: nothing can be mounted here");
         return;
     };
@@ -199,5 +201,24 @@ fn a_directory_that_can_only_be_read_is_said_with_what_to_do_and_other_disks_go_
     assert!(said.matches(path_str(&images.temporary)).count() == 1, "it is said once: {said}");
     run_ok(&["bench", "--count", "20", "--socket", path_str(&socket)]);
     server.stop();
+    images.assert_untouched();
+}
+
+#[test]
+fn a_directory_without_any_room_is_said_with_what_to_do() {
+    let images = Images::new();
+    let Some(words) = with_mounted(&images.temporary, "size=65536") else {
+        eprintln!("skipped: nothing can be mounted here");
+        return;
+    };
+    let drive = format!("file={},snapshot=on", images.files[1].display());
+    let mut command = Command::new(&words[0]);
+    command.args(&words[1..]).arg(ringdisk().get_program()).args(["serve", "--drive", &drive]);
+    let output = command.env("TMPDIR", &images.temporary).output().unwrap();
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    for wanted in [path_str(&images.temporary), "snapshot=on", "choose another TMPDIR", "No space left"] {
+        assert!(said.contains(wanted), "{said}");
+    }
     images.assert_untouched();
 }

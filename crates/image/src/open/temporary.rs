@@ -83,6 +83,9 @@ fn image_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {
         options.backing_file = Some("below".to_owned());
         options.backing_format = Some(Format::Raw.to_string());
     });
-    block_on(format_qcow2::create(&MetaIo::of_file(&*file)?, &options))?;
+    block_on(format_qcow2::create(&MetaIo::of_file(&*file)?, &options)).map_err(|error| {
+        let place = files.directory();
+        error.in_context(format!("snapshot=on finds no room in '{}' (choose another TMPDIR)", place.display()))
+    })?;
     open_layer(&FileName::Temporary(files.directory()), file, Format::Qcow2, Role::Writable, None)
 }
