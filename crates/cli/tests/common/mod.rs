@@ -12,9 +12,10 @@ use std::time::{Duration, Instant};
 /// Whatever these tests wait for takes less time than this, unless it hangs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The program under test.
+/// The program under test: the one that was built with the test, or that which `RINGDISK_PROGRAM` names.
 pub(crate) fn ringdisk() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+    let program = std::env::var_os("RINGDISK_PROGRAM").unwrap_or_else(|| env!("CARGO_BIN_EXE_ringdisk").into());
+    let mut command = Command::new(program);
     command.env_remove("RUST_LOG").env_remove("NOTIFY_SOCKET").stdin(Stdio::null());
     command
 }
