@@ -91,6 +91,8 @@ struct Slot {
     /// The block's history when its read began.
     began: ReadBegan,
     since: Instant,
+    /// Whether what the request read is still to be looked at.
+    unseen: bool,
 }
 
 /// The parts that make a generator.
@@ -128,6 +130,8 @@ pub(crate) struct Generator {
     untold: u64,
     result: Option<QueueResult>,
     scratch: Vec<u8>,
+    /// The sum of all words that were looked at.
+    seen: u64,
 }
 
 /// After so many completions, the conductor is told.
@@ -145,6 +149,7 @@ impl Generator {
                 block: 0,
                 began: ReadBegan::default(),
                 since: now,
+                unseen: false,
             })
             .collect();
         let seed = match spec.pattern {
@@ -194,6 +199,7 @@ impl Generator {
             started: now,
             untold: 0,
             result: Some(result),
+            seen: 0,
             scratch: vec![0; if parts.tracker.is_some() { spec.block_bytes as usize } else { 0 }],
             parts,
         }
@@ -301,6 +307,14 @@ impl Generator {
     }
 
     fn submit_op(&mut self, index: usize, op: Op) {
+        if self.parts.spec.touch
+            && let Op::Write { data, .. } = &op
+        {
+            data.put_words(|number| word(index as u64, number));
+        }
+        if let Some(slot) = self.slots.get_mut(index) {
+            slot.unseen = self.parts.spec.touch && slot.kind == Kind::Read;
+        }
         if let Some(queue) = &mut self.queue {
             queue.submit(index as u64, op);
         }
@@ -311,16 +325,22 @@ impl Generator {
         let (Some(disk), Some(queue), Some(result)) = (&self.parts.maps, &mut self.queue, &mut self.result) else {
             return;
         };
-        let tag = index as u64;
+        let (tag, touch, seen) = (index as u64, self.parts.spec.touch, &mut self.seen);
         let ended = match &op {
-            Op::Read { offset, data, .. } => {
-                let map = disk.map_read(*offset, data.length_bytes());
-                map.map(|map| map.copy_to(0, data.length_bytes(), data).and_then(|()| map.commit()))
-            }
-            Op::Write { offset, data, .. } => {
-                let map = disk.map_write(*offset, data.length_bytes());
-                map.map(|mut map| map.copy_from(0, data).and_then(|()| queue.submit_map(tag, map)))
-            }
+            Op::Read { offset, data, .. } => disk.map_read(*offset, data.length_bytes()).map(|map| {
+                match touch {
+                    true => map.for_each_word(0, data.length_bytes() / 8, |word| *seen = seen.wrapping_add(word))?,
+                    false => map.copy_to(0, data.length_bytes(), data)?,
+                }
+                map.commit()
+            }),
+            Op::Write { offset, data, .. } => disk.map_write(*offset, data.length_bytes()).map(|mut map| {
+                match touch {
+                    true => map.put_words(0, data.length_bytes() / 8, |number| word(tag, number))?,
+                    false => map.copy_from(0, data)?,
+                }
+                queue.submit_map(tag, map)
+            }),
             _ => None,
         };
         result.by_maps += u64::from(ended.is_some());
@@ -330,12 +350,17 @@ impl Generator {
             Some(Ok(())) if matches!(op, Op::Write { .. }) => {}
             Some(result) => self.mapped.push(Completion { tag, result }),
         }
+        self.seen = std::hint::black_box(self.seen);
     }
 
     fn complete(&mut self, completion: Completion, now: Instant) {
         let index = completion.tag as usize;
-        let (Some(slot), Some(result)) = (self.slots.get(index), &mut self.result) else { return };
+        let (Some(slot), Some(result)) = (self.slots.get_mut(index), &mut self.result) else { return };
         let success = completion.result.is_ok();
+        if std::mem::take(&mut slot.unseen) {
+            let (_, length) = self.parts.range.block(slot.block);
+            part(slot, length).for_each_word(|word| self.seen = self.seen.wrapping_add(word));
+        }
         if success {
             let ns = now.saturating_duration_since(slot.since).as_nanos() as u64;
             let (timings, bytes) = match slot.kind {
@@ -357,6 +382,7 @@ impl Generator {
         if self.parts.tracker.is_some() {
             self.track(index, success);
         }
+        self.seen = std::hint::black_box(self.seen);
     }
 
     fn note_error(&mut self, index: usize, error: IoError) {
@@ -417,6 +443,11 @@ impl Generator {
         // The receiver is gone only if the run was given up.
         let _ = self.parts.results.send(result);
     }
+}
+
+/// Returns a word of what a run that touches its bytes writes.
+fn word(tag: u64, number: usize) -> u64 {
+    (number as u64) ^ tag << 32
 }
 
 /// Returns the first `length` bytes of the slot's buffer.

@@ -91,6 +91,9 @@ pub struct BenchSpec {
     /// Reads look at the range where it lies, and writes put their bytes together in space of the disk's
     /// ([`block::Disk::map_read`], [`block::Disk::map_write`]). Requests go where the disk answers "not here".
     pub maps: bool,
+    /// Make the bytes of each write, and look at those of each read, as a program that uses the disk does: in the
+    /// requests' buffers, or in maps. Not together with `verify`, which does so in its own way.
+    pub touch: bool,
     /// The server's processes, whose CPU time is reported.
     pub server_pids: Vec<u32>,
     /// Keep latency over time, in pieces of this length. It takes eight bytes a request.
@@ -115,6 +118,7 @@ impl Default for BenchSpec {
             fua: false,
             verify: None,
             maps: false,
+            touch: false,
             server_pids: Vec::new(),
             moments: None,
             drain_timeout: Duration::from_secs(60),
@@ -203,6 +207,9 @@ impl BenchSpec {
                 "block size {block} and offset {} must be multiples of the disk's block of {logical} bytes",
                 self.offset_bytes
             )));
+        }
+        if self.touch && self.verify.is_some() {
+            return Err(bad("a run that verifies makes its bytes in its own way"));
         }
         if self.maps && self.fua {
             return Err(bad(

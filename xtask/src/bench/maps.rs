@@ -1,4 +1,5 @@
 //! Instructions a request of a disk in this process: by maps (`ringdisk bench --maps`), and by reads and writes that copy.
+//! The client makes the bytes of each write and looks at those of each read (`--touch`): in place, or in a buffer.
 //!
 //! Counted as in `profile`: one run under callgrind makes some requests, another makes more, and the difference counts. A
 //! busy machine does not disturb it.
@@ -71,7 +72,7 @@ impl Counting<'_> {
         words.push(self.tools.ringdisk.display().to_string());
         let count = count.to_string();
         let load = ["--rw", access.rw, "--bs", access.block, "--depth", "8", "--size", SIZE, "--count", &count];
-        let more = ["--poll-max-us", "0", "--destroy", "--output", "json"];
+        let more = ["--poll-max-us", "0", "--destroy", "--touch", "--output", "json"];
         words.extend(["bench", "--drive", &drive].iter().chain(&load).chain(&more).map(|word| (*word).to_owned()));
         if maps {
             words.push("--maps".to_owned());

@@ -124,6 +124,10 @@ pub(crate) struct Args {
     /// write fills space that becomes the disk's own. For disks of this process.
     #[arg(long, conflicts_with_all = ["socket", "serve"])]
     maps: bool,
+    /// Make the bytes of each write and look at those of each read, as a program that uses the disk does: in the requests'
+    /// buffers, or with --maps in place.
+    #[arg(long, conflicts_with = "verify")]
+    touch: bool,
     /// Seed of offsets and patterns.
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
@@ -383,7 +387,7 @@ fn spec(args: &Args) -> anyhow::Result<BenchSpec> {
     spec.stop = args.count.map_or(runtime, Stop::Requests);
     spec.warmup = seconds("--warmup", args.warmup.unwrap_or(warmup))?;
     spec.flush_every = args.flush_every;
-    spec.maps = args.maps;
+    (spec.maps, spec.touch) = (args.maps, args.touch);
     spec.moments = args.series.as_ref().map(|_| MOMENT);
     spec.verify = args.verify.then_some(Verify::new(args.seed, Initial::Unknown));
     Ok(spec)
