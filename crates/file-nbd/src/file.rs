@@ -1,6 +1,6 @@
 //! The disk as a file: any offset and length, cut into what the server takes.
 
-use crate::calls::{Answer, Calls, Wish};
+use crate::calls::{Answer, Calls, Payload, Wish};
 use crate::handshake::{Agreed, connect};
 use crate::link::Link;
 use crate::uri::NbdUri;
@@ -282,7 +282,7 @@ impl Remote {
             let skip = to_usize(at.saturating_sub(blocks.start));
             let place = bytes.get_mut(skip..skip.saturating_add(to_usize(piece))).ok_or(IoError::EIO)?;
             data.copy_to_slice(to_usize(at.saturating_sub(range.start)), place);
-            self.calls.ask(queue, blocks.start, Wish::Write { data: Arc::new(bytes), fua }).await?;
+            self.calls.ask(queue, blocks.start, Wish::Write { data: Payload::new(bytes), fua }).await?;
             at = part.end;
         }
         Ok(())

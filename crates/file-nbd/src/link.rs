@@ -13,7 +13,7 @@ use crate::calls::{Answer, Call, Calls, Wish};
 use crate::handshake::{Agreed, Stream, connect};
 use crate::lane::{Data, Lane};
 use crate::replies::Said;
-use crate::unflushed::{Change, Unflushed};
+use crate::unflushed::{Change, Entry, Unflushed};
 use crate::uri::NbdUri;
 use block::{IoError, IoResult};
 use memory::AlignedBuf;
@@ -215,7 +215,7 @@ impl Link {
             if is_busy {
                 return;
             }
-            if let Some((offset, change)) = self.unflushed.get(index).cloned() {
+            if let Some(Entry { offset, change, .. }) = self.unflushed.get(index).cloned() {
                 self.replay = Some(index.saturating_add(1));
                 let wish = match change {
                     Change::Data(data) => Wish::Write { data, fua: false },
@@ -266,7 +266,7 @@ impl Link {
             Wish::Write { data, fua } => {
                 let fua = if *fua { command_flag::FUA } else { 0 };
                 let length = if extended { command_flag::PAYLOAD_LEN } else { 0 };
-                (command::WRITE, fua | length, Some(Arc::clone(data)))
+                (command::WRITE, fua | length, Some(data.clone()))
             }
             Wish::Zero { may_unmap, .. } => {
                 (command::WRITE_ZEROES, if *may_unmap { 0 } else { command_flag::NO_HOLE }, None)
@@ -465,8 +465,10 @@ impl Link {
             }
             Wish::Read(data) => result.map(|()| Answer::Data(data)),
             Wish::Write { data, fua } => {
-                if result.is_ok() && keeps && !fua {
-                    self.unflushed.add(offset, Change::Data(data));
+                match (&result, fua) {
+                    (Ok(()), false) if keeps => self.unflushed.add(offset, Change::Data(data)),
+                    (Ok(()), true) => self.unflushed.forget_range(offset, data.len() as u64),
+                    _ => {}
                 }
                 result.map(|()| Answer::Done)
             }

@@ -295,3 +295,27 @@ fn what_goes_over_a_healthy_connection_is_not_sent_again_when_another_is_cut() {
     assert_eq!(writes(block).len(), 1, "{:?}", writes(block));
     assert_eq!(read(&second, block).unwrap(), [7; BLOCK]);
 }
+
+#[test]
+fn a_durable_write_is_not_undone_by_what_is_written_again() {
+    let directory = directory();
+    let (server, socket) = (directory.path().join("server"), directory.path().join("nbd"));
+    let image = directory.path().join("disk.raw");
+    std::fs::File::create(&image).unwrap().set_len(2 << 20).unwrap();
+    let _server = Peer::qemu(&server, &image);
+    let between = Between::start(&server, &socket);
+    let file = opened(&between.socket, "&reconnect-s=60&connections=1");
+    let queue = file.open_blocking().unwrap();
+    let all = IoBuf::from_aligned(AlignedBuf::copy_of(&[1; 3 * BLOCK])).whole();
+    block_on(queue.start(FileOp::Write { offset: 4 * BLOCK as u64, data: all, fua: false })).unwrap();
+    block_on(queue.start(FileOp::WriteZeroes { offset: 8 * BLOCK as u64, length: 3 * BLOCK as u64, may_unmap: true }))
+        .unwrap();
+    for block in [5, 9] {
+        let data = IoBuf::from_aligned(AlignedBuf::copy_of(&[2; BLOCK])).whole();
+        block_on(queue.start(FileOp::Write { offset: block * BLOCK as u64, data, fua: true })).unwrap();
+    }
+    between.cut(0);
+    block_on(queue.start(FileOp::Flush)).unwrap();
+    let marks: Vec<u8> = [4, 5, 6, 8, 9, 10].into_iter().map(|block| read(&queue, block).unwrap()[0]).collect();
+    assert_eq!(marks, [1, 2, 1, 0, 2, 0]);
+}

@@ -1,6 +1,6 @@
 //! What a link does when its server has gone: it drains what is left, waits, connects again, or gives up.
 
-use super::Link;
+use super::{Link, NO_LANE};
 use crate::handshake::{Agreed, connect};
 use crate::lane::Lane;
 use block::IoError;
@@ -36,6 +36,8 @@ impl Link {
         self.lanes.clear();
         asked.map(|cookie| self.active.remove(&cookie));
         self.active.retain(|_, active| !active.replays);
+        // Until they are sent again, no reply can name them.
+        self.active.values_mut().for_each(|active| active.lane = NO_LANE);
         let now = Instant::now();
         let deadline = now.checked_add(self.uri.reconnect).unwrap_or(now);
         self.outage = Some(Outage { deadline, next_try: now, pause: RETRY_MIN, has_given_up: false });
