@@ -1,7 +1,7 @@
 //! A server that fails, is slow, and whose connections are cut anywhere: what is acknowledged stays, and what fails says so.
 
 use block::{File, FileOp, FileQueue, IoResult, PastEnd, block_on};
-use memory::{AlignedBuf, IoBuf};
+use memory::{AlignedBuf, BufferAccount, IoBuf};
 use ringdisk_file_nbd::{NbdUri, open};
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -57,7 +57,8 @@ fn directory() -> tempfile::TempDir {
 }
 
 fn opened(socket: &Path, more: &str) -> Arc<dyn File> {
-    open(&NbdUri::parse(&format!("nbd+unix:///?socket={}{more}", socket.display())).unwrap(), false).unwrap()
+    let uri = NbdUri::parse(&format!("nbd+unix:///?socket={}{more}", socket.display())).unwrap();
+    open(&uri, false, &BufferAccount::UNLIMITED).unwrap()
 }
 
 fn read(queue: &Rc<dyn FileQueue>, block: u64) -> IoResult<Vec<u8>> {

@@ -1,0 +1,122 @@
+//! Servers that do what a server should not: they answer nothing, answer late, or leave again and again.
+
+use block::{File, FileOp, FileQueue, IoResult, block_on};
+use memory::{AlignedBuf, BufferAccount, BufferBudget, IoBuf};
+use nbd_wire::Reader;
+use nbd_wire::numbers::{answer, command, export, handshake, option};
+use nbd_wire::option::{Info, OPTION_HEADER_BYTES, OptionHeader, put_answer, put_greeting};
+use nbd_wire::request::{COMPACT_BYTES, Request};
+use ringdisk_file_nbd::{NbdUri, open};
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+const SIZE_BYTES: u64 = 1 << 30;
+const MIB: usize = 1 << 20;
+
+/// A server of a test: each connection is served by a function, which gets the connection's number.
+struct Fake {
+    _directory: tempfile::TempDir,
+    socket: PathBuf,
+}
+
+impl Fake {
+    fn start(serve: impl Fn(u64, UnixStream) + Send + Sync + 'static) -> Self {
+        let directory = tempfile::Builder::new().prefix("rd-").tempdir().unwrap();
+        let socket = directory.path().join("nbd");
+        let (listener, serve) = (UnixListener::bind(&socket).unwrap(), Arc::new(serve));
+        std::thread::spawn(move || {
+            for (number, stream) in (0..).zip(listener.incoming().map_while(Result::ok)) {
+                let serve = Arc::clone(&serve);
+                std::thread::spawn(move || serve(number, stream));
+            }
+        });
+        Self { _directory: directory, socket }
+    }
+
+    fn open(&self, more: &str, buffers: &BufferAccount) -> Arc<dyn File> {
+        let uri = format!("nbd+unix:///?socket={}{more}", Path::new(&self.socket).display());
+        open(&NbdUri::parse(&uri).unwrap(), false, buffers).unwrap()
+    }
+}
+
+fn exactly(stream: &mut UnixStream, length: usize) -> Option<Vec<u8>> {
+    let mut bytes = vec![0; length];
+    stream.read_exact(&mut bytes).ok().map(|()| bytes)
+}
+
+/// The handshake of a server that knows simple replies only.
+fn shake_hands(stream: &mut UnixStream, flags: u16) -> Option<()> {
+    let mut out = Vec::new();
+    put_greeting(&mut out, handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
+    stream.write_all(&out).ok()?;
+    exactly(stream, 4)?;
+    loop {
+        let head = exactly(stream, OPTION_HEADER_BYTES)?;
+        let head = OptionHeader::read(&mut Reader::new(&head)).unwrap().unwrap();
+        exactly(stream, head.length_bytes as usize)?;
+        let mut out = Vec::new();
+        let goes = head.option == option::GO;
+        if goes {
+            let info = Info::Export { size_bytes: SIZE_BYTES, flags: flags | export::HAS_FLAGS };
+            put_answer(&mut out, option::GO, answer::INFO, &info.to_bytes());
+        }
+        put_answer(&mut out, head.option, if goes { answer::ACK } else { answer::ERR_UNSUP }, &[]);
+        stream.write_all(&out).ok()?;
+        if goes {
+            return Some(());
+        }
+    }
+}
+
+/// The next request. Its data are thrown away.
+fn next_request(stream: &mut UnixStream) -> Option<Request> {
+    let head = exactly(stream, COMPACT_BYTES)?;
+    let request = Request::read(&mut Reader::new(&head), false).unwrap().unwrap();
+    if request.command == command::WRITE {
+        exactly(stream, request.length_bytes as usize)?;
+    }
+    Some(request)
+}
+
+fn write_mib(file: &Arc<dyn File>, index: u64) -> IoResult {
+    let queue: Rc<dyn FileQueue> = file.open_blocking().unwrap();
+    let data = IoBuf::from_aligned(AlignedBuf::copy_of(&vec![1; MIB])).whole();
+    block_on(queue.start(FileOp::Write { offset: index * MIB as u64, data, fua: false }))
+}
+
+/// Waits until it is so; false if it does not become so.
+fn becomes(is_so: impl Fn() -> bool) -> bool {
+    let deadline = Instant::now() + PATIENCE;
+    while !is_so() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    is_so()
+}
+
+#[test]
+fn requests_to_a_server_that_does_not_answer_wait_for_room() {
+    let fake = Fake::start(|_, mut stream| {
+        let _ = shake_hands(&mut stream, export::SEND_FLUSH);
+        while next_request(&mut stream).is_some() {}
+    });
+    let budget = BufferBudget::new(4 * MIB);
+    let file = fake.open("", &budget.account());
+    std::thread::scope(|scope| {
+        for index in 0..64 {
+            let file = &file;
+            scope.spawn(move || assert!(write_mib(file, index).is_err()));
+        }
+        let wait = becomes(|| budget.stats().waiting + budget.stats().used_bytes / MIB == 64);
+        // All get an error, and give back what they have.
+        file.cancel();
+        assert!(wait, "some requests neither wait nor have room");
+    });
+    let stats = budget.stats();
+    assert!(stats.peak_bytes <= 4 * MIB && stats.peak_bytes >= MIB, "{stats:?}");
+    assert_eq!(stats.used_bytes, 0);
+}
