@@ -13,7 +13,7 @@ use crate::calls::{Answer, Call, Calls, Wish};
 use crate::handshake::{Agreed, Stream, connect};
 use crate::lane::{Data, Lane};
 use crate::replies::Said;
-use crate::unflushed::{Change, Entry, Unflushed};
+use crate::unflushed::{Change, Entry, Unflushed, kept_bytes};
 use crate::uri::NbdUri;
 use block::{IoError, IoResult};
 use memory::AlignedBuf;
@@ -66,6 +66,8 @@ pub(crate) struct Link {
     active: BTreeMap<u64, Active>,
     next_cookie: u64,
     unflushed: Unflushed,
+    /// What it may get from the calls that the server has.
+    in_hand_bytes: usize,
     /// The next entry to write once more.
     replay: Option<usize>,
     /// A connection is gone, and the others are waited for.
@@ -90,6 +92,7 @@ impl Link {
             active: BTreeMap::new(),
             next_cookie: 1,
             unflushed: Unflushed::default(),
+            in_hand_bytes: 0,
             replay: None,
             drains: false,
             flushes_itself: false,
@@ -237,6 +240,12 @@ impl Link {
         while self.active.len() < ACTIVE_MAX
             && let Some(call) = self.waiting.pop_front()
         {
+            let kept_bytes = kept_bytes(&call.wish);
+            if kept_bytes > 0 && self.unflushed.is_full_with(self.in_hand_bytes.saturating_add(kept_bytes)) {
+                // Writes that end lead to a flush, and that makes room.
+                self.waiting.push_front(call);
+                return;
+            }
             if self.has_lost && matches!(call.wish, Wish::Flush) {
                 call.fail(IoError::EIO);
                 continue;
@@ -248,6 +257,9 @@ impl Link {
     fn begin(&mut self, call: Call, replays: bool) -> u64 {
         let cookie = self.next_cookie;
         self.next_cookie = self.next_cookie.wrapping_add(1);
+        if !replays {
+            self.in_hand_bytes = self.in_hand_bytes.saturating_add(kept_bytes(&call.wish));
+        }
         let active = Active { call, lane: 0, mark: 0, error: 0, filled: 0, extents: Vec::new(), replays };
         self.active.insert(cookie, active);
         self.put(cookie);
@@ -429,6 +441,9 @@ impl Link {
             return;
         }
         let Call { offset, wish, reply, .. } = call;
+        if !replays {
+            self.in_hand_bytes = self.in_hand_bytes.saturating_sub(kept_bytes(&wish));
+        }
         let length_bytes = match &wish {
             Wish::Read(data) => data.len() as u64,
             _ => 0,

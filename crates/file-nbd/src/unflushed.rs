@@ -5,11 +5,11 @@
 //!
 //! A durable write is not remembered. What it covers of older ones is forgotten, as it would undo the durable one.
 
-use crate::calls::Payload;
+use crate::calls::{Payload, Wish};
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Beyond this the connection's thread flushes by itself.
+/// Beyond this the connection's thread flushes by itself. With twice as much, writes wait for that.
 const BYTES_MAX: usize = 32 << 20;
 /// What remembering costs beside the data.
 const ENTRY_BYTES: usize = 128;
@@ -35,6 +35,16 @@ impl Change {
             Self::Data(data) => data.len() as u64,
             Self::Zeroes { length_bytes, .. } => *length_bytes,
         }
+    }
+}
+
+/// The most that is kept of a wish once it has ended.
+pub(crate) fn kept_bytes(wish: &Wish) -> usize {
+    match wish {
+        Wish::Write { data, fua: false } => data.held_bytes().saturating_add(ENTRY_BYTES),
+        // A durable write may cut one that is kept in two.
+        Wish::Write { fua: true, .. } | Wish::Zero { .. } => ENTRY_BYTES,
+        _ => 0,
     }
 }
 
@@ -126,6 +136,11 @@ impl Unflushed {
 
     pub(crate) fn is_too_much(&self) -> bool {
         self.held_bytes > BYTES_MAX
+    }
+
+    /// Whether that and as much again is more than may be kept.
+    pub(crate) fn is_full_with(&self, more_bytes: usize) -> bool {
+        self.held_bytes.saturating_add(more_bytes) > BYTES_MAX.saturating_mul(2)
     }
 
     pub(crate) fn get(&self, index: usize) -> Option<&Entry> {

@@ -5,13 +5,15 @@ use memory::{AlignedBuf, BufferAccount, BufferBudget, IoBuf};
 use nbd_wire::Reader;
 use nbd_wire::numbers::{answer, command, export, handshake, option};
 use nbd_wire::option::{Info, OPTION_HEADER_BYTES, OptionHeader, put_answer, put_greeting};
+use nbd_wire::reply::simple;
 use nbd_wire::request::{COMPACT_BYTES, Request};
 use ringdisk_file_nbd::{NbdUri, open};
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -83,6 +85,10 @@ fn next_request(stream: &mut UnixStream) -> Option<Request> {
     Some(request)
 }
 
+fn reply(stream: &mut UnixStream, cookie: u64, error: u32) -> bool {
+    stream.write_all(simple(cookie, error).as_bytes()).is_ok()
+}
+
 fn write_mib(file: &Arc<dyn File>, index: u64) -> IoResult {
     let queue: Rc<dyn FileQueue> = file.open_blocking().unwrap();
     let data = IoBuf::from_aligned(AlignedBuf::copy_of(&vec![1; MIB])).whole();
@@ -119,4 +125,52 @@ fn requests_to_a_server_that_does_not_answer_wait_for_room() {
     let stats = budget.stats();
     assert!(stats.peak_bytes <= 4 * MIB && stats.peak_bytes >= MIB, "{stats:?}");
     assert_eq!(stats.used_bytes, 0);
+}
+
+#[test]
+fn writes_wait_for_a_flush_that_takes_its_time() {
+    let (release, released) = mpsc::channel::<()>();
+    let released = std::sync::Mutex::new(released);
+    let flushes = Arc::new(AtomicBool::new(false));
+    let flushing = Arc::clone(&flushes);
+    let fake = Fake::start(move |_, mut stream| {
+        let _ = shake_hands(&mut stream, export::SEND_FLUSH);
+        let answers = Arc::new(stream.try_clone().unwrap());
+        std::thread::scope(|scope| {
+            while let Some(request) = next_request(&mut stream) {
+                let mut answers = answers.try_clone().unwrap();
+                if request.command == command::FLUSH {
+                    flushing.store(true, Ordering::SeqCst);
+                    let released = &released;
+                    scope.spawn(move || {
+                        // Also at the end of the test.
+                        let _ = released.lock().unwrap().recv();
+                        reply(&mut answers, request.cookie, 0)
+                    });
+                } else if !reply(&mut answers, request.cookie, 0) {
+                    break;
+                }
+            }
+        });
+    });
+    let file = fake.open("", &BufferAccount::UNLIMITED);
+    let ended = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for queue in 0..8 {
+            let (file, ended) = (&file, &ended);
+            scope.spawn(move || {
+                for index in 0..24 {
+                    write_mib(file, queue * 24 + index).unwrap();
+                    ended.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+        }
+        let full = becomes(|| flushes.load(Ordering::SeqCst) && ended.load(Ordering::SeqCst) > 50);
+        // Enough for many more, if they did not wait. If it is not enough, the test sees nothing.
+        std::thread::sleep(Duration::from_millis(500));
+        let before = ended.load(Ordering::SeqCst);
+        drop(release);
+        assert!(full && before <= 64, "{before} MiB of writes ended without a flush");
+    });
+    assert_eq!(ended.load(Ordering::SeqCst), 8 * 24);
 }

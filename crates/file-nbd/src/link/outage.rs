@@ -128,6 +128,6 @@ impl Link {
         for call in active.into_values().map(|active| active.call).chain(self.waiting.drain(..)) {
             call.fail(IoError::EIO);
         }
-        self.flushes_itself = false;
+        (self.flushes_itself, self.in_hand_bytes) = (false, 0);
     }
 }
