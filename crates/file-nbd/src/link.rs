@@ -21,7 +21,7 @@ use nbd_wire::WireError;
 use nbd_wire::numbers::{command, command_flag, error, export};
 use nbd_wire::reply::{Extent, Style};
 use nbd_wire::request::Request;
-use outage::Outage;
+use outage::{Outage, Times};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -58,10 +58,14 @@ pub(crate) struct Link {
     lanes: Vec<Lane>,
     /// Where one more is being made, and the next to count, as soon as this call has ended.
     making: Option<Receiver<Option<Lane>>>,
+    /// It is one to a server that has gone.
+    is_stale: bool,
     joining: Option<(u64, Lane)>,
     /// One could not be made: no more is tried.
     has_enough: bool,
+    /// Over when a server has carried out a call: one that only lets us in is not back yet.
     outage: Option<Outage>,
+    times: Times,
     waiting: VecDeque<Call>,
     active: BTreeMap<u64, Active>,
     next_cookie: u64,
@@ -85,9 +89,11 @@ impl Link {
             agreed,
             lanes: vec![Lane::new(stream)],
             making: None,
+            is_stale: false,
             joining: None,
             has_enough: false,
             outage: None,
+            times: Times::default(),
             waiting: VecDeque::new(),
             active: BTreeMap::new(),
             next_cookie: 1,
@@ -161,6 +167,7 @@ impl Link {
         }
         self.look_for_lanes();
         self.begin_calls();
+        self.rest();
         let mut lanes = self.lanes.iter_mut().enumerate();
         lanes.try_for_each(|(index, lane)| lane.send().map_err(|error| (index, error)))
     }
@@ -168,6 +175,7 @@ impl Link {
     /// Makes one more connection, if there are more queues than connections. A server that is full may take its time over the
     /// handshake, so a thread waits for it.
     fn look_for_lanes(&mut self) {
+        self.drop_stale();
         match self.making.as_ref().map(Receiver::try_recv) {
             Some(Ok(Some(lane))) if self.replay.is_none() => {
                 self.making = None;
@@ -177,6 +185,7 @@ impl Link {
                 self.joining = Some((cookie, lane));
             }
             Some(Ok(_) | Err(TryRecvError::Disconnected)) => (self.making, self.has_enough) = (None, true),
+            // As long as one is being made, none is begun.
             Some(Err(TryRecvError::Empty)) => {}
             None if self.wants_lane() => self.make_lane(),
             None => {}
@@ -442,6 +451,7 @@ impl Link {
         }
         let Call { offset, wish, reply, .. } = call;
         if !replays {
+            self.outage = None;
             self.in_hand_bytes = self.in_hand_bytes.saturating_sub(kept_bytes(&wish));
         }
         let length_bytes = match &wish {

@@ -37,12 +37,19 @@ impl Peer {
     fn wait(mut command: Command, socket: &Path) -> Self {
         let mut child = command.stdin(Stdio::null()).spawn().expect("the server starts");
         let deadline = Instant::now() + PATIENCE;
-        while !socket.exists() {
+        while !listens(socket) {
             assert!(child.try_wait().unwrap().is_none() && Instant::now() < deadline, "the server does not begin");
             std::thread::sleep(Duration::from_millis(5));
         }
         Self(child)
     }
+}
+
+/// Whether somebody listens at a socket. A server would count a connection that asks.
+fn listens(socket: &Path) -> bool {
+    // __SO_ACCEPTCON, among the flags.
+    let line_of = |line: &str| line.ends_with(socket.to_str().unwrap()) && line.contains(" 00010000 ");
+    std::fs::read_to_string("/proc/net/unix").unwrap().lines().any(line_of)
 }
 
 impl Drop for Peer {

@@ -1,6 +1,6 @@
 //! Servers that do what a server should not: they answer nothing, answer late, or leave again and again.
 
-use block::{File, FileOp, FileQueue, IoResult, block_on};
+use block::{File, FileOp, FileQueue, IoResult, PastEnd, block_on};
 use memory::{AlignedBuf, BufferAccount, BufferBudget, IoBuf};
 use nbd_wire::Reader;
 use nbd_wire::numbers::{answer, command, export, handshake, option};
@@ -173,4 +173,78 @@ fn writes_wait_for_a_flush_that_takes_its_time() {
         assert!(full && before <= 64, "{before} MiB of writes ended without a flush");
     });
     assert_eq!(ended.load(Ordering::SeqCst), 8 * 24);
+}
+
+fn read_block(queue: &Rc<dyn FileQueue>) -> IoResult {
+    let data = IoBuf::zeroed(4096).whole();
+    block_on(queue.start(FileOp::Read { offset: 0, data, past_end: PastEnd::Fails }))
+}
+
+fn answer_read(stream: &mut UnixStream, request: &Request) -> bool {
+    reply(stream, request.cookie, 0) && stream.write_all(&vec![0; request.length_bytes as usize]).is_ok()
+}
+
+#[test]
+fn a_server_that_leaves_at_each_request_costs_few_connections_and_the_request_fails() {
+    let connections = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&connections);
+    let fake = Fake::start(move |_, mut stream| {
+        counted.fetch_add(1, Ordering::SeqCst);
+        let _ = shake_hands(&mut stream, export::SEND_FLUSH);
+        let _ = next_request(&mut stream);
+    });
+    let file = fake.open("&reconnect-s=1", &BufferAccount::UNLIMITED);
+    let failed = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let (other, failed) = (&file, &failed);
+        scope.spawn(move || {
+            read_block(&other.open_blocking().unwrap()).unwrap_err();
+            failed.store(true, Ordering::SeqCst);
+        });
+        let fails = becomes(|| failed.load(Ordering::SeqCst) || connections.load(Ordering::SeqCst) > 1000);
+        let made = connections.load(Ordering::SeqCst);
+        file.cancel();
+        assert!(fails && made < 30, "{made} connections");
+    });
+}
+
+fn connecting_threads() -> usize {
+    let names = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    let name = |entry: std::fs::DirEntry| std::fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
+    names.map(name).filter(|name| name.trim() == "nbd-connect").count()
+}
+
+#[test]
+fn further_connections_that_a_server_leaves_open_have_one_thread() {
+    // A connection that is made while another one is served gets no word.
+    let served = Arc::new(std::sync::Mutex::new(None::<UnixStream>));
+    let one = Arc::clone(&served);
+    let fake = Fake::start(move |_, mut stream| {
+        let is_first = {
+            let mut one = one.lock().unwrap();
+            let is_first = one.is_none();
+            one.get_or_insert_with(|| stream.try_clone().unwrap());
+            is_first
+        };
+        if is_first {
+            let _ = shake_hands(&mut stream, export::SEND_FLUSH | export::CAN_MULTI_CONN);
+            while let Some(request) = next_request(&mut stream) {
+                if !answer_read(&mut stream, &request) {
+                    break;
+                }
+            }
+        } else {
+            let _ = exactly(&mut stream, 1);
+        }
+    });
+    let file = fake.open("&reconnect-s=60", &BufferAccount::UNLIMITED);
+    let (queue, _other) = (file.open_blocking().unwrap(), file.open_blocking().unwrap());
+    assert!(becomes(|| connecting_threads() > 0), "there is no second connection");
+    for round in 0..50 {
+        read_block(&queue).unwrap();
+        let threads = connecting_threads();
+        assert!(threads <= 1, "{threads} threads in round {round}");
+        let first = served.lock().unwrap().take().unwrap();
+        first.shutdown(std::net::Shutdown::Both).unwrap();
+    }
 }
