@@ -350,14 +350,24 @@ impl Link {
         active.ok_or(WireError("a reply names a request that was not sent"))
     }
 
+    fn set_error(&mut self, lane: usize, cookie: u64, error: u32) -> Result<(), WireError> {
+        let active = self.active(lane, cookie)?;
+        if active.replays && error == error::ESHUTDOWN {
+            // The next one gets all of it, from the beginning.
+            return Err(WireError("it is shutting down"));
+        }
+        active.error = error;
+        Ok(())
+    }
+
     fn hear(&mut self, lane: usize, said: Said) -> Result<(), WireError> {
         match said {
             Said::Ended { cookie, error } => {
-                self.active(lane, cookie)?.error = error;
+                self.set_error(lane, cookie, error)?;
                 self.end(cookie);
             }
             Said::Failed { cookie, error, done } => {
-                self.active(lane, cookie)?.error = error;
+                self.set_error(lane, cookie, error)?;
                 if done {
                     self.end(cookie);
                 }

@@ -3,7 +3,7 @@
 use block::{File, FileOp, FileQueue, IoResult, PastEnd, block_on};
 use memory::{AlignedBuf, BufferAccount, BufferBudget, IoBuf};
 use nbd_wire::Reader;
-use nbd_wire::numbers::{answer, command, export, handshake, option};
+use nbd_wire::numbers::{answer, command, error, export, handshake, option};
 use nbd_wire::option::{Info, OPTION_HEADER_BYTES, OptionHeader, put_answer, put_greeting};
 use nbd_wire::reply::simple;
 use nbd_wire::request::{COMPACT_BYTES, Request};
@@ -247,4 +247,34 @@ fn further_connections_that_a_server_leaves_open_have_one_thread() {
         let first = served.lock().unwrap().take().unwrap();
         first.shutdown(std::net::Shutdown::Both).unwrap();
     }
+}
+
+#[test]
+fn a_server_that_goes_while_writes_are_repeated_loses_none() {
+    let (acknowledged, again) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let (first, last) = (Arc::clone(&acknowledged), Arc::clone(&again));
+    let fake = Fake::start(move |number, mut stream| {
+        let _ = shake_hands(&mut stream, export::SEND_FLUSH);
+        while let Some(request) = next_request(&mut stream) {
+            let is_write = request.command == command::WRITE;
+            let error = if number == 1 { error::ESHUTDOWN } else { 0 };
+            match number {
+                0 if is_write => _ = first.fetch_add(1, Ordering::SeqCst),
+                // It leaves as soon as it is to flush.
+                0 => break,
+                1 => {}
+                _ => _ = last.fetch_add(usize::from(is_write), Ordering::SeqCst),
+            }
+            if !reply(&mut stream, request.cookie, error) || number == 1 {
+                break;
+            }
+        }
+    });
+    let file = fake.open("&reconnect-s=60", &BufferAccount::UNLIMITED);
+    write_mib(&file, 0).unwrap();
+    write_mib(&file, 1).unwrap();
+    let queue = file.open_blocking().unwrap();
+    block_on(queue.start(FileOp::Flush)).unwrap();
+    let (before, after) = (acknowledged.load(Ordering::SeqCst), again.load(Ordering::SeqCst));
+    assert_eq!((before, after), (2, 2));
 }
