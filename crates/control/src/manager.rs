@@ -309,7 +309,6 @@ impl Manager {
         }
         let nodes = wanted.iter().map(|(name, path)| Ok((self.node(name)?, path.as_path())));
         let nodes = nodes.collect::<Result<Vec<(NodeId, &Path)>>>()?;
-        let before = self.records.current();
         let put_on = |record: &mut Record| {
             for (name, path) in &wanted {
                 if let Some(disk) = record.disk_mut(name) {
@@ -318,18 +317,12 @@ impl Manager {
             }
         };
         let result = self.daemon.put_overlays_with(&nodes, || self.records.change(put_on));
-        // Only the daemon knows whether the layers are in place: an error may concern a former top only.
-        let is_on_top =
-            |(name, path): &(&str, PathBuf)| self.disk(name).is_ok_and(|disk| Path::new(&disk.file) == path);
-        if result.is_err() && !wanted.iter().any(is_on_top) {
-            let undo = |record: &mut Record| {
-                for (name, _) in &wanted {
-                    if let (Some(disk), Some(old)) = (record.disk_mut(name), before.disk(name)) {
-                        disk.clone_from(old);
-                    }
-                }
-            };
-            self.records.change(undo)?;
+        // Once the layers are recorded, they are in place, and an error concerns a former top only. If they could not
+        // be recorded, the directory may name them all the same.
+        if result.is_err()
+            && let Err(error) = self.records.change(|_| ())
+        {
+            tracing::error!("the record may name layers that do not exist: {error}");
         }
         result?;
         let changed = |(name, path): &(&str, PathBuf)| {

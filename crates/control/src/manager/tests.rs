@@ -1,5 +1,6 @@
 use super::*;
 use image::{CreateOptions, Opener as _, Role};
+use std::sync::Barrier;
 
 const SIZE_BYTES: u64 = 1 << 20;
 
@@ -10,9 +11,16 @@ struct Managed {
 
 impl Managed {
     fn new() -> Self {
-        let directory = tempfile::tempdir().unwrap();
+        Self::in_directory(tempfile::tempdir().unwrap())
+    }
+
+    fn in_directory(directory: tempfile::TempDir) -> Self {
         let manager = Manager::start(DaemonConfig::default(), Some(&directory.path().join("state"))).unwrap();
         Self { directory, manager }
+    }
+
+    fn snapshot(&self, disk: &str, overlay: &Path) -> Result<Vec<Disk>> {
+        self.manager.snapshot(&[Overlay { disk: disk.to_owned(), overlay: overlay.to_owned() }])
     }
 
     /// Makes a qcow2 image that rests on another one.
@@ -82,4 +90,26 @@ fn a_disk_that_cannot_be_recorded_is_not_served() {
     std::fs::create_dir(managed.directory.path().join("state/disks.json.new")).unwrap();
     managed.add(&top, &[&lowest]).unwrap_err();
     assert!(managed.recorded().is_none() && !managed.manager.knows("web"));
+}
+
+#[test]
+fn snapshots_of_one_disk_at_one_time_leave_the_record_as_the_disk_is() {
+    let managed = Managed::new();
+    let base = managed.image("base", None);
+    managed.add(&base, &[]).unwrap();
+    for round in 0..20 {
+        let start = Barrier::new(2);
+        std::thread::scope(|scope| {
+            for side in ["one", "other"] {
+                let (start, managed, overlay) = (&start, &managed, base.with_file_name(format!("{side}{round}")));
+                scope.spawn(move || {
+                    start.wait();
+                    // Whoever comes second may be refused.
+                    let _ = managed.snapshot("web", &overlay);
+                });
+            }
+        });
+        let disk = managed.manager.disk("web").unwrap();
+        assert_eq!(managed.recorded().unwrap().options.get("file"), Some(&*disk.file), "round {round}");
+    }
 }
