@@ -140,10 +140,22 @@ impl RecordedDisk {
         self.files().chain(self.fleeces.iter().map(String::as_str)).any(|used| is_same_file(used, file))
     }
 
-    /// Whether layers were put on it since it was added with this file.
+    /// Whether layers were put on it since it was added with this file, also under another name of the file.
     pub(crate) fn has_layers_on(&self, file: Option<&str>) -> bool {
         let first = self.former_tops.first().map(|first| first.file.as_str());
-        file.is_some() && (first == file || self.moved_from.as_deref() == file)
+        let mut given = first.into_iter().chain(self.moved_from.as_deref());
+        file.is_some_and(|file| given.any(|given| is_same_file(given, file)))
+    }
+
+    /// Whether it has left this file: it wrote to it once, and now writes to another.
+    pub(crate) fn has_left(&self, file: &str) -> bool {
+        let former = self.former_tops.iter().map(|top| top.file.as_str());
+        former.chain(self.moved_from.as_deref()).any(|former| is_same_file(former, file))
+    }
+
+    /// Whether this is the file of its top layer.
+    pub(crate) fn has_top(&self, file: &str) -> bool {
+        self.options.get("file").is_some_and(|top| is_same_file(top, file))
     }
 
     /// Replaces its options. Its layers stay, and so does its socket if the options name none.

@@ -1,6 +1,6 @@
 //! Reads the configuration file again, and adds, removes and changes what differs, while other disks run.
 
-use super::restore::keep_usual_socket;
+use super::restore::{keep_usual_socket, refuse_left_files};
 use super::{Configured, Manager, absolute_file, lock};
 use crate::api::{AddExport, EventKind, FailedDisk, Reloaded};
 use crate::config::Config;
@@ -64,7 +64,9 @@ impl Manager {
             if new.drive(name).is_some() {
                 continue;
             }
-            match self.remove_configured(name) {
+            let recorded = self.records.current();
+            let refused = recorded.disk(name).map_or(Ok(()), |disk| refuse_left_files(disk, &new.drives));
+            match refused.and_then(|()| self.remove_configured(name)) {
                 Ok(true) => outcome.removed.push(name.to_owned()),
                 Ok(false) => {}
                 Err(error) => {
