@@ -110,7 +110,7 @@ impl Record {
                     disk.moved_from = old.moved_from.take();
                     let new = std::mem::replace(&mut disk.bases, std::mem::take(&mut old.bases));
                     for base in new {
-                        if !disk.bases.contains(&base) {
+                        if !disk.files().any(|file| file == base) {
                             disk.bases.push(base);
                         }
                     }

@@ -208,13 +208,17 @@ impl Manager {
         let key = given.key();
         let mut options = absolute_file(Options::parse(&given.text)?)?;
         let recorded = self.records.current();
-        let layered = recorded.disk(given.name().unwrap_or_default());
-        if let Some(disk) = layered.filter(|disk| disk.has_layers_on(options.get("file"))) {
+        let recorded = recorded.disk(given.name().unwrap_or_default());
+        if let Some(disk) = recorded.filter(|disk| disk.has_layers_on(options.get("file"))) {
             keep_usual_socket(&mut given.drive.export, &given.drive.disk);
             options = disk.with_own_top(options);
             let own = options.to_drive()?.disk;
             let disk = &mut given.drive.disk;
             (disk.file, disk.format, disk.snapshot, disk.keep) = (own.file, own.format, own.snapshot, own.keep);
+        }
+        if let Some(disk) = recorded.filter(|disk| disk.options.get("file") == options.get("file")) {
+            given.drive.disk.former_tops = disk.former_tops.len();
+            given.drive.disk.bases = disk.files().map(PathBuf::from).collect();
         }
         self.add(&given.drive, Some(options), given.serve, Some(&key), &[])?;
         given.exports.iter().try_for_each(|export| self.add_export(export.clone()).map(drop))

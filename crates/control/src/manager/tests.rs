@@ -1,5 +1,5 @@
 use super::*;
-use crate::api::Reloaded;
+use crate::api::{CommitDisk, Reloaded};
 use crate::config::Config;
 use image::{CreateOptions, Opener as _, Role};
 use std::sync::Barrier;
@@ -208,4 +208,26 @@ fn a_reload_does_not_rename_a_disk_and_leave_its_layers() {
     assert_eq!(managed.manager.disk("web").unwrap().file, top.display().to_string());
     assert_eq!(managed.manager.disks().len(), 1);
     assert_eq!(managed.reload(&drive("web")).failed, Vec::new());
+}
+
+#[test]
+fn a_reload_opens_a_disk_with_layers_elsewhere_and_they_can_be_taken_back() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    let top = root.with_file_name("elsewhere").join("top");
+    std::fs::create_dir(top.parent().unwrap()).unwrap();
+    let text = format!("[[drive]]\nname = 'web'\nexport = false\nfile = '{}'\n", root.display());
+    managed.configured_by(&text);
+    let before = managed.recorded().unwrap();
+    managed.snapshot("web", &top).unwrap();
+    let reloaded = managed.reload(&format!("{text}serial = 'S'\n"));
+    assert_eq!((reloaded.reopened, reloaded.failed), (vec!["web".to_owned()], Vec::new()));
+    assert_eq!(managed.manager.disk("web").unwrap().file, top.display().to_string());
+    assert!(managed.recorded().unwrap().bases.is_empty());
+    let manager = Arc::new(managed.manager);
+    let commit = CommitDisk { layers: 1, bytes_per_second: None, within_ms: None, stall_ms: None };
+    let job = manager.commit("web", commit).unwrap();
+    manager.daemon.wait_job(manager.job_id(job.id).unwrap()).unwrap();
+    let recorded = manager.records.current().disk("web").cloned().unwrap();
+    assert_eq!(recorded.files().collect::<Vec<_>>(), before.files().collect::<Vec<_>>());
 }
