@@ -99,7 +99,8 @@ impl Record {
         self.removed.retain(|text| configured.contains(text));
     }
 
-    /// Adds a disk, or replaces the one of its name. The disk keeps the old one's layers if it has the same top.
+    /// Adds a disk, or replaces the one of its name. The disk keeps the old one's layers and fleeces if it has the same
+    /// top. Otherwise a fleece may hold the only copy of what guests wrote, and nothing here removes it any more.
     pub(crate) fn put(&mut self, mut disk: RecordedDisk) {
         match self.disks.iter_mut().find(|other| other.name == disk.name) {
             Some(old) => {
@@ -115,8 +116,8 @@ impl Record {
                         }
                     }
                     disk.kept_in = old.kept_in.take();
+                    disk.fleeces = std::mem::take(&mut old.fleeces);
                 }
-                disk.fleeces = std::mem::take(&mut old.fleeces);
                 *old = disk;
             }
             None => self.disks.push(disk),
@@ -530,6 +531,18 @@ mod tests {
         assert_eq!(disk, given);
         disk.put_on("/b.qcow2");
         assert!(disk.uses(own.to_str().unwrap()) && !disk.uses("/other"));
+    }
+
+    #[test]
+    fn a_disk_of_another_file_does_not_take_over_a_fleece() {
+        let mut old = disk("/a.raw");
+        old.fleeces.push("/fleece".into());
+        old.put_on("/fleece");
+        let mut record = Record { disks: vec![old], ..Record::default() };
+        record.put(disk("/fleece"));
+        assert_eq!(record.disks[0].fleeces, ["/fleece"]);
+        record.put(disk("/b.raw"));
+        assert!(record.disks[0].fleeces.is_empty());
     }
 
     #[test]
