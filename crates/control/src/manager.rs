@@ -273,6 +273,7 @@ impl Manager {
             }
             let what = || format!("the disk '{name}' is removed, but could not be closed");
             closed = closed.map_err(|error| error.in_context(what()));
+            self.forget_ended_exports();
         }
         let forget = |record: &mut Record| {
             let configured = record.disk(name).and_then(|disk| disk.configured.clone());
@@ -369,8 +370,9 @@ impl Manager {
         let found = self.daemon.exports().into_iter().find(|export| export.id.number() == number);
         let export = found.ok_or_else(|| Failure::not_found(format!("there is no export {number}")))?;
         let disk = self.name_of(export.node)?;
+        let how = lock(&self.exports).get(&export.id).cloned().flatten();
         self.daemon.remove_export(export.id)?;
-        let how = lock(&self.exports).remove(&export.id).flatten();
+        lock(&self.exports).remove(&export.id);
         self.records.change(|record| {
             let Some(disk) = record.disk_mut(&disk) else { return };
             match &how {

@@ -190,6 +190,7 @@ impl Manager {
         let recorded = self.records.current().disk(name).map(|disk| disk.exports.clone()).unwrap_or_default();
         let of_calls: Vec<AddExport> = recorded.into_iter().filter(|export| !old.exports.contains(export)).collect();
         self.daemon.remove_disk(self.node(name)?, true)?;
+        self.forget_ended_exports();
         self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
         self.open_configured(new).map_err(|error| match self.open_configured(old) {
             Ok(()) => error.in_context("it was opened again as it was before"),

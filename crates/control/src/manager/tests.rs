@@ -231,3 +231,22 @@ fn a_reload_opens_a_disk_with_layers_elsewhere_and_they_can_be_taken_back() {
     let recorded = manager.records.current().disk("web").cloned().unwrap();
     assert_eq!(recorded.files().collect::<Vec<_>>(), before.files().collect::<Vec<_>>());
 }
+
+#[test]
+fn a_reload_removes_an_export_whose_disk_was_opened_anew() {
+    let managed = Managed::new();
+    let drive = |serial: &str| {
+        let file = managed.image(&format!("root{serial}"), None);
+        format!("[[drive]]\nname = 'web'\nexport = false\nfile = '{}'\nserial = '{serial}'\n", file.display())
+    };
+    let export = "[[export]]\ndisk = 'web'\ntype = 'nbd'\nsocket = 'web.sock'\n";
+    managed.configured_by(&format!("{}{export}", drive("A")));
+    let drive = drive("B");
+    let reloaded = managed.reload(&format!("{drive}{export}"));
+    assert_eq!((reloaded.reopened, reloaded.failed), (vec!["web".to_owned()], Vec::new()));
+    assert_eq!(managed.manager.exports().len(), 1);
+    let reloaded = managed.reload(&drive);
+    assert_eq!((reloaded.changed, reloaded.failed), (vec!["web".to_owned()], Vec::new()));
+    assert!(managed.manager.exports().is_empty() && managed.recorded().unwrap().exports.is_empty());
+    assert!(lock(&managed.manager.exports).is_empty());
+}
