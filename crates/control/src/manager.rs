@@ -265,25 +265,36 @@ impl Manager {
     /// Closes a disk. A disk with exports or jobs is refused, unless `force` ends them first.
     pub fn remove_disk(&self, name: &str, force: bool) -> Result<()> {
         let mut closed = Ok(());
+        // From here on, another disk may get the name at any time.
+        let mut node = self.records.node_of(name);
+        let key = self.records.current().disk(name).and_then(|disk| disk.configured.clone());
         if lock(&self.failed).remove(name).is_none() {
-            closed = self.daemon.remove_disk(self.node(name)?, force);
+            let served = self.node(name)?;
+            node = Some(served);
+            closed = self.daemon.remove_disk(served, force);
             // A disk that could not be closed is removed, too.
-            if self.daemon.disk_named(name).is_some() {
+            if self.daemon.disk_named(name) == Some(served) {
                 return closed;
             }
             let what = || format!("the disk '{name}' is removed, but could not be closed");
             closed = closed.map_err(|error| error.in_context(what()));
             self.forget_ended_exports();
         }
-        let forget = |record: &mut Record| {
-            let configured = record.disk(name).and_then(|disk| disk.configured.clone());
-            record.removed.extend(configured);
-            record.disks.retain(|disk| disk.name != name);
-        };
-        self.records.change(forget)?;
+        self.forget(name, node, key)?;
         lock(&self.failed_exports).retain(|export| export.request.disk != name);
         self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
         closed
+    }
+
+    /// Takes a disk off the record, unless the record of this name is another disk's by now. If the disk is configured,
+    /// by `key`, it stays away.
+    fn forget(&self, name: &str, node: Option<NodeId>, key: Option<String>) -> Result<()> {
+        self.records.change(|record| {
+            record.removed.extend(key.filter(|key| !record.removed.contains(key)));
+            if self.records.node_of(name) == node {
+                record.disks.retain(|disk| disk.name != name);
+            }
+        })
     }
 
     /// Reopens the files of a disk, because one was replaced, or changed behind the disk.

@@ -322,6 +322,11 @@ impl Records {
         lock(&self.nodes).insert(name.to_owned(), node);
     }
 
+    /// The disk that has the record under this name, or had it last.
+    pub(crate) fn node_of(&self, name: &str) -> Option<NodeId> {
+        lock(&self.nodes).get(name).copied()
+    }
+
     /// Changes the record. When this returns without an error, the change is durable.
     pub(crate) fn change(&self, change: impl FnOnce(&mut Record)) -> Result<()> {
         let mut may_differ = lock(&self.changing);
@@ -355,7 +360,7 @@ impl DiskRecord {
     /// As [`Records::change_disk`]. Another disk of the same name stays as it is.
     pub(crate) fn change(&self, change: impl FnOnce(&mut RecordedDisk)) -> Result<()> {
         self.records.change_disk(&self.name, |disk| {
-            if lock(&self.records.nodes).get(&self.name) == Some(&self.node) {
+            if self.records.node_of(&self.name) == Some(self.node) {
                 change(disk);
             }
         })

@@ -143,6 +143,21 @@ fn snapshots_of_one_disk_at_one_time_leave_the_record_as_the_disk_is() {
     }
 }
 
+#[test]
+fn a_disk_that_gets_the_name_of_a_removed_one_at_once_keeps_its_record() {
+    let managed = Managed::new();
+    let (one, other) = (managed.image("one", None), managed.image("other", None));
+    managed.add(&one, &[]).unwrap();
+    let node = managed.manager.node("web").unwrap();
+    managed.manager.daemon.remove_disk(node, true).unwrap();
+    managed.add(&other, &[]).unwrap();
+    managed.manager.forget("web", Some(node), Some("key".to_owned())).unwrap();
+    assert_eq!(managed.recorded().unwrap().options.get("file"), Some(&*other.to_string_lossy()));
+    assert_eq!(managed.manager.records.current().removed, ["key"]);
+    managed.manager.remove_disk("web", false).unwrap();
+    assert_eq!(managed.recorded(), None);
+}
+
 /// A disk of the command line.
 fn given(text: &str) -> [Configured; 1] {
     let drive = Options::parse(text).unwrap().to_drive().unwrap();
