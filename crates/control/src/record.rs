@@ -227,6 +227,11 @@ impl RecordedDisk {
     /// that will go. Until the image names the new base, it may be opened with its old layers.
     pub(crate) fn rest_on(&mut self, gone: usize, base: Option<String>) {
         let stay = self.former_tops.len().saturating_sub(gone);
+        if stay == 0 {
+            // It was added with this file.
+            let first = self.former_tops.first().map(|first| first.file.clone());
+            self.moved_from = self.moved_from.take().or(first);
+        }
         let gone = self.former_tops.split_off(stay).into_iter().map(|top| top.file);
         for file in gone.chain(base).collect::<Vec<_>>() {
             if !self.bases.contains(&file) {
@@ -521,6 +526,19 @@ mod tests {
         top.move_to("/d.qcow2", "qcow2", Some(vec!["/a.raw".to_owned()]));
         top.take_off("/a.raw");
         assert_eq!(top.options.to_text(), "file=/a.raw,format=raw");
+    }
+
+    #[test]
+    fn a_disk_whose_top_took_in_all_layers_keeps_it() {
+        let mut merged = disk("/a.raw");
+        merged.put_on("/b.qcow2");
+        merged.rest_on(1, None);
+        assert!(merged.has_layers_on(Some("/a.raw")) && merged.has_left("/a.raw"));
+        merged.set_options(Options::parse("file=/a.raw,format=raw,cache=none").unwrap());
+        assert_eq!(merged.options.to_text(), "file=/b.qcow2,format=qcow2,cache=none");
+        let mut alone = disk("/a.raw");
+        alone.rest_on(0, Some("/base.raw".to_owned()));
+        assert_eq!(alone.moved_from, None);
     }
 
     #[test]
