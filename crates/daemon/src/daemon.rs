@@ -264,8 +264,8 @@ impl Daemon {
     }
 
     /// Flushes and closes a disk. Fails if it has exports or jobs; with `force`, exports are removed and jobs cancelled
-    /// first. Requests that the storage does not end in time are given up ([`DaemonConfig::give_up_after`]): their
-    /// guests get errors, and so does the caller. The disk is gone all the same.
+    /// first. Requests and calls that the storage does not end in time are given up ([`DaemonConfig::give_up_after`]):
+    /// their guests get errors, and so does the caller. The disk is gone all the same.
     pub fn remove_disk(&self, id: NodeId, force: bool) -> Result<()> {
         let (found, exports) = self.table.take_node(id, force)?;
         self.be_patient_with_jobs_of(id);
@@ -282,15 +282,22 @@ impl Daemon {
         // A job that takes a layer back may take long.
         let patience = Patience::with_jobs(&found, self.jobs.moved_bytes_by(id));
         let limit = given_up.load(Ordering::Acquire).then_some(HOPELESS_PATIENCE);
-        self.table.wait_for_works(id, limit);
         self.jobs.wait_for_all_of(id, limit);
         drop(patience);
+        if !self.wait_for_calls(&found, limit) {
+            given_up.store(true, Ordering::Release);
+        }
         let patience = Patience::with_end(&found);
         // Its locks go with it: whoever finds the name free finds the image free, too.
         let closed = match given_up.load(Ordering::Acquire) || self.table.has_left_works(id) {
             true => {
                 self.has_given_up.store(true, Ordering::Release);
-                close_hopeless(found, close)
+                // A call that changes the image ends before.
+                let table = Arc::clone(&self.table);
+                close_hopeless(found, move |found| {
+                    table.wait_for_works(id, None);
+                    close(found)
+                })
             }
             false => {
                 let closed = close(&found);
@@ -301,6 +308,20 @@ impl Daemon {
         drop(patience);
         self.table.forget_node(id);
         closed
+    }
+
+    /// Waits for calls that work on a disk, at most until the `limit`; returns whether they have ended. Without a limit,
+    /// storage that does not answer them in time is given up.
+    fn wait_for_calls(&self, found: &Found, limit: Option<Duration>) -> bool {
+        if self.table.wait_for_works(found.id, Some(limit.unwrap_or(self.config.give_up_after))) {
+            return true;
+        }
+        if limit.is_none() {
+            tracing::warn!(disk = %found.name, "calls do not end: their storage is given up");
+            found.disk.image.iter().for_each(|image| image.cancel());
+            return self.table.wait_for_works(found.id, Some(HOPELESS_PATIENCE));
+        }
+        false
     }
 
     /// Returns the number of the disk with this name.
@@ -427,9 +448,10 @@ impl Daemon {
         first
     }
 
-    /// Ends disks side by side, so that one whose storage hangs does not keep the others from being closed. Failures
-    /// are logged at once, because the last disk may never end.
-    fn end_disks(&self) -> Result<()> {
+    /// Removes all disks by force, side by side, so that one whose storage hangs does not keep the others from being
+    /// closed. Failures are logged at once, because the last disk may never end. Returns the error of the disk that was
+    /// added first.
+    pub fn end_disks(&self) -> Result<()> {
         // Only the numbers: holding a disk would keep its file locked.
         let nodes: Vec<NodeId> = self.table.nodes().iter().map(|node| node.id).collect();
         let end = |id: NodeId| self.remove_disk(id, true).inspect_err(|error| tracing::error!("{error}"));

@@ -358,12 +358,14 @@ impl Table {
     }
 
     /// Waits until nothing is done any more to a disk that was taken out, but for what was given up; at most until the `limit`.
-    pub(crate) fn wait_for_works(&self, id: NodeId, limit: Option<Duration>) {
+    /// Returns whether that is so.
+    pub(crate) fn wait_for_works(&self, id: NodeId, limit: Option<Duration>) -> bool {
         let is_used = |state: &mut State| state.works.values().any(|work| work.node == id && !work.is_left);
         match limit {
             None => drop(self.gone.wait_while(self.lock(), is_used).unwrap_or_else(PoisonError::into_inner)),
             Some(limit) => drop(self.gone.wait_timeout_while(self.lock(), limit, is_used)),
         }
+        !is_used(&mut self.lock())
     }
 }
 
