@@ -14,7 +14,7 @@ use drive::{DiskOptions, DriveOptions, EngineOpener, ExportOptions, ShownOptions
 use engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
 use export_nbd::Limits;
 use export_vhost_user::{ExportOptions as VhostUserOptions, Geometry, Overrides, QueueLatency};
-use image::{BackingPolicy, HoldControl, TableCacheStats, ThrottleMember};
+use image::{BackingPolicy, Hold, HoldControl, TableCacheStats, ThrottleMember};
 use memory::{BudgetStats, BufferBudget, PoolStats};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -211,8 +211,9 @@ impl Daemon {
         vhost.name = if has_others { format!("{name}.{id}") } else { name };
         // Each export begins with another reactor, so that exports of one queue spread too.
         vhost.first_reactor = usize::try_from(id.0).unwrap_or(0) % self.reactors.len().max(1);
-        let begun = place.serve(Arc::clone(&found.disk.disk), self.reactor_handles(), vhost);
-        self.begin(id, found, begun.map(Front::VhostUser))
+        let (disk, hold) = found.disk.for_export();
+        let begun = place.serve(disk, self.reactor_handles(), vhost);
+        self.begin(id, found, hold, begun.map(Front::VhostUser))
     }
 
     /// Makes an export at an NBD server.
@@ -220,6 +221,7 @@ impl Daemon {
         &self,
         found: &Found,
         options: &NbdOptions,
+        hold: Option<Hold>,
         begin: impl FnOnce() -> Result<Front>,
     ) -> Result<ExportId> {
         let limits = Limits::default();
@@ -231,13 +233,13 @@ impl Daemon {
         };
         let read_only = options.read_only || found.disk.disk.info().read_only;
         let (id, _) = self.table.reserve_export(found.id, read_only, attachment, None)?;
-        self.begin(id, found, begin())
+        self.begin(id, found, hold, begin())
     }
 
     /// Enters an export that has begun into the table, or removes its reservation if it has not.
-    fn begin(&self, id: ExportId, found: &Found, begun: Result<Front>) -> Result<ExportId> {
+    fn begin(&self, id: ExportId, found: &Found, hold: Option<Hold>, begun: Result<Front>) -> Result<ExportId> {
         let begun = begun.map_err(|error| error.in_context(&found.file)).and_then(|front| {
-            self.table.export_is_here(id, front).map_err(|front| {
+            self.table.export_is_here(id, front, hold).map_err(|front| {
                 front.stop();
                 Error::new(ErrorKind::Locked, format!("the disk of '{}' was removed meanwhile", found.file))
             })
@@ -255,10 +257,10 @@ impl Daemon {
     /// Removes an export. Its guest is disconnected when its requests in flight have ended. The disk and its other
     /// exports stay.
     pub fn remove_export(&self, id: ExportId) -> Result<()> {
-        let node = self.table.exports().iter().find(|export| export.id == id).map(|export| export.node);
-        let found = node.and_then(|node| self.table.find(node).ok());
-        let _held = found.as_ref().and_then(|found| found.disk.hold.as_ref()).map(HoldControl::give_up);
-        self.table.take_export(id)?.stop();
+        let (front, hold) = self.table.take_export(id)?;
+        // Guests of other exports go on waiting.
+        let _held = hold.as_ref().map(Hold::give_up);
+        front.stop();
         self.table.forget_export(id);
         Ok(())
     }
@@ -269,7 +271,7 @@ impl Daemon {
     pub fn remove_disk(&self, id: NodeId, force: bool) -> Result<()> {
         let (found, exports) = self.table.take_node(id, force)?;
         self.be_patient_with_jobs_of(id);
-        let _held = found.disk.hold.as_ref().map(HoldControl::give_up);
+        let _held = found.disk.hold.as_deref().map(HoldControl::give_up);
         let given_up = Arc::new(AtomicBool::new(false));
         let surrenders = exports.iter().map(|(_, export)| export.surrender()).collect();
         let patience = Patience::with_requests(self.config.give_up_after, &found, surrenders, &given_up);

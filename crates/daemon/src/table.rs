@@ -9,7 +9,7 @@ use crate::status::{ExportId, ExportStatus, NodeId};
 use block::{Error, ErrorKind, Result};
 use drive::{DiskOptions, OpenedDisk};
 use export_vhost_user::QueueLatency;
-use image::{CopyWatch, FileName};
+use image::{CopyWatch, FileName, Hold};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -59,6 +59,8 @@ struct Exported {
     /// The inode of the socket, if it was passed.
     passed_inode: Option<u64>,
     export: Phase<Front>,
+    /// Holds requests of its guests, if the disk does.
+    hold: Option<Hold>,
 }
 
 /// A disk that is open.
@@ -243,7 +245,8 @@ impl Table {
         let has_others = state.exports.values().any(|other| other.node == node);
         let id = ExportId(state.next_export);
         state.next_export += 1;
-        state.exports.insert(id, Exported { node, read_only, attachment, passed_inode, export: Phase::Coming });
+        let (export, hold) = (Phase::Coming, None);
+        state.exports.insert(id, Exported { node, read_only, attachment, passed_inode, export, hold });
         Ok((id, has_others))
     }
 
@@ -255,23 +258,24 @@ impl Table {
     }
 
     /// Enters an export that serves. If its disk is going meanwhile, the export is given back, and the caller ends it.
-    pub(crate) fn export_is_here(&self, id: ExportId, export: Front) -> Result<(), Front> {
+    pub(crate) fn export_is_here(&self, id: ExportId, export: Front, hold: Option<Hold>) -> Result<(), Front> {
         let mut guard = self.lock();
         let state = &mut *guard;
         match state.exports.get_mut(&id) {
             Some(entry) if state.nodes.get(&entry.node).is_some_and(|node| matches!(node.disk, Phase::Here(_))) => {
-                entry.export = Phase::Here(export);
+                (entry.export, entry.hold) = (Phase::Here(export), hold);
                 Ok(())
             }
             _ => Err(export),
         }
     }
 
-    /// Takes an export out to be ended. [`Table::forget_export`] follows when it has.
-    pub(crate) fn take_export(&self, id: ExportId) -> Result<Front> {
+    /// Takes an export out to be ended, with what holds its requests. [`Table::forget_export`] follows when it has.
+    pub(crate) fn take_export(&self, id: ExportId) -> Result<(Front, Option<Hold>)> {
         let mut state = self.lock();
         let entry = state.exports.get_mut(&id).ok_or_else(|| bad(format!("there is no export {id}")))?;
-        entry.export.take().ok_or_else(|| bad(format!("export {id} is being added or removed just now")))
+        let busy = || bad(format!("export {id} is being added or removed just now"));
+        Ok((entry.export.take().ok_or_else(busy)?, entry.hold.take()))
     }
 
     /// Removes an export that could not begin, or has ended.
