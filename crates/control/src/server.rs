@@ -20,8 +20,8 @@ use tokio::sync::{Semaphore, oneshot};
 const SOCKET_MODE: u32 = 0o600;
 /// Connections at one time. Others wait to be accepted.
 const CONNECTIONS_MAX: usize = 64;
-/// Calls that are carried out at one time. Others wait.
-const CALLS_MAX: usize = 16;
+/// Calls that are carried out at one time. Others wait. More than may wait for storage.
+const CALLS_MAX: usize = 64;
 /// A client that sends its request slower than this is disconnected.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longer requests are refused.

@@ -73,16 +73,28 @@ fn the_daemon_ends_and_closes_the_other_disks_while_a_call_hangs() {
     guest.end();
     assert!(daemon.ctl(&["snapshot-list", "far"]).contains("one"));
     nbd.signal("STOP");
-    let mut command = ringdisk();
-    command.args(daemon.arguments(&["snapshot-list", "far"])).stdout(Stdio::null()).stderr(Stdio::null());
-    let mut call = command.spawn().unwrap();
+    let list = || {
+        let mut command = ringdisk();
+        command.args(daemon.arguments(&["snapshot-list", "far"])).stdout(Stdio::null()).stderr(Stdio::null());
+        command.spawn().unwrap()
+    };
+    let mut call = list();
     let deadline = Instant::now() + PATIENCE;
     // Its export keeps the disk.
     while !text(&run(&daemon.arguments(&["remove", "far"])).stderr).contains("a look at its snapshots") {
         assert!(Instant::now() < deadline && call.try_wait().unwrap().is_none(), "the call does not hang");
     }
+    // More calls that hang keep nobody else from calling.
+    let mut more: Vec<Child> = (0..20).map(|_| list()).collect();
+    while more.iter_mut().filter_map(|call| call.try_wait().unwrap()).count() < 13 {
+        assert!(Instant::now() < deadline, "all of them hang");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(daemon.json(&["list"])["disks"].as_array().unwrap().len(), 2);
+    daemon.ctl(&["bitmap", "list", "good"]);
     daemon.server.signal("TERM");
     daemon.server.wait();
+    more.iter_mut().for_each(|call| assert!(!call.wait().unwrap().success()));
     assert!(!call.wait().unwrap().success());
     run_ok(&["check", path_str(&good)]);
     nbd.kill();
