@@ -270,6 +270,7 @@ impl Daemon {
     /// their guests get errors, and so does the caller. The disk is gone all the same.
     pub fn remove_disk(&self, id: NodeId, force: bool) -> Result<()> {
         let (found, exports) = self.table.take_node(id, force)?;
+        let _going = self.table.going(id);
         self.be_patient_with_jobs_of(id);
         let _held = found.disk.hold.as_deref().map(HoldControl::give_up);
         let given_up = Arc::new(AtomicBool::new(false));
@@ -308,7 +309,6 @@ impl Daemon {
             }
         };
         drop(patience);
-        self.table.forget_node(id);
         closed
     }
 
@@ -458,7 +458,7 @@ impl Daemon {
         let nodes: Vec<NodeId> = self.table.nodes().iter().map(|node| node.id).collect();
         let end = |id: NodeId| self.remove_disk(id, true).inspect_err(|error| tracing::error!("{error}"));
         let panicked = |_| Err(Error::new(ErrorKind::Io, "the end of a disk panicked: look at its image with check"));
-        std::thread::scope(|scope| {
+        let ended = std::thread::scope(|scope| {
             let spawn = |id: &NodeId| {
                 let id = *id;
                 std::thread::Builder::new().name("closing".into()).spawn_scoped(scope, move || end(id))
@@ -470,7 +470,10 @@ impl Daemon {
                 Err(_) => end(*id),
             };
             threads.into_iter().zip(&nodes).map(ended).fold(Ok(()), Result::and)
-        })
+        });
+        // A call may be closing another.
+        self.table.wait_for_those_going();
+        ended
     }
 
     /// Explains a locked image that this daemon itself uses.

@@ -19,7 +19,7 @@ use std::time::Duration;
 #[derive(Default)]
 pub(crate) struct Table {
     state: Mutex<State>,
-    /// Notified when an export has gone, or a work has ended.
+    /// Notified when a disk or an export has gone, or a work has ended.
     gone: Condvar,
 }
 
@@ -80,6 +80,18 @@ struct Working {
     watch: Option<Arc<CopyWatch>>,
     /// It waits for storage that hangs, and nobody waits for it.
     is_left: bool,
+}
+
+/// A disk that was taken out. It is forgotten when this goes.
+pub(crate) struct Going<'a> {
+    table: &'a Table,
+    id: NodeId,
+}
+
+impl Drop for Going<'_> {
+    fn drop(&mut self) {
+        self.table.forget_node(self.id);
+    }
 }
 
 /// Something that is being done to a disk. The disk stays as long as this lives.
@@ -147,6 +159,18 @@ impl Table {
     /// Removes a disk that could not be opened, or is closed.
     pub(crate) fn forget_node(&self, id: NodeId) {
         self.lock().nodes.remove(&id);
+        self.gone.notify_all();
+    }
+
+    /// Forgets a disk that was taken out when the result goes.
+    pub(crate) fn going(&self, id: NodeId) -> Going<'_> {
+        Going { table: self, id }
+    }
+
+    /// Waits for the disks that are being removed.
+    pub(crate) fn wait_for_those_going(&self) {
+        let goes = |state: &mut State| state.nodes.values().any(|node| matches!(node.disk, Phase::Going));
+        drop(self.gone.wait_while(self.lock(), goes).unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Returns names and paths of the disks that are open or being closed.
@@ -331,7 +355,7 @@ impl Table {
 
     /// Takes a disk out to be closed, with its exports, which have to end before. Without `force`, this fails if the
     /// disk has exports or works. With it, works that can be cancelled are. No export of the disk can begin any more.
-    /// [`Table::wait_for_exports`], [`Table::wait_for_works`] and [`Table::forget_node`] follow.
+    /// [`Table::going`], [`Table::wait_for_exports`] and [`Table::wait_for_works`] follow.
     pub(crate) fn take_node(&self, id: NodeId, force: bool) -> Result<(Found, Vec<(ExportId, Front)>)> {
         let mut guard = self.lock();
         let state = &mut *guard;
