@@ -10,7 +10,7 @@ use hyper_util::service::TowerToHyperService;
 use rustix::process::geteuid;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use tokio::net::{UnixListener, UnixStream};
@@ -33,8 +33,8 @@ const END_TIMEOUT: Duration = Duration::from_millis(500);
 #[derive(Debug)]
 pub struct ControlServer {
     stop: Option<oneshot::Sender<()>>,
-    /// Disconnected when no more calls are taken.
-    closed: Receiver<()>,
+    /// Ends when no more calls are taken.
+    closed: Option<oneshot::Receiver<()>>,
     /// How long calls in progress are waited for at the end; without a limit if nobody says.
     patience: Option<Sender<Duration>>,
     thread: Option<JoinHandle<()>>,
@@ -58,7 +58,7 @@ impl ControlServer {
             UnixListener::from_std(listener).map_err(failed)?
         };
         let (stop, stopped) = oneshot::channel();
-        let (closing, closed) = channel();
+        let (closing, closed) = oneshot::channel::<()>();
         let (patience, limit) = channel();
         let run = move || {
             runtime.block_on(accept(listener, router(manager), stopped));
@@ -71,7 +71,7 @@ impl ControlServer {
             }
         };
         let thread = std::thread::Builder::new().name("control".into()).spawn(run).map_err(failed)?;
-        Ok(Self { stop: Some(stop), closed, patience: Some(patience), thread: Some(thread) })
+        Ok(Self { stop: Some(stop), closed: Some(closed), patience: Some(patience), thread: Some(thread) })
     }
 
     /// Takes no more calls, and waits a moment for those in progress. Calls that take longer go on, and nobody gets
@@ -79,7 +79,7 @@ impl ControlServer {
     pub fn close(&mut self) {
         drop(self.stop.take());
         // An error says that it is closed.
-        let _ = self.closed.recv();
+        let _ = self.closed.take().map(oneshot::Receiver::blocking_recv);
     }
 
     /// Takes no more calls, and waits for those in progress.
