@@ -265,24 +265,36 @@ impl Manager {
     /// Closes a disk. A disk with exports or jobs is refused, unless `force` ends them first.
     pub fn remove_disk(&self, name: &str, force: bool) -> Result<()> {
         let mut closed = Ok(());
+        // From here on, another disk may get the name at any time.
+        let mut node = self.records.node_of(name);
+        let key = self.records.current().disk(name).and_then(|disk| disk.configured.clone());
         if lock(&self.failed).remove(name).is_none() {
-            closed = self.daemon.remove_disk(self.node(name)?, force);
+            let served = self.node(name)?;
+            node = Some(served);
+            closed = self.daemon.remove_disk(served, force);
             // A disk that could not be closed is removed, too.
-            if self.daemon.disk_named(name).is_some() {
+            if self.daemon.disk_named(name) == Some(served) {
                 return closed;
             }
             let what = || format!("the disk '{name}' is removed, but could not be closed");
             closed = closed.map_err(|error| error.in_context(what()));
+            self.forget_ended_exports();
         }
-        let forget = |record: &mut Record| {
-            let configured = record.disk(name).and_then(|disk| disk.configured.clone());
-            record.removed.extend(configured);
-            record.disks.retain(|disk| disk.name != name);
-        };
-        self.records.change(forget)?;
+        self.forget(name, node, key)?;
         lock(&self.failed_exports).retain(|export| export.request.disk != name);
         self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
         closed
+    }
+
+    /// Takes a disk off the record, unless the record of this name is another disk's by now. If the disk is configured,
+    /// by `key`, it stays away.
+    fn forget(&self, name: &str, node: Option<NodeId>, key: Option<String>) -> Result<()> {
+        self.records.change(|record| {
+            record.removed.extend(key.filter(|key| !record.removed.contains(key)));
+            if self.records.node_of(name) == node {
+                record.disks.retain(|disk| disk.name != name);
+            }
+        })
     }
 
     /// Reopens the files of a disk, because one was replaced, or changed behind the disk.
@@ -309,7 +321,6 @@ impl Manager {
         }
         let nodes = wanted.iter().map(|(name, path)| Ok((self.node(name)?, path.as_path())));
         let nodes = nodes.collect::<Result<Vec<(NodeId, &Path)>>>()?;
-        let before = self.records.current();
         let put_on = |record: &mut Record| {
             for (name, path) in &wanted {
                 if let Some(disk) = record.disk_mut(name) {
@@ -318,18 +329,12 @@ impl Manager {
             }
         };
         let result = self.daemon.put_overlays_with(&nodes, || self.records.change(put_on));
-        // Only the daemon knows whether the layers are in place: an error may concern a former top only.
-        let is_on_top =
-            |(name, path): &(&str, PathBuf)| self.disk(name).is_ok_and(|disk| Path::new(&disk.file) == path);
-        if result.is_err() && !wanted.iter().any(is_on_top) {
-            let undo = |record: &mut Record| {
-                for (name, _) in &wanted {
-                    if let (Some(disk), Some(old)) = (record.disk_mut(name), before.disk(name)) {
-                        disk.clone_from(old);
-                    }
-                }
-            };
-            self.records.change(undo)?;
+        // Once the layers are recorded, they are in place, and an error concerns a former top only. If they could not
+        // be recorded, the directory may name them all the same.
+        if result.is_err()
+            && let Err(error) = self.records.change(|_| ())
+        {
+            tracing::error!("the record may name layers that do not exist: {error}");
         }
         result?;
         let changed = |(name, path): &(&str, PathBuf)| {
@@ -376,8 +381,9 @@ impl Manager {
         let found = self.daemon.exports().into_iter().find(|export| export.id.number() == number);
         let export = found.ok_or_else(|| Failure::not_found(format!("there is no export {number}")))?;
         let disk = self.name_of(export.node)?;
+        let how = lock(&self.exports).get(&export.id).cloned().flatten();
         self.daemon.remove_export(export.id)?;
-        let how = lock(&self.exports).remove(&export.id).flatten();
+        lock(&self.exports).remove(&export.id);
         self.records.change(|record| {
             let Some(disk) = record.disk_mut(&disk) else { return };
             match &how {
