@@ -236,32 +236,39 @@ fn of_many_who_start_a_job_on_a_disk_at_once_one_succeeds() {
 fn jobs_and_reopening_use_the_bases_that_the_user_named_for_the_disk() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().canonicalize().unwrap().join(name);
-    let (base, other) = (at("base"), at("other"));
+    let [image, given, other, base] = ["image", "given", "other", "base"].map(at);
+    create(&given, DriveFormat::Raw);
     create(&base, DriveFormat::Raw);
-    create(&other, DriveFormat::Qcow2);
-    let names_base = format_qcow2::CreateOptions::default().with(|options| {
-        options.size_bytes = common::SIZE_BYTES;
-        options.backing_file = Some(base.display().to_string());
-        options.backing_format = Some("raw".to_owned());
-    });
-    let file = EngineOpener::default().open(&(&*other).into(), Role::Writable).unwrap();
-    image::create(&file, &CreateOptions::Qcow2(names_base)).unwrap();
-    drop(file);
-    let mut options = create(&at("image"), DriveFormat::Qcow2).disk;
+    let mut options = create_over(&image, &given);
+    create_over(&other, &base);
     let daemon =
         Daemon::start(DaemonConfig::default().with(|config| config.allow_backing = BackingPolicy::Listed)).unwrap();
     let rebase = |disk| daemon.start_rebase_with(disk, &other, Some(Format::Qcow2), None, |_| Ok(()));
+    options.bases = vec![given.clone()];
     let disk = daemon.add_disk(&options).unwrap();
     assert!(rebase(disk).is_err(), "nobody has named the base");
     daemon.remove_disk(disk, false).unwrap();
-    options.bases = vec![base.clone()];
+    options.bases = vec![given, base.clone()];
     let disk = daemon.add_disk(&options).unwrap();
     daemon.wait_job(rebase(disk).unwrap()).unwrap();
-    let layers = [at("image"), other.clone(), base].map(FileName::from);
+    let layers = [image, other.clone(), base].map(FileName::from);
     assert_eq!(daemon.layer_files(disk).unwrap(), layers);
     options.bases.clear();
     for _ in 0..2 {
         daemon.reopen_as(disk, &options).unwrap();
     }
     daemon.shutdown().unwrap();
+}
+
+/// A qcow2 image that rests on a raw one.
+fn create_over(path: &Path, base: &Path) -> DiskOptions {
+    let options = create(path, DriveFormat::Qcow2).disk;
+    let names_base = format_qcow2::CreateOptions::default().with(|options| {
+        options.size_bytes = common::SIZE_BYTES;
+        options.backing_file = Some(base.display().to_string());
+        options.backing_format = Some("raw".to_owned());
+    });
+    let file = EngineOpener::default().open(&path.into(), Role::Writable).unwrap();
+    image::create(&file, &CreateOptions::Qcow2(names_base)).unwrap();
+    options
 }
