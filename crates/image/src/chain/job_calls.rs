@@ -355,7 +355,10 @@ impl Calls {
     }
 
     fn add_thread(&self, opened: impl FnOnce(Result<()>) + Send + 'static) -> Result<()> {
-        self.desk.lock().threads += 1;
+        {
+            let mut state = self.desk.lock();
+            state.threads = state.threads.saturating_add(1);
+        }
         let (desk, file, ended) = (Arc::clone(&self.desk), Arc::clone(&self.file), Arc::clone(&self.job.ended));
         let run = move || {
             let queue = match file.open_blocking() {

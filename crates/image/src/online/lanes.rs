@@ -114,7 +114,7 @@ impl<'a> Course<'a> {
     fn rest(&self) -> Vec<Range<u64>> {
         let Some(first) = self.place() else { return Vec::new() };
         let later = self.ranges.get(self.next.get().0.saturating_add(1)..).unwrap_or_default();
-        std::iter::once(first).chain(later.iter().cloned().filter(|range| !range.is_empty())).collect()
+        std::iter::once(first).chain(later.iter().filter(|range| !range.is_empty()).cloned()).collect()
     }
 
     async fn lane<P: Pieces>(&self, pieces: &P) {
@@ -212,6 +212,7 @@ mod tests {
             Ok((at, length_bytes.min(7)))
         }
 
+        #[allow(clippy::needless_lifetimes, reason = "as in the trait")]
         async fn copy<'a>(&'a self, at: u64, length_bytes: u64, found: u64) -> Result<u64> {
             assert_eq!(at, found);
             self.under_way.set(self.under_way.get() + 1);
