@@ -6,7 +6,6 @@ use crate::table::{Found, Table, Work};
 use block::{Disk, Error, ErrorKind, File, Result};
 use drive::EngineOpener;
 use image::{CopyWatch, CreateOptions, FileName, Image, OpenedOverlay, Opener, Role, put_overlay};
-use std::io::ErrorKind::{InvalidInput, PermissionDenied, Unsupported};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -130,6 +129,7 @@ impl Made {
 
 /// Makes the names in the directory of `path` durable, if the directory can be synced.
 fn sync_directory_of(path: &Path) -> Result<()> {
+    use std::io::ErrorKind::{InvalidInput, PermissionDenied, Unsupported};
     let directory = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
     match std::fs::File::open(directory).and_then(|directory| directory.sync_all()) {
         // It may be writable but not readable, or its file system cannot sync it.
