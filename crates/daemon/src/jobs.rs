@@ -424,7 +424,7 @@ impl Daemon {
         let options = ImageOptions::new(base).with(|options| {
             options.format = format;
             options.allow_backing = self.config.allow_backing.clone();
-            options.listed = self.config.listed.clone();
+            options.listed = self.listed_for(&found);
         });
         let opener = EngineOpener::of_disk(&found.options).with_buffers(image.buffers());
         let below = NewBelow::Base(OpenedBase::open(&options, &opener)?);

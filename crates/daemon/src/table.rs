@@ -243,7 +243,10 @@ impl Table {
     /// Notes that the disk's files are opened with other options.
     pub(crate) fn has_new_options(&self, id: NodeId, options: DiskOptions) {
         if let Some(node) = self.lock().nodes.get_mut(&id) {
+            // The bases belong to the disk, and are said when it is added.
+            let bases = std::mem::take(&mut node.options.bases);
             node.options = options;
+            node.options.bases = bases;
         }
     }
 
