@@ -168,8 +168,13 @@ impl Executor {
 
     /// As [`Executor::run_ready`], for about `time` at most. The clock is read only once every few polls, so not at all
     /// if few tasks are ready.
+    #[inline]
     pub fn run_for(&self, limit: usize, time: Duration) -> usize {
         turn::begin();
+        if self.shared.has_ready.load(Ordering::Acquire) { self.run_those_ready(limit, time) } else { 0 }
+    }
+
+    fn run_those_ready(&self, limit: usize, time: Duration) -> usize {
         let (mut polls, mut begun) = (0, None);
         while polls < limit && !turn::has_moved_enough() {
             let Some(index) = self.shared.pop() else { break };

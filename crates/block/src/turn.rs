@@ -19,6 +19,7 @@ thread_local! {
 }
 
 /// Begins a new turn.
+#[inline]
 pub(crate) fn begin() {
     MOVED_BYTES.set(0);
 }

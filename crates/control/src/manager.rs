@@ -25,6 +25,7 @@ use crate::events::Events;
 use crate::failure::Failure;
 use crate::options::Options;
 use crate::record::{Record, RecordedDisk, Records, Top, whole_name};
+use crate::routes::StorageCalls;
 use block::{Error, ErrorKind, Result};
 use daemon::{Daemon, DaemonConfig, ExportId, JobId, NodeId, absolute};
 use drive::DriveOptions;
@@ -90,6 +91,7 @@ pub struct Manager {
     /// Recorded exports that could not be served.
     failed_exports: Mutex<Vec<exports::NotServed>>,
     pub(crate) events: Arc<Events>,
+    pub(crate) storage_calls: Arc<StorageCalls>,
     /// Tells a thread about disks that begin to hold requests.
     holds: Sender<Holding>,
     /// The configuration file, if there is one. Locked while it is read again.
@@ -121,6 +123,7 @@ impl Manager {
             failed: Mutex::default(),
             failed_exports: Mutex::default(),
             events,
+            storage_calls: Arc::default(),
             configuration: Mutex::default(),
             ending: Mutex::new(false),
             asked_to_end: Condvar::new(),

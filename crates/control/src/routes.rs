@@ -1,6 +1,10 @@
 //! The paths of the interface, each with its description.
 
 mod points;
+mod storage_calls;
+
+pub(crate) use self::storage_calls::StorageCalls;
+use self::storage_calls::{limited, on_disk};
 
 use crate::api::{
     AddDisk, AddExport, ChangeDisk, CommitDisk, CompactDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs,
@@ -162,8 +166,10 @@ async fn list_disks(State(manager): Shared) -> Answer<Disks> {
 #[utoipa::path(post, path = "/v1/disks", request_body = AddDisk,
     responses((status = 201, body = Disk), (status = "default", body = ErrorBody)))]
 async fn add_disk(State(manager): Shared, Body(request): Body<AddDisk>) -> Result<(StatusCode, Json<Disk>), Failure> {
-    let added =
-        beside(manager, |manager| manager.add_disk(request).map_err(|error| Failure::from(error).in_field("options")));
+    let disk = request.options.get("name").or(request.options.get("file")).unwrap_or_default().to_owned();
+    let added = limited(manager, disk, |manager| {
+        manager.add_disk(request).map_err(|error| Failure::from(error).in_field("options"))
+    });
     Ok((StatusCode::CREATED, Json(added.await?)))
 }
 
@@ -186,9 +192,8 @@ async fn change_disk(
     Path(name): Path<String>,
     Body(request): Body<ChangeDisk>,
 ) -> Answer<Disk> {
-    let changed = beside(manager, move |manager| {
-        known(manager, &name)?;
-        manager.change_disk(&name, &request).map_err(|error| Failure::from(error).in_field("options"))
+    let changed = on_disk(manager, name, move |manager, name| {
+        manager.change_disk(name, &request).map_err(|error| Failure::from(error).in_field("options"))
     });
     changed.await.map(Json)
 }
@@ -223,9 +228,8 @@ async fn remove_disk(
 #[utoipa::path(post, path = "/v1/disks/{name}/resize", params(("name" = String, Path)), request_body = Resize,
     responses((status = 200, body = Disk), (status = "default", body = ErrorBody)))]
 async fn resize_disk(State(manager): Shared, Path(name): Path<String>, Body(request): Body<Resize>) -> Answer<Disk> {
-    let resized = beside(manager, move |manager| {
-        known(manager, &name)?;
-        manager.resize(&name, request.size_bytes).map_err(|error| Failure::from(error).in_field("size_bytes"))
+    let resized = on_disk(manager, name, move |manager, name| {
+        manager.resize(name, request.size_bytes).map_err(|error| Failure::from(error).in_field("size_bytes"))
     });
     resized.await.map(Json)
 }
@@ -234,10 +238,7 @@ async fn resize_disk(State(manager): Shared, Path(name): Path<String>, Body(requ
 #[utoipa::path(post, path = "/v1/disks/{name}/reopen", params(("name" = String, Path)), request_body = Reopen,
     responses((status = 200, body = Disk), (status = "default", body = ErrorBody)))]
 async fn reopen_disk(State(manager): Shared, Path(name): Path<String>, Body(request): Body<Reopen>) -> Answer<Disk> {
-    let reopened = beside(manager, move |manager| {
-        known(manager, &name)?;
-        Ok(manager.reopen(&name, request.force)?)
-    });
+    let reopened = on_disk(manager, name, move |manager, name| Ok(manager.reopen(name, request.force)?));
     reopened.await.map(Json)
 }
 
@@ -260,10 +261,7 @@ async fn commit_disk(
     Path(name): Path<String>,
     Body(request): Body<CommitDisk>,
 ) -> Result<(StatusCode, Json<Job>), Failure> {
-    let started = beside(manager, move |manager| {
-        known(manager, &name)?;
-        Ok(manager.commit(&name, request)?)
-    });
+    let started = on_disk(manager, name, move |manager, name| Ok(manager.commit(name, request)?));
     Ok((StatusCode::ACCEPTED, Json(started.await?)))
 }
 
@@ -275,10 +273,7 @@ async fn stream_disk(
     Path(name): Path<String>,
     Body(request): Body<StreamDisk>,
 ) -> Result<(StatusCode, Json<Job>), Failure> {
-    let started = beside(manager, move |manager| {
-        known(manager, &name)?;
-        Ok(manager.stream(&name, &request)?)
-    });
+    let started = on_disk(manager, name, move |manager, name| Ok(manager.stream(name, &request)?));
     Ok((StatusCode::ACCEPTED, Json(started.await?)))
 }
 
@@ -290,10 +285,7 @@ async fn rebase_disk(
     Path(name): Path<String>,
     Body(request): Body<RebaseDisk>,
 ) -> Result<(StatusCode, Json<Job>), Failure> {
-    let started = beside(manager, move |manager| {
-        known(manager, &name)?;
-        Ok(manager.rebase(&name, &request)?)
-    });
+    let started = on_disk(manager, name, move |manager, name| Ok(manager.rebase(name, &request)?));
     Ok((StatusCode::ACCEPTED, Json(started.await?)))
 }
 
@@ -305,10 +297,7 @@ async fn compact_disk(
     Path(name): Path<String>,
     Body(request): Body<CompactDisk>,
 ) -> Result<(StatusCode, Json<Job>), Failure> {
-    let started = beside(manager, move |manager| {
-        known(manager, &name)?;
-        Ok(manager.compact(&name, request)?)
-    });
+    let started = on_disk(manager, name, move |manager, name| Ok(manager.compact(name, request)?));
     Ok((StatusCode::ACCEPTED, Json(started.await?)))
 }
 
@@ -320,10 +309,7 @@ async fn mirror_disk(
     Path(name): Path<String>,
     Body(request): Body<MirrorDisk>,
 ) -> Result<(StatusCode, Json<Job>), Failure> {
-    let started = beside(manager, move |manager| {
-        known(manager, &name)?;
-        Ok(manager.mirror(&name, &request)?)
-    });
+    let started = on_disk(manager, name, move |manager, name| Ok(manager.mirror(name, &request)?));
     Ok((StatusCode::ACCEPTED, Json(started.await?)))
 }
 
@@ -334,7 +320,8 @@ async fn snapshot_disks(
     State(manager): Shared,
     Body(request): Body<Snapshot>,
 ) -> Result<(StatusCode, Json<Disks>), Failure> {
-    let made = beside(manager, move |manager| {
+    let disk = request.overlays.first().map_or_else(String::new, |overlay| overlay.disk.clone());
+    let made = limited(manager, disk, move |manager| {
         request.overlays.iter().try_for_each(|overlay| known(manager, &overlay.disk))?;
         Ok(Disks { disks: manager.snapshot(&request.overlays)?, failed: Vec::new() })
     });
@@ -356,10 +343,7 @@ async fn add_export(
     State(manager): Shared,
     Body(request): Body<AddExport>,
 ) -> Result<(StatusCode, Json<Export>), Failure> {
-    let added = beside(manager, move |manager| {
-        known(manager, &request.disk)?;
-        Ok(manager.add_export(request)?)
-    });
+    let added = on_disk(manager, request.disk.clone(), move |manager, _| Ok(manager.add_export(request)?));
     Ok((StatusCode::CREATED, Json(added.await?)))
 }
 
@@ -466,7 +450,7 @@ async fn events(State(manager): Shared) -> Sse<impl Stream<Item = Result<SseEven
 #[utoipa::path(post, path = "/v1/reload",
     responses((status = 200, body = Reloaded), (status = "default", body = ErrorBody)))]
 async fn reload(State(manager): Shared) -> Answer<Reloaded> {
-    beside(manager, |manager| Ok(manager.reload()?)).await.map(Json)
+    limited(manager, "the configuration file".to_owned(), |manager| Ok(manager.reload()?)).await.map(Json)
 }
 
 /// End the daemon

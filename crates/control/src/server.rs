@@ -10,6 +10,7 @@ use hyper_util::service::TowerToHyperService;
 use rustix::process::geteuid;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use tokio::net::{UnixListener, UnixStream};
@@ -19,8 +20,8 @@ use tokio::sync::{Semaphore, oneshot};
 const SOCKET_MODE: u32 = 0o600;
 /// Connections at one time. Others wait to be accepted.
 const CONNECTIONS_MAX: usize = 64;
-/// Calls that are carried out at one time. Others wait.
-const CALLS_MAX: usize = 16;
+/// Calls that are carried out at one time. Others wait. More than may wait for storage.
+const CALLS_MAX: usize = 64;
 /// A client that sends its request slower than this is disconnected.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longer requests are refused.
@@ -32,6 +33,10 @@ const END_TIMEOUT: Duration = Duration::from_millis(500);
 #[derive(Debug)]
 pub struct ControlServer {
     stop: Option<oneshot::Sender<()>>,
+    /// Ends when no more calls are taken.
+    closed: Option<oneshot::Receiver<()>>,
+    /// How long calls in progress are waited for at the end; without a limit if nobody says.
+    patience: Option<Sender<Duration>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -53,14 +58,28 @@ impl ControlServer {
             UnixListener::from_std(listener).map_err(failed)?
         };
         let (stop, stopped) = oneshot::channel();
+        let (closing, closed) = oneshot::channel::<()>();
+        let (patience, limit) = channel();
         let run = move || {
             runtime.block_on(accept(listener, router(manager), stopped));
-            // Waits for calls in progress.
-            drop(runtime);
             drop(socket);
+            drop(closing);
+            match limit.recv() {
+                Ok(limit) => runtime.shutdown_timeout(limit),
+                // Waits for calls in progress.
+                Err(_) => drop(runtime),
+            }
         };
         let thread = std::thread::Builder::new().name("control".into()).spawn(run).map_err(failed)?;
-        Ok(Self { stop: Some(stop), thread: Some(thread) })
+        Ok(Self { stop: Some(stop), closed: Some(closed), patience: Some(patience), thread: Some(thread) })
+    }
+
+    /// Takes no more calls, and waits a moment for those in progress. Calls that take longer go on, and nobody gets
+    /// their answers.
+    pub fn close(&mut self) {
+        drop(self.stop.take());
+        // An error says that it is closed.
+        let _ = self.closed.take().map(oneshot::Receiver::blocking_recv);
     }
 
     /// Takes no more calls, and waits for those in progress.
@@ -68,8 +87,16 @@ impl ControlServer {
         self.end()
     }
 
+    /// As [`ControlServer::stop`], but waits for calls in progress no longer than this.
+    pub fn stop_within(mut self, limit: Duration) -> Result<()> {
+        // The thread has ended if it does not listen.
+        let _ = self.patience.take().map(|patience| patience.send(limit));
+        self.end()
+    }
+
     fn end(&mut self) -> Result<()> {
         drop(self.stop.take());
+        drop(self.patience.take());
         let ended = self.thread.take().map_or(Ok(()), JoinHandle::join);
         ended.map_err(|_| Error::new(ErrorKind::Io, "the control socket's thread panicked"))
     }

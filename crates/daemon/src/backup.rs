@@ -10,10 +10,11 @@ use crate::fleece::Fleece;
 use crate::status::{JobId, JobKind, NodeId};
 use crate::table::Found;
 use block::{Disk as _, Error, ErrorKind, File, Result};
-use drive::EngineOpener;
+use drive::{DiskOptions, EngineOpener};
+use engine::CacheMode;
 use image::{
-    BackingPolicy, Copied, CopyOut, CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions, OpenedOverlay,
-    Opener, PointInTime, Role,
+    Aim, BackingPolicy, Copied, CopyOut, CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions,
+    OpenedOverlay, Opener, PointInTime, Role,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,6 +23,8 @@ use std::time::Duration;
 
 /// How often the fleece's size is looked at.
 const LOOK: Duration = Duration::from_millis(10);
+/// How much longer a request may take while the fleece is taken back.
+const STALL: Duration = Duration::from_millis(50);
 
 /// What is copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,11 +93,12 @@ impl Daemon {
         let (_work, found, image) = self.image_for("a look at it for its backup".to_owned(), node, None)?;
         check(&found.name, &image, &options)?;
         let fleece = Fleece::path_for(&image, options.fleece_directory.as_deref())?;
-        let mut listed = self.config.listed.clone();
+        let mut listed = self.listed_for(&found);
         listed.extend(options.base.clone());
         let (rate, policy) = (options.bytes_per_second, (self.config.allow_backing.clone(), listed));
         drop(image);
-        let ending = Arc::new(CopyWatch::default());
+        let ending = Arc::new(CopyWatch::that_can_give_up());
+        ending.set_aim(Aim { stall: Some(STALL), ..Aim::default() });
         let backup = Backup { found, policy, options, fleece, ending: Arc::clone(&ending) };
         self.start_job_with_ending(JobKind::Backup, node, rate, ending, move |image, watch, has_new_top| {
             backup.run(image, watch, has_new_top, &mut record)
@@ -198,6 +202,7 @@ impl Backup {
             (copied.and(cleared), self.take_back(image, point, has_new_top, record))
         });
         drop(target);
+        fleece.let_go();
         match (copied, ended) {
             (copied, Ok(())) => copied,
             (Ok(()), Err(error)) => Err(error.in_context("the backup is whole")),
@@ -284,7 +289,7 @@ struct Target {
 impl Target {
     fn open(backup: &Backup, image: &Image) -> Result<Self> {
         let options = &backup.options;
-        let (name, opener) = (&options.target, EngineOpener::default());
+        let name = &options.target;
         let mut target = Self { opened: None, copied_to: None, is_blank: false, made: None };
         if !options.existing {
             let path = name.path().ok_or_else(|| {
@@ -293,6 +298,9 @@ impl Target {
             })?;
             engine::create(path, 0)?;
             target.made = Some(path.to_owned());
+        }
+        let opener = opener_for(name, &backup.found.options);
+        if !options.existing {
             let file: Arc<dyn File> = opener.open(name, Role::Writable)?;
             let create = new_target(backup, image)?;
             target.is_blank = !matches!(&create, CreateOptions::Qcow2(new) if new.backing_file.is_some());
@@ -336,6 +344,17 @@ impl Drop for Target {
         {
             tracing::warn!("cannot remove '{}', which is half a backup: {error}", path.display());
         }
+    }
+}
+
+/// What opens a target: past the page cache if the disk is and the file system can. Else much would be written back at
+/// once, and guests of the same storage would wait.
+fn opener_for(target: &FileName, disk: &DiskOptions) -> EngineOpener {
+    let direct = EngineOpener::default().with_cache(CacheMode::None);
+    let can_be_direct = || direct.clone().without_locks().open(target, Role::Backing).is_ok();
+    match disk.cache.is_direct() && target.path().is_some() && can_be_direct() {
+        true => direct,
+        false => EngineOpener::default().writing_behind(),
     }
 }
 

@@ -6,8 +6,7 @@ use crate::table::{Found, Table, Work};
 use block::{Disk, Error, ErrorKind, File, Result};
 use drive::EngineOpener;
 use image::{CopyWatch, CreateOptions, FileName, Image, OpenedOverlay, Opener, Role, put_overlay};
-use std::io::ErrorKind::{InvalidInput, PermissionDenied, Unsupported};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 impl Daemon {
@@ -54,6 +53,11 @@ impl Daemon {
         self.wait_job(self.start_take_overlay_back(node)?)
     }
 
+    /// Files that images may name which are opened for this disk: those that the user named, for all disks and for this one.
+    pub(crate) fn listed_for(&self, found: &Found) -> Vec<PathBuf> {
+        self.config.listed.iter().chain(&found.options.bases).cloned().collect()
+    }
+
     /// Returns a disk's image, with a claim that keeps the disk. Removing the disk by force cancels the `watch`.
     pub(crate) fn image_for(
         &self,
@@ -77,7 +81,7 @@ pub(crate) fn top_of(image: &Image) -> Option<FileName> {
 
 /// Files that were made. They are removed again unless they are kept.
 #[derive(Default)]
-pub(crate) struct Made(Vec<std::path::PathBuf>);
+pub(crate) struct Made(Vec<PathBuf>);
 
 impl Made {
     /// Makes a file, which must not exist. Its name is durable: a record of disks is going to name it.
@@ -125,6 +129,7 @@ impl Made {
 
 /// Makes the names in the directory of `path` durable, if the directory can be synced.
 fn sync_directory_of(path: &Path) -> Result<()> {
+    use std::io::ErrorKind::{InvalidInput, PermissionDenied, Unsupported};
     let directory = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
     match std::fs::File::open(directory).and_then(|directory| directory.sync_all()) {
         // It may be writable but not readable, or its file system cannot sync it.

@@ -14,7 +14,7 @@ use drive::{DiskOptions, DriveOptions, EngineOpener, ExportOptions, ShownOptions
 use engine::{Reactor, ReactorConfig, ReactorStats, ReactorThread};
 use export_nbd::Limits;
 use export_vhost_user::{ExportOptions as VhostUserOptions, Geometry, Overrides, QueueLatency};
-use image::{BackingPolicy, HoldControl, TableCacheStats, ThrottleMember};
+use image::{BackingPolicy, Hold, HoldControl, TableCacheStats, ThrottleMember};
 use memory::{BudgetStats, BufferBudget, PoolStats};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -211,8 +211,9 @@ impl Daemon {
         vhost.name = if has_others { format!("{name}.{id}") } else { name };
         // Each export begins with another reactor, so that exports of one queue spread too.
         vhost.first_reactor = usize::try_from(id.0).unwrap_or(0) % self.reactors.len().max(1);
-        let begun = place.serve(Arc::clone(&found.disk.disk), self.reactor_handles(), vhost);
-        self.begin(id, found, begun.map(Front::VhostUser))
+        let (disk, hold) = found.disk.for_export();
+        let begun = place.serve(disk, self.reactor_handles(), vhost);
+        self.begin(id, found, hold, begun.map(Front::VhostUser))
     }
 
     /// Makes an export at an NBD server.
@@ -220,6 +221,7 @@ impl Daemon {
         &self,
         found: &Found,
         options: &NbdOptions,
+        hold: Option<Hold>,
         begin: impl FnOnce() -> Result<Front>,
     ) -> Result<ExportId> {
         let limits = Limits::default();
@@ -231,13 +233,13 @@ impl Daemon {
         };
         let read_only = options.read_only || found.disk.disk.info().read_only;
         let (id, _) = self.table.reserve_export(found.id, read_only, attachment, None)?;
-        self.begin(id, found, begin())
+        self.begin(id, found, hold, begin())
     }
 
     /// Enters an export that has begun into the table, or removes its reservation if it has not.
-    fn begin(&self, id: ExportId, found: &Found, begun: Result<Front>) -> Result<ExportId> {
+    fn begin(&self, id: ExportId, found: &Found, hold: Option<Hold>, begun: Result<Front>) -> Result<ExportId> {
         let begun = begun.map_err(|error| error.in_context(&found.file)).and_then(|front| {
-            self.table.export_is_here(id, front).map_err(|front| {
+            self.table.export_is_here(id, front, hold).map_err(|front| {
                 front.stop();
                 Error::new(ErrorKind::Locked, format!("the disk of '{}' was removed meanwhile", found.file))
             })
@@ -255,21 +257,22 @@ impl Daemon {
     /// Removes an export. Its guest is disconnected when its requests in flight have ended. The disk and its other
     /// exports stay.
     pub fn remove_export(&self, id: ExportId) -> Result<()> {
-        let node = self.table.exports().iter().find(|export| export.id == id).map(|export| export.node);
-        let found = node.and_then(|node| self.table.find(node).ok());
-        let _held = found.as_ref().and_then(|found| found.disk.hold.as_ref()).map(HoldControl::give_up);
-        self.table.take_export(id)?.stop();
+        let (front, hold) = self.table.take_export(id)?;
+        // Guests of other exports go on waiting.
+        let _held = hold.as_ref().map(Hold::give_up);
+        front.stop();
         self.table.forget_export(id);
         Ok(())
     }
 
     /// Flushes and closes a disk. Fails if it has exports or jobs; with `force`, exports are removed and jobs cancelled
-    /// first. Requests that the storage does not end in time are given up ([`DaemonConfig::give_up_after`]): their
-    /// guests get errors, and so does the caller. The disk is gone all the same.
+    /// first. Requests and calls that the storage does not end in time are given up ([`DaemonConfig::give_up_after`]):
+    /// their guests get errors, and so does the caller. The disk is gone all the same.
     pub fn remove_disk(&self, id: NodeId, force: bool) -> Result<()> {
         let (found, exports) = self.table.take_node(id, force)?;
+        let _going = self.table.going(id);
         self.be_patient_with_jobs_of(id);
-        let _held = found.disk.hold.as_ref().map(HoldControl::give_up);
+        let _held = found.disk.hold.as_deref().map(HoldControl::give_up);
         let given_up = Arc::new(AtomicBool::new(false));
         let surrenders = exports.iter().map(|(_, export)| export.surrender()).collect();
         let patience = Patience::with_requests(self.config.give_up_after, &found, surrenders, &given_up);
@@ -282,15 +285,22 @@ impl Daemon {
         // A job that takes a layer back may take long.
         let patience = Patience::with_jobs(&found, self.jobs.moved_bytes_by(id));
         let limit = given_up.load(Ordering::Acquire).then_some(HOPELESS_PATIENCE);
-        self.table.wait_for_works(id, limit);
         self.jobs.wait_for_all_of(id, limit);
         drop(patience);
+        if !self.wait_for_calls(&found, limit) {
+            given_up.store(true, Ordering::Release);
+        }
         let patience = Patience::with_end(&found);
         // Its locks go with it: whoever finds the name free finds the image free, too.
         let closed = match given_up.load(Ordering::Acquire) || self.table.has_left_works(id) {
             true => {
                 self.has_given_up.store(true, Ordering::Release);
-                close_hopeless(found, close)
+                // A call that changes the image ends before.
+                let table = Arc::clone(&self.table);
+                close_hopeless(found, move |found| {
+                    table.wait_for_works(id, None);
+                    close(found)
+                })
             }
             false => {
                 let closed = close(&found);
@@ -299,8 +309,21 @@ impl Daemon {
             }
         };
         drop(patience);
-        self.table.forget_node(id);
         closed
+    }
+
+    /// Waits for calls that work on a disk, at most until the `limit`; returns whether they have ended. Without a limit,
+    /// storage that does not answer them in time is given up.
+    fn wait_for_calls(&self, found: &Found, limit: Option<Duration>) -> bool {
+        if self.table.wait_for_works(found.id, Some(limit.unwrap_or(self.config.give_up_after))) {
+            return true;
+        }
+        if limit.is_none() {
+            tracing::warn!(disk = %found.name, "calls do not end: their storage is given up");
+            found.disk.image.iter().for_each(|image| image.cancel());
+            return self.table.wait_for_works(found.id, Some(HOPELESS_PATIENCE));
+        }
+        false
     }
 
     /// Returns the number of the disk with this name.
@@ -427,14 +450,15 @@ impl Daemon {
         first
     }
 
-    /// Ends disks side by side, so that one whose storage hangs does not keep the others from being closed. Failures
-    /// are logged at once, because the last disk may never end.
-    fn end_disks(&self) -> Result<()> {
+    /// Removes all disks by force, side by side, so that one whose storage hangs does not keep the others from being
+    /// closed. Failures are logged at once, because the last disk may never end. Returns the error of the disk that was
+    /// added first.
+    pub fn end_disks(&self) -> Result<()> {
         // Only the numbers: holding a disk would keep its file locked.
         let nodes: Vec<NodeId> = self.table.nodes().iter().map(|node| node.id).collect();
         let end = |id: NodeId| self.remove_disk(id, true).inspect_err(|error| tracing::error!("{error}"));
         let panicked = |_| Err(Error::new(ErrorKind::Io, "the end of a disk panicked: look at its image with check"));
-        std::thread::scope(|scope| {
+        let ended = std::thread::scope(|scope| {
             let spawn = |id: &NodeId| {
                 let id = *id;
                 std::thread::Builder::new().name("closing".into()).spawn_scoped(scope, move || end(id))
@@ -446,7 +470,10 @@ impl Daemon {
                 Err(_) => end(*id),
             };
             threads.into_iter().zip(&nodes).map(ended).fold(Ok(()), Result::and)
-        })
+        });
+        // A call may be closing another.
+        self.table.wait_for_those_going();
+        ended
     }
 
     /// Explains a locked image that this daemon itself uses.

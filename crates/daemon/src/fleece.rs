@@ -9,10 +9,17 @@ use rustix::io::Errno;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-/// The cluster size of the new file. Its extended L2 entries let small writes take little space, and copy nothing from
-/// below.
-const CLUSTER_BYTES: u64 = 128 << 10;
+/// The cluster size of the new file: small writes copy nothing from below, and take no more space than they are long. They
+/// lie one behind the other, so the file has few extents, and is quickly removed.
+const CLUSTER_BYTES: u64 = 4 << 10;
+/// The same for disks whose tables would be too large then. Its extended L2 entries let small writes copy nothing.
+const CLUSTER_BYTES_OF_LARGE: u64 = 128 << 10;
+/// Disks of more bytes are large.
+const LARGE_BYTES: u64 = 1 << 40;
+/// How long a file is kept open after its disk let go of it: requests that have just ended may still hold it.
+const KEPT_OPEN: Duration = Duration::from_secs(1);
 /// Without a quota, one part in this many of the file system stays free for others, but at most this many bytes.
 const SPARE_PART: u64 = 20;
 const SPARE_BYTES_MAX: u64 = 1 << 30;
@@ -40,8 +47,8 @@ impl Fleece {
         quota_bytes: Option<u64>,
     ) -> Result<(Self, OpenedOverlay)> {
         let overlay = made.overlay_with(found, image, path, |options| {
-            options.cluster_size = CLUSTER_BYTES;
-            options.extended_l2 = true;
+            options.extended_l2 = options.size_bytes > LARGE_BYTES;
+            options.cluster_size = if options.extended_l2 { CLUSTER_BYTES_OF_LARGE } else { CLUSTER_BYTES };
         })?;
         let failed = |error| Error::io(format!("cannot open the fleece '{}'", path.display()), error);
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed)?;
@@ -51,6 +58,18 @@ impl Fleece {
         }
         fleece.check()?;
         Ok((fleece, overlay))
+    }
+
+    /// Closes the removed file, as the last who has it open, on a thread of its own: a file system may take seconds to give
+    /// the space back, and neither a reactor nor the job is to wait for that.
+    pub(crate) fn let_go(self) {
+        let close = move || {
+            std::thread::sleep(KEPT_OPEN);
+            drop(self.file);
+        };
+        if let Err(error) = std::thread::Builder::new().name("fleece".to_owned()).spawn(close) {
+            tracing::debug!("cannot start a thread that closes a fleece: {error}");
+        }
     }
 
     fn reserve(&mut self, quota_bytes: u64) -> Result<()> {

@@ -86,7 +86,7 @@ impl Patience {
 }
 
 /// Closes a disk that had requests given up, if its storage answers after all.
-pub(crate) fn close_hopeless(found: Found, close: fn(&Found) -> Result<()>) -> Result<()> {
+pub(crate) fn close_hopeless(found: Found, close: impl FnOnce(&Found) -> Result<()> + Send + 'static) -> Result<()> {
     let file = found.file.clone();
     let (sender, closed) = sync_channel(1);
     let end = move || {

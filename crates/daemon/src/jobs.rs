@@ -55,6 +55,8 @@ struct Job {
     work: u64,
     /// It was cancelled, and its storage did not answer.
     is_given_up: AtomicBool,
+    /// A thread waits for its end: since it was cancelled, or since its disk is going.
+    is_waited_for: [AtomicBool; 2],
     /// Set once, under the list's lock.
     end: OnceLock<Result<()>>,
 }
@@ -258,9 +260,21 @@ struct JobPatience {
 }
 
 impl JobPatience {
-    /// Waits in a thread of its own.
+    /// Waits in a thread of its own, unless one waits already.
     fn begin(self) {
-        if let Err(error) = std::thread::Builder::new().name("patience".into()).spawn(move || self.wait()) {
+        let (job, which) = (Arc::clone(&self.job), usize::from(self.is_disk_going));
+        let set =
+            move |waits: bool| job.is_waited_for.get(which).is_some_and(|flag| flag.swap(waits, Ordering::AcqRel));
+        if set(true) {
+            return;
+        }
+        let ended = set.clone();
+        let wait = move || {
+            self.wait();
+            ended(false);
+        };
+        if let Err(error) = std::thread::Builder::new().name("patience".into()).spawn(wait) {
+            set(false);
             tracing::warn!("cannot start a thread: storage that hangs is waited for: {error}");
         }
     }
@@ -410,7 +424,7 @@ impl Daemon {
         let options = ImageOptions::new(base).with(|options| {
             options.format = format;
             options.allow_backing = self.config.allow_backing.clone();
-            options.listed = self.config.listed.clone();
+            options.listed = self.listed_for(&found);
         });
         let opener = EngineOpener::of_disk(&found.options).with_buffers(image.buffers());
         let below = NewBelow::Base(OpenedBase::open(&options, &opener)?);
@@ -463,6 +477,7 @@ impl Daemon {
             ending,
             work: work.number(),
             is_given_up: AtomicBool::new(false),
+            is_waited_for: <[AtomicBool; 2]>::default(),
             end: OnceLock::new(),
         });
         drop(found.disk);

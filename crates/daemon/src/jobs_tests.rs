@@ -47,3 +47,21 @@ fn what_a_cancelled_job_has_to_finish_is_waited_for_as_long_as_it_goes_on() {
     daemon.shutdown().unwrap();
     ended.try_recv().unwrap();
 }
+
+/// Whoever cancels again and again does not pile up threads.
+#[test]
+fn one_thread_waits_for_a_job_however_often_it_is_cancelled() {
+    let directory = tempfile::tempdir().unwrap();
+    let (daemon, node) = full(directory.path());
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    let wait = move |_: &Image, _: &CopyWatch, _: &dyn Fn()| released.recv().map_err(|_| no_job(JobId(0)));
+    let id = daemon.start_job(JobKind::Compact, node, None, wait).unwrap();
+    let job = daemon.jobs.find(id).unwrap();
+    daemon.cancel_job(id).unwrap();
+    let users = Arc::strong_count(&job);
+    (0..50).for_each(|_| daemon.cancel_job(id).unwrap());
+    assert!(Arc::strong_count(&job) <= users, "{} users of the job, which had {users}", Arc::strong_count(&job));
+    release.send(()).unwrap();
+    // It may count as cancelled by now.
+    let _ = daemon.wait_job(id);
+}

@@ -248,21 +248,21 @@ impl Daemon {
     /// names of their own. A client that names no export gets the first.
     pub fn add_nbd_export(&self, node: NodeId, options: &NbdOptions) -> Result<ExportId> {
         let found = self.table.find(node)?;
-        let export = export_of(&found, options)?;
+        let (disk, hold) = found.disk.for_export();
+        let export = export_of(&found, disk, options)?;
         let name = export.name.clone();
         let begin = || {
             self.servers.add(options, &export, self.reactor_handles())?;
             let (servers, address) = (Arc::clone(&self.servers), options.address.clone());
             Ok(Front::Nbd(Box::new(NbdFront { servers, address, has_tls: options.tls.is_some(), export })))
         };
-        let id = self.begin_nbd(&found, options, begin)?;
+        let id = self.begin_nbd(&found, options, hold, begin)?;
         tracing::info!(disk = %found.name, export = %name, "served to NBD clients at '{}'", options.address);
         Ok(id)
     }
 }
 
-fn export_of(found: &Found, options: &NbdOptions) -> Result<NbdExport> {
-    let disk: Arc<dyn Disk> = Arc::clone(&found.disk.disk);
+fn export_of(found: &Found, disk: Arc<dyn Disk>, options: &NbdOptions) -> Result<NbdExport> {
     let mut bitmaps = Vec::new();
     for name in &options.bitmaps {
         let none = || Error::new(ErrorKind::Unsupported, format!("the disk '{}' has no bitmaps", found.name));

@@ -35,9 +35,9 @@ impl Daemon {
     }
 
     fn open_files_as(&self, node: NodeId, options: &DiskOptions, force: bool) -> Result<()> {
-        let (_work, _, image) = self.image_for("its files being opened anew".to_owned(), node, None)?;
+        let (_work, found, image) = self.image_for("its files being opened anew".to_owned(), node, None)?;
         let opener = EngineOpener::of_disk(options).with_buffers(image.buffers());
-        let (policy, listed) = (self.config.allow_backing.clone(), &self.config.listed);
-        image.reopen(force, || open_again(&opener, options, &image, policy, listed))
+        let (policy, listed) = (self.config.allow_backing.clone(), self.listed_for(&found));
+        image.reopen(force, || open_again(&opener, options, &image, policy, &listed))
     }
 }

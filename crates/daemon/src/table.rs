@@ -9,7 +9,7 @@ use crate::status::{ExportId, ExportStatus, NodeId};
 use block::{Error, ErrorKind, Result};
 use drive::{DiskOptions, OpenedDisk};
 use export_vhost_user::QueueLatency;
-use image::{CopyWatch, FileName};
+use image::{CopyWatch, FileName, Hold};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -19,7 +19,7 @@ use std::time::Duration;
 #[derive(Default)]
 pub(crate) struct Table {
     state: Mutex<State>,
-    /// Notified when an export has gone, or a work has ended.
+    /// Notified when a disk or an export has gone, or a work has ended.
     gone: Condvar,
 }
 
@@ -59,6 +59,8 @@ struct Exported {
     /// The inode of the socket, if it was passed.
     passed_inode: Option<u64>,
     export: Phase<Front>,
+    /// Holds requests of its guests, if the disk does.
+    hold: Option<Hold>,
 }
 
 /// A disk that is open.
@@ -78,6 +80,18 @@ struct Working {
     watch: Option<Arc<CopyWatch>>,
     /// It waits for storage that hangs, and nobody waits for it.
     is_left: bool,
+}
+
+/// A disk that was taken out. It is forgotten when this goes.
+pub(crate) struct Going<'a> {
+    table: &'a Table,
+    id: NodeId,
+}
+
+impl Drop for Going<'_> {
+    fn drop(&mut self) {
+        self.table.forget_node(self.id);
+    }
 }
 
 /// Something that is being done to a disk. The disk stays as long as this lives.
@@ -145,6 +159,18 @@ impl Table {
     /// Removes a disk that could not be opened, or is closed.
     pub(crate) fn forget_node(&self, id: NodeId) {
         self.lock().nodes.remove(&id);
+        self.gone.notify_all();
+    }
+
+    /// Forgets a disk that was taken out when the result goes.
+    pub(crate) fn going(&self, id: NodeId) -> Going<'_> {
+        Going { table: self, id }
+    }
+
+    /// Waits for the disks that are being removed.
+    pub(crate) fn wait_for_those_going(&self) {
+        let goes = |state: &mut State| state.nodes.values().any(|node| matches!(node.disk, Phase::Going));
+        drop(self.gone.wait_while(self.lock(), goes).unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Returns names and paths of the disks that are open or being closed.
@@ -217,7 +243,10 @@ impl Table {
     /// Notes that the disk's files are opened with other options.
     pub(crate) fn has_new_options(&self, id: NodeId, options: DiskOptions) {
         if let Some(node) = self.lock().nodes.get_mut(&id) {
+            // The bases belong to the disk, and are said when it is added.
+            let bases = std::mem::take(&mut node.options.bases);
             node.options = options;
+            node.options.bases = bases;
         }
     }
 
@@ -243,7 +272,8 @@ impl Table {
         let has_others = state.exports.values().any(|other| other.node == node);
         let id = ExportId(state.next_export);
         state.next_export += 1;
-        state.exports.insert(id, Exported { node, read_only, attachment, passed_inode, export: Phase::Coming });
+        let (export, hold) = (Phase::Coming, None);
+        state.exports.insert(id, Exported { node, read_only, attachment, passed_inode, export, hold });
         Ok((id, has_others))
     }
 
@@ -255,23 +285,24 @@ impl Table {
     }
 
     /// Enters an export that serves. If its disk is going meanwhile, the export is given back, and the caller ends it.
-    pub(crate) fn export_is_here(&self, id: ExportId, export: Front) -> Result<(), Front> {
+    pub(crate) fn export_is_here(&self, id: ExportId, export: Front, hold: Option<Hold>) -> Result<(), Front> {
         let mut guard = self.lock();
         let state = &mut *guard;
         match state.exports.get_mut(&id) {
             Some(entry) if state.nodes.get(&entry.node).is_some_and(|node| matches!(node.disk, Phase::Here(_))) => {
-                entry.export = Phase::Here(export);
+                (entry.export, entry.hold) = (Phase::Here(export), hold);
                 Ok(())
             }
             _ => Err(export),
         }
     }
 
-    /// Takes an export out to be ended. [`Table::forget_export`] follows when it has.
-    pub(crate) fn take_export(&self, id: ExportId) -> Result<Front> {
+    /// Takes an export out to be ended, with what holds its requests. [`Table::forget_export`] follows when it has.
+    pub(crate) fn take_export(&self, id: ExportId) -> Result<(Front, Option<Hold>)> {
         let mut state = self.lock();
         let entry = state.exports.get_mut(&id).ok_or_else(|| bad(format!("there is no export {id}")))?;
-        entry.export.take().ok_or_else(|| bad(format!("export {id} is being added or removed just now")))
+        let busy = || bad(format!("export {id} is being added or removed just now"));
+        Ok((entry.export.take().ok_or_else(busy)?, entry.hold.take()))
     }
 
     /// Removes an export that could not begin, or has ended.
@@ -327,7 +358,7 @@ impl Table {
 
     /// Takes a disk out to be closed, with its exports, which have to end before. Without `force`, this fails if the
     /// disk has exports or works. With it, works that can be cancelled are. No export of the disk can begin any more.
-    /// [`Table::wait_for_exports`], [`Table::wait_for_works`] and [`Table::forget_node`] follow.
+    /// [`Table::going`], [`Table::wait_for_exports`] and [`Table::wait_for_works`] follow.
     pub(crate) fn take_node(&self, id: NodeId, force: bool) -> Result<(Found, Vec<(ExportId, Front)>)> {
         let mut guard = self.lock();
         let state = &mut *guard;
@@ -358,12 +389,14 @@ impl Table {
     }
 
     /// Waits until nothing is done any more to a disk that was taken out, but for what was given up; at most until the `limit`.
-    pub(crate) fn wait_for_works(&self, id: NodeId, limit: Option<Duration>) {
+    /// Returns whether that is so.
+    pub(crate) fn wait_for_works(&self, id: NodeId, limit: Option<Duration>) -> bool {
         let is_used = |state: &mut State| state.works.values().any(|work| work.node == id && !work.is_left);
         match limit {
             None => drop(self.gone.wait_while(self.lock(), is_used).unwrap_or_else(PoisonError::into_inner)),
             Some(limit) => drop(self.gone.wait_timeout_while(self.lock(), limit, is_used)),
         }
+        !is_used(&mut self.lock())
     }
 }
 

@@ -4,10 +4,10 @@ mod common;
 
 use block::{Disk, ErrorKind};
 use common::{Client, Guest, assert_clean, assert_holds, at, connect, create, start};
-use drive::{DiskOptions, DriveFormat, DriveOptions, open_disk};
-use image::BackingPolicy;
+use drive::{DiskOptions, DriveFormat, DriveOptions, EngineOpener, open_disk};
+use image::{BackingPolicy, CreateOptions, FileName, Format, Opener, Role};
 use load::{BenchSpec, Hooks, Initial, Pattern, Stop, Verify, VerifyState, run};
-use ringdisk_daemon::{Daemon, ExportId, JobId, JobState, JobStatus, NodeId};
+use ringdisk_daemon::{Daemon, DaemonConfig, ExportId, JobId, JobState, JobStatus, NodeId};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Barrier};
 use tempfile::TempDir;
@@ -230,4 +230,45 @@ fn of_many_who_start_a_job_on_a_disk_at_once_one_succeeds() {
         daemon.wait_job(started[0]).unwrap();
     }
     daemon.shutdown().unwrap();
+}
+
+#[test]
+fn jobs_and_reopening_use_the_bases_that_the_user_named_for_the_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().canonicalize().unwrap().join(name);
+    let [image, given, other, base] = ["image", "given", "other", "base"].map(at);
+    create(&given, DriveFormat::Raw);
+    create(&base, DriveFormat::Raw);
+    let mut options = create_over(&image, &given);
+    create_over(&other, &base);
+    let daemon =
+        Daemon::start(DaemonConfig::default().with(|config| config.allow_backing = BackingPolicy::Listed)).unwrap();
+    let rebase = |disk| daemon.start_rebase_with(disk, &other, Some(Format::Qcow2), None, |_| Ok(()));
+    options.bases = vec![given.clone()];
+    let disk = daemon.add_disk(&options).unwrap();
+    assert!(rebase(disk).is_err(), "nobody has named the base");
+    daemon.remove_disk(disk, false).unwrap();
+    options.bases = vec![given, base.clone()];
+    let disk = daemon.add_disk(&options).unwrap();
+    daemon.wait_job(rebase(disk).unwrap()).unwrap();
+    let layers = [image, other.clone(), base].map(FileName::from);
+    assert_eq!(daemon.layer_files(disk).unwrap(), layers);
+    options.bases.clear();
+    for _ in 0..2 {
+        daemon.reopen_as(disk, &options).unwrap();
+    }
+    daemon.shutdown().unwrap();
+}
+
+/// A qcow2 image that rests on a raw one.
+fn create_over(path: &Path, base: &Path) -> DiskOptions {
+    let options = create(path, DriveFormat::Qcow2).disk;
+    let names_base = format_qcow2::CreateOptions::default().with(|options| {
+        options.size_bytes = common::SIZE_BYTES;
+        options.backing_file = Some(base.display().to_string());
+        options.backing_format = Some("raw".to_owned());
+    });
+    let file = EngineOpener::default().open(&path.into(), Role::Writable).unwrap();
+    image::create(&file, &CreateOptions::Qcow2(names_base)).unwrap();
+    options
 }

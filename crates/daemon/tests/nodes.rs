@@ -2,9 +2,10 @@
 
 mod common;
 
-use common::{Guest, SIZE_BYTES, assert_holds, at, connect, create, start};
-use drive::{DiskOptions, DriveFormat, DriveOptions, ExportOptions, open_disk};
+use common::{Guest, PATIENCE, SIZE_BYTES, assert_holds, at, connect, create, start};
+use drive::{DiskOptions, DriveFormat, DriveOptions, ExportOptions, ParsedDrive, open_disk};
 use image::BackingPolicy;
+use std::time::{Duration, Instant};
 
 #[test]
 fn two_guests_of_one_disk_are_undisturbed_while_exports_and_disks_come_and_go() {
@@ -43,6 +44,42 @@ fn two_guests_of_one_disk_are_undisturbed_while_exports_and_disks_come_and_go() 
     assert_holds(&opened.disk, 0, first_half);
     assert_holds(&opened.disk, 1, second_half);
     opened.close().unwrap();
+}
+
+#[test]
+fn a_guest_whose_request_is_held_waits_while_other_exports_of_the_disk_go() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = |name: &str| dir.path().join(name);
+    let image = socket("disk.raw");
+    create(&image, DriveFormat::Raw);
+    let filter = "filter=error:kinds=write:after=50:count=1:errno=EIO";
+    let words = format!("file={},format=raw,on-error=hold,{filter}", image.display());
+    let ParsedDrive::Drive(drive) = DriveOptions::parse(&words).unwrap() else { panic!("no drive") };
+    let daemon = start(2);
+    let disk = daemon.add_disk(&drive.disk).unwrap();
+    daemon.add_export(disk, &at(&socket("one"))).unwrap();
+    let guest = Guest::load(&socket("one"), 0);
+    let hold = daemon.hold(disk).unwrap().unwrap();
+    let deadline = Instant::now() + PATIENCE;
+    while hold.held().is_none() {
+        assert!(Instant::now() < deadline, "nothing is held");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    for _ in 0..30 {
+        let other = daemon.add_export(disk, &at(&socket("two"))).unwrap();
+        let others = connect(&socket("two"), 1);
+        daemon.remove_export(other).unwrap();
+        drop(others);
+    }
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(hold.held().map(|held| held.requests), Some(1));
+    hold.try_again();
+    while hold.held().is_some() {
+        assert!(Instant::now() < deadline, "it is held for ever");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    drop(guest.stop());
+    daemon.shutdown().unwrap();
 }
 
 #[test]

@@ -195,9 +195,20 @@ pub struct OpenedDisk {
     pub throttles: Vec<Arc<ThrottleMember>>,
     /// Holds requests that the storage fails, if the options say so.
     pub hold: Option<Arc<HoldControl>>,
+    /// The disk below what holds requests.
+    below_hold: Arc<dyn Disk>,
 }
 
 impl OpenedDisk {
+    /// Returns the disk for one export. If the disk holds requests, there is also the filter that holds those of this
+    /// export.
+    #[must_use]
+    pub fn for_export(&self) -> (Arc<dyn Disk>, Option<Hold>) {
+        let Some(control) = &self.hold else { return (Arc::clone(&self.disk), None) };
+        let hold = Hold::new(Arc::clone(control));
+        (Arc::new(FilterDisk::new(Arc::clone(&self.below_hold), hold.clone())), Some(hold))
+    }
+
     /// Describes each layer in a line: format, file, engine.
     #[must_use]
     pub fn layers(&self) -> Vec<String> {
@@ -349,9 +360,10 @@ fn filtered(disk: Arc<dyn Disk>, image: Option<Arc<Image>>, options: &DiskOption
         control.set_policies(Some(options.on_error), Some(options.on_no_space));
         control
     });
+    let below_hold = Arc::clone(&disk);
     // Nearest to the guest: requests that are tried again pass the other filters again.
     if let Some(control) = &hold {
         disk = Arc::new(FilterDisk::new(disk, Hold::new(Arc::clone(control))));
     }
-    Ok(OpenedDisk { disk, image, throttles, hold })
+    Ok(OpenedDisk { disk, image, throttles, hold, below_hold })
 }

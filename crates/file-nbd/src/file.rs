@@ -1,7 +1,7 @@
 //! The disk as a file: any offset and length, cut into what the server takes.
 
 use crate::calls::{Answer, Calls, Payload, Wish};
-use crate::handshake::{Agreed, connect};
+use crate::handshake::{Agreed, connect, end_of_patience};
 use crate::link::Link;
 use crate::uri::NbdUri;
 use block::{
@@ -23,7 +23,7 @@ const RANGE_BYTES_MAX: u64 = 1 << 30;
 /// Connects to a server. A disk that is to be written and is not the server's to write is refused. Requests take room for
 /// their data from `buffers` and wait for it.
 pub fn open(uri: &NbdUri, read_only: bool, buffers: &BufferAccount) -> Result<Arc<dyn File>> {
-    let (stream, agreed) = connect(uri)?;
+    let (stream, agreed) = connect(uri, end_of_patience())?;
     let may_write = agreed.flags & export::READ_ONLY == 0;
     if !may_write && !read_only {
         return Err(Error::new(ErrorKind::BadOption, format!("'{uri}' is read-only: its server says so")));

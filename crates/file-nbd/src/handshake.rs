@@ -9,14 +9,18 @@ use nbd_wire::option::{
     ANSWER_HEADER_BYTES, AnswerHeader, GREETING_BYTES, Info, InfoRequest, MetaRequest, put_option, read_greeting,
 };
 use nbd_wire::reply::Style;
+use rustix::net::sockopt::{Timeout, set_socket_keepalive, set_socket_timeout};
+use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType, send, socket_with};
 use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// How long a server may take over each message.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// How long connecting may take in all.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// And to one of several addresses.
+const ADDRESS_PATIENCE: Duration = Duration::from_secs(10);
 /// The longest answer that a server is believed.
 const ANSWER_BYTES_MAX: u32 = 64 << 10;
 /// Answers to one option.
@@ -30,24 +34,24 @@ pub(crate) enum Stream {
 }
 
 impl Stream {
-    fn connect(place: &Place) -> io::Result<Self> {
+    fn connect(place: &Place, until: Instant) -> io::Result<Self> {
         match place {
             Place::Unix(path) => {
-                let stream = UnixStream::connect(path)?;
+                let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+                // A server that accepts nobody is waited for.
+                set_socket_timeout(&socket, Timeout::Send, Some(left(until)?))?;
+                rustix::net::connect(&socket, &SocketAddrUnix::new(path)?).map_err(|error| in_time(error.into()))?;
+                let stream = UnixStream::from(socket);
                 widen(&stream);
-                stream.set_read_timeout(Some(PATIENCE))?;
-                stream.set_write_timeout(Some(PATIENCE))?;
                 Ok(Self::Unix(stream))
             }
             Place::Tcp(host, port) => {
                 let mut last = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
                 for address in (host.as_str(), *port).to_socket_addrs()? {
-                    match TcpStream::connect_timeout(&address, PATIENCE) {
+                    match TcpStream::connect_timeout(&address, left(until)?.min(ADDRESS_PATIENCE)) {
                         Ok(stream) => {
                             stream.set_nodelay(true)?;
-                            stream.set_read_timeout(Some(PATIENCE))?;
-                            stream.set_write_timeout(Some(PATIENCE))?;
-                            rustix::net::sockopt::set_socket_keepalive(&stream, true)?;
+                            set_socket_keepalive(&stream, true)?;
                             return Ok(Self::Tcp(stream));
                         }
                         Err(error) => last = error,
@@ -73,22 +77,6 @@ impl Stream {
             Self::Tcp(stream) => stream.set_nonblocking(true),
         }
     }
-
-    fn exactly(&mut self, length: usize) -> io::Result<Vec<u8>> {
-        let mut bytes = vec![0; length];
-        match self {
-            Self::Unix(stream) => stream.read_exact(&mut bytes)?,
-            Self::Tcp(stream) => stream.read_exact(&mut bytes)?,
-        }
-        Ok(bytes)
-    }
-
-    fn put(&mut self, bytes: &[u8]) -> io::Result<()> {
-        match self {
-            Self::Unix(stream) => stream.write_all(bytes),
-            Self::Tcp(stream) => stream.write_all(bytes),
-        }
-    }
 }
 
 impl AsFd for Stream {
@@ -97,6 +85,47 @@ impl AsFd for Stream {
             Self::Unix(stream) => stream.as_fd(),
             Self::Tcp(stream) => stream.as_fd(),
         }
+    }
+}
+
+/// When a connection has to be there that is begun now.
+pub(crate) fn end_of_patience() -> Instant {
+    let now = Instant::now();
+    now.checked_add(PATIENCE).unwrap_or(now)
+}
+
+/// Until then: an error if it is over.
+fn left(until: Instant) -> io::Result<Duration> {
+    let left = until.saturating_duration_since(Instant::now());
+    (!left.is_zero()).then_some(left).ok_or_else(|| io::ErrorKind::TimedOut.into())
+}
+
+/// What a socket says whose time is over.
+fn in_time(error: io::Error) -> io::Error {
+    if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error }
+}
+
+/// A socket of which all that is read and written ends in time, however slowly the peer goes on.
+struct Limited<'a> {
+    socket: BorrowedFd<'a>,
+    until: Instant,
+}
+
+impl Read for Limited<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        set_socket_timeout(self.socket, Timeout::Recv, Some(left(self.until)?))?;
+        rustix::io::read(self.socket, bytes).map_err(|error| in_time(error.into()))
+    }
+}
+
+impl Write for Limited<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        set_socket_timeout(self.socket, Timeout::Send, Some(left(self.until)?))?;
+        send(self.socket, bytes, SendFlags::NOSIGNAL).map_err(|error| in_time(error.into()))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 
@@ -113,11 +142,11 @@ pub(crate) struct Agreed {
     pub(crate) allocation: Option<u32>,
 }
 
-/// Connects, and agrees on as much as the server knows.
-pub(crate) fn connect(uri: &NbdUri) -> Result<(Stream, Agreed)> {
+/// Connects, and agrees on as much as the server knows, until `until`.
+pub(crate) fn connect(uri: &NbdUri, until: Instant) -> Result<(Stream, Agreed)> {
     let failed = |error| Error::io(format!("cannot connect to {} for '{uri}'", uri.place), error);
-    let stream = Stream::connect(&uri.place).map_err(failed)?;
-    let mut talk = Talk { stream, uri };
+    let stream = Stream::connect(&uri.place, until).map_err(failed)?;
+    let mut talk = Talk { stream, uri, until };
     let agreed = talk.agree()?;
     talk.stream.set_nonblocking().map_err(failed)?;
     Ok((talk.stream, agreed))
@@ -129,6 +158,7 @@ type Answers = (Vec<(u32, Vec<u8>)>, AnswerHeader, Vec<u8>);
 struct Talk<'a> {
     stream: Stream,
     uri: &'a NbdUri,
+    until: Instant,
 }
 
 impl Talk<'_> {
@@ -136,13 +166,18 @@ impl Talk<'_> {
         Error::new(ErrorKind::Protocol, format!("'{}': {error}", self.uri))
     }
 
+    fn limited(&self) -> Limited<'_> {
+        Limited { socket: self.stream.as_fd(), until: self.until }
+    }
+
     fn exactly(&mut self, length: usize) -> Result<Vec<u8>> {
-        let read = self.stream.exactly(length);
+        let mut bytes = vec![0; length];
+        let read = self.limited().read_exact(&mut bytes).map(|()| bytes);
         read.map_err(|error| Error::io(format!("'{}': no answer from the server", self.uri), error))
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        let put = self.stream.put(bytes);
+        let put = self.limited().write_all(bytes);
         put.map_err(|error| Error::io(format!("'{}': cannot ask the server", self.uri), error))
     }
 
@@ -176,12 +211,10 @@ impl Talk<'_> {
         }
         let failed = |error| Error::io(format!("'{}': TLS", self.uri), error);
         let mut session = credentials.connect(host).map_err(|error| error.in_context(format!("'{}'", self.uri)))?;
-        let mut outer = self.stream.any().map_err(failed)?;
-        shake_hands(&mut session, &mut outer).map_err(failed)?;
+        shake_hands(&mut session, &mut self.limited()).map_err(failed)?;
+        let outer = self.stream.any().map_err(failed)?;
         let (inner, own) = UnixStream::pair().map_err(failed)?;
         [&inner, &own].into_iter().for_each(widen);
-        own.set_read_timeout(Some(PATIENCE)).map_err(failed)?;
-        own.set_write_timeout(Some(PATIENCE)).map_err(failed)?;
         let name = self.uri.to_string();
         let carry = move || {
             if let Err(error) = relay(session, outer, inner) {
@@ -256,5 +289,60 @@ impl Talk<'_> {
             return Err(self.broken("the server names impossible sizes of requests"));
         }
         Ok(Agreed { style, size_bytes, flags, block_bytes, payload_bytes_max: maximum, allocation })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nbd_wire::numbers::export;
+    use nbd_wire::option::{put_answer, put_greeting};
+    use std::os::unix::net::UnixListener;
+
+    /// All that a server says, byte by byte; it does not listen.
+    fn say_slowly(mut stream: UnixStream, pause: Duration) {
+        let mut words = Vec::new();
+        put_greeting(&mut words, handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
+        put_answer(&mut words, option::EXTENDED_HEADERS, answer::ERR_UNSUP, &[]);
+        put_answer(&mut words, option::STRUCTURED_REPLY, answer::ERR_UNSUP, &[]);
+        let info = Info::Export { size_bytes: 4096, flags: export::HAS_FLAGS };
+        put_answer(&mut words, option::GO, answer::INFO, &info.to_bytes());
+        put_answer(&mut words, option::GO, answer::ACK, &[]);
+        for byte in words {
+            if stream.write_all(&[byte]).is_err() {
+                return;
+            }
+            std::thread::sleep(pause);
+        }
+        let _ = stream.read_to_end(&mut Vec::new());
+    }
+
+    #[test]
+    fn a_server_that_says_all_slowly_has_a_limit_in_all() {
+        let directory = tempfile::Builder::new().prefix("rd-").tempdir().unwrap();
+        let socket = directory.path().join("nbd");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let uri = NbdUri::parse(&format!("nbd+unix:///?socket={}", socket.display())).unwrap();
+        std::thread::spawn(move || {
+            // More than 100 bytes: two seconds and more.
+            say_slowly(listener.accept().unwrap().0, Duration::from_millis(20));
+            say_slowly(listener.accept().unwrap().0, Duration::ZERO);
+        });
+        let failed = connect(&uri, Instant::now() + Duration::from_millis(500)).unwrap_err();
+        assert!(failed.to_string().contains("timed out"), "{failed}");
+        assert_eq!(connect(&uri, end_of_patience()).unwrap().1.size_bytes, 4096);
+    }
+
+    #[test]
+    fn a_server_that_accepts_nobody_has_a_limit() {
+        let directory = tempfile::Builder::new().prefix("rd-").tempdir().unwrap();
+        let socket = directory.path().join("nbd");
+        let listener = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+        rustix::net::bind(&listener, &SocketAddrUnix::new(&socket).unwrap()).unwrap();
+        rustix::net::listen(&listener, 0).unwrap();
+        let _queued = UnixStream::connect(&socket).unwrap();
+        let uri = NbdUri::parse(&format!("nbd+unix:///?socket={}", socket.display())).unwrap();
+        let failed = connect(&uri, Instant::now() + Duration::from_millis(100)).unwrap_err();
+        assert!(failed.to_string().contains("cannot connect"), "{failed}");
     }
 }

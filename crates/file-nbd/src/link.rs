@@ -10,7 +10,7 @@
 mod outage;
 
 use crate::calls::{Answer, Call, Calls, Wish};
-use crate::handshake::{Agreed, Stream, connect};
+use crate::handshake::{Agreed, Stream, connect, end_of_patience};
 use crate::lane::{Data, Lane};
 use crate::replies::Said;
 use crate::unflushed::{Change, Entry, Unflushed, kept_bytes};
@@ -202,7 +202,7 @@ impl Link {
         let (sender, made) = sync_channel(1);
         let (uri, calls, agreed) = (self.uri.clone(), Arc::clone(&self.calls), self.agreed.clone());
         let work = move || {
-            let lane = match connect(&uri) {
+            let lane = match connect(&uri, end_of_patience()) {
                 // Replies are read as those of the others are.
                 Ok((stream, same)) if same == agreed => Some(Lane::new(stream)),
                 Ok(_) => None,

@@ -217,13 +217,14 @@ fn connecting_threads() -> usize {
 #[test]
 fn further_connections_that_a_server_leaves_open_have_one_thread() {
     // A connection that is made while another one is served gets no word.
-    let served = Arc::new(std::sync::Mutex::new(None::<UnixStream>));
-    let one = Arc::clone(&served);
-    let fake = Fake::start(move |_, mut stream| {
+    let served = Arc::new(std::sync::Mutex::new(None::<(u64, UnixStream)>));
+    let silent = Arc::new(AtomicUsize::new(0));
+    let (one, others) = (Arc::clone(&served), Arc::clone(&silent));
+    let fake = Fake::start(move |number, mut stream| {
         let is_first = {
             let mut one = one.lock().unwrap();
             let is_first = one.is_none();
-            one.get_or_insert_with(|| stream.try_clone().unwrap());
+            one.get_or_insert_with(|| (number, stream.try_clone().unwrap()));
             is_first
         };
         if is_first {
@@ -233,18 +234,20 @@ fn further_connections_that_a_server_leaves_open_have_one_thread() {
                     break;
                 }
             }
+            let _ = one.lock().unwrap().take_if(|(served, _)| *served == number);
         } else {
+            others.fetch_add(1, Ordering::SeqCst);
             let _ = exactly(&mut stream, 1);
         }
     });
     let file = fake.open("&reconnect-s=60", &BufferAccount::UNLIMITED);
     let (queue, _other) = (file.open_blocking().unwrap(), file.open_blocking().unwrap());
-    assert!(becomes(|| connecting_threads() > 0), "there is no second connection");
+    assert!(becomes(|| silent.load(Ordering::SeqCst) > 0), "there is no second connection");
     for round in 0..50 {
         read_block(&queue).unwrap();
         let threads = connecting_threads();
         assert!(threads <= 1, "{threads} threads in round {round}");
-        let first = served.lock().unwrap().take().unwrap();
+        let (_, first) = served.lock().unwrap().take().unwrap();
         first.shutdown(std::net::Shutdown::Both).unwrap();
     }
 }

@@ -6,7 +6,7 @@ mod common;
 use block::{Extent, File, FileInfo, Fill, IoErrorKind, MetaIo, ReactorCtx, block_on};
 use common::{Base, DATA, Guest, NAME, blocking, copy, created, open, open_bytes, open_options};
 use memory::AlignedBuf;
-use ringdisk_format_qcow2::{CreateOptions, Overwrite, Prepared, Qcow2};
+use ringdisk_format_qcow2::{CreateOptions, NewSnapshot, Overwrite, Prepared, Qcow2, create_snapshot};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -449,6 +449,37 @@ fn threads_that_write_side_by_side_lose_nothing() {
     let report = qcow2_check(&storage.bytes(NAME)).unwrap();
     report.sound().unwrap();
     assert_eq!(report.leaked_clusters, 0);
+}
+
+#[test]
+fn a_write_to_one_part_of_a_cluster_that_gets_a_new_place_takes_the_other_parts_along() {
+    let extended = options(1 << 20, 16 * K).with(|options| options.extended_l2 = true);
+    for compressed in [false, true] {
+        let (_storage, file) = created(&extended, SimFileOptions::default());
+        let guest = open(&file, Base::default());
+        let mut expected = vec![0; 16 << 10];
+        for part in [0, 3] {
+            expected[part * 512..][..512].fill(1 + part as u8);
+        }
+        block_on(async {
+            match compressed {
+                true => guest.write_compressed(0, &expected).await.unwrap(),
+                false => {
+                    guest.write(0, &expected[..512]).await.unwrap();
+                    guest.write(3 * 512, &expected[3 * 512..4 * 512]).await.unwrap();
+                }
+            }
+            guest.close().await.unwrap();
+            if !compressed {
+                let new = NewSnapshot::new("one");
+                create_snapshot(&blocking(&file), file.as_ref(), NAME, &new, &mut |_, _| true).await.unwrap();
+            }
+        });
+        let guest = open(&file, Base::default());
+        expected[5 * 512..6 * 512].fill(9);
+        block_on(guest.write(5 * 512, &[9; 512])).unwrap();
+        assert!(block_on(guest.read(0, 16 << 10)).unwrap() == expected, "compressed: {compressed}");
+    }
 }
 
 #[test]

@@ -4,8 +4,9 @@
 
 mod common;
 
-use block::{File, IoError, block_on};
+use block::{File, IoError, PastEnd, block_on};
 use common::{Base, NAME, blocking, created, open};
+use memory::AlignedBuf;
 use ringdisk_format_qcow2::{
     CheckEvent, CheckReport, CreateOptions, NewSnapshot, Qcow2, Repair, check, create_snapshot, repair,
 };
@@ -303,5 +304,67 @@ fn an_absurd_number_of_snapshots_is_cut_down_to_those_that_are_some() {
         let length = file.length_bytes().unwrap();
         let report = block_on(check(&blocking(&file), length, NAME, &mut |_| true)).unwrap();
         assert_eq!((report.corruptions, report.leaks), (0, 0));
+    }
+}
+
+#[test]
+fn the_largest_number_of_snapshots_that_there_may_be_is_not_cut_down() {
+    let mut bytes = image(4096, 16);
+    bytes[60..64].copy_from_slice(&65_536u32.to_be_bytes());
+    // Where a table of the image lies: most rows are no snapshots, but there may be so many.
+    let table = word(&bytes, 48);
+    put(&mut bytes, 64, table);
+    let storage = storage_of(&bytes);
+    let _ = repaired(&storage, Repair::All);
+    assert_eq!(storage.bytes(NAME)[60..72], bytes[60..72]);
+}
+
+#[test]
+fn where_new_refcounts_need_a_larger_table_than_there_may_be_nothing_changes() {
+    // A refcount block counts 64 clusters, so the largest table, of 8 MiB, counts 32 GiB.
+    let mut bytes = image(512, 64);
+    let l2 = word(&bytes, word(&bytes, 40)) & !COPIED;
+    let far = 33 << 30;
+    put(&mut bytes, l2, far | COPIED);
+    let storage = SimStorage::new(5);
+    let sparse = SimFileOptions { max_length_bytes: 1 << 40, ..SimFileOptions::default() };
+    let file = storage.create(NAME, far + 512, sparse);
+    block_on(async {
+        let io = blocking(&file);
+        io.write(0, AlignedBuf::copy_of(&bytes)).await.unwrap();
+        let refused = repaired(&storage, Repair::All).unwrap_err();
+        assert!(format!("{refused:?}").contains("NoSpace"), "{refused:?}");
+        assert!(*io.read(0, bytes.len(), PastEnd::Fails).await.unwrap() == *bytes, "something has changed");
+        assert_eq!(file.length_bytes().unwrap(), far + 512);
+    });
+}
+
+#[test]
+fn an_entry_of_zeros_off_the_clusters_counts_as_repaired_only_if_it_was() {
+    let good = image(4096, 16);
+    let l2 = word(&good, word(&good, 40)) & !COPIED;
+    let at = l2 + 4 * 8;
+    // Cluster 4 reads as zeros, and its entry names a place between two clusters.
+    let off = (l2 + 512) | 1;
+    for is_shared in [false, true] {
+        let mut bytes = good.clone();
+        put(&mut bytes, at, off);
+        if is_shared {
+            // The guest's cluster 40 is the table itself, so whoever writes to the table writes to that cluster.
+            put(&mut bytes, l2 + 40 * 8, l2 | COPIED);
+        }
+        let storage = storage_of(&bytes);
+        let report = repaired(&storage, Repair::All).unwrap();
+        let after = storage.bytes(NAME);
+        match is_shared {
+            false => {
+                assert_eq!((report.corruptions, report.corruptions_fixed, word(&after, at)), (0, 1, 1), "{report:?}");
+                assert!(contents(&after) == contents(&good), "the guest reads something else");
+            }
+            true => {
+                assert_eq!(word(&after, at), off);
+                assert!(report.corruptions > 0, "{report:?}");
+            }
+        }
     }
 }

@@ -250,4 +250,12 @@ mod tests {
         assert_eq!(ours(MAX_MAPPED_BYTES / 2).unwrap_err().kind(), io::ErrorKind::OutOfMemory);
         drop(most);
     }
+
+    #[test]
+    fn a_memory_file_that_the_kernel_refuses_is_an_error() {
+        // Names have at most 249 bytes.
+        let name = std::ffi::CString::new(vec![b'n'; 250]).unwrap();
+        let refused = Mapping::anonymous_file(&name, 4096).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::InvalidInput);
+    }
 }

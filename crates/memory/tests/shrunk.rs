@@ -4,7 +4,9 @@
 
 use ringdisk_memory::{Mapping, PAGE_BYTES};
 use std::fs::File;
+use std::os::fd::AsRawFd;
 use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 const GIB: usize = 1 << 30;
 
@@ -106,6 +108,48 @@ fn part_of_another_stray_signals() {
     write_and_read(&after, 0);
 }
 
+/// How often the handler of another library was called.
+static CALLS: AtomicU32 = AtomicU32::new(0);
+
+/// Covers the page that was touched.
+extern "C" fn anothers_handler(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    CALLS.fetch_add(1, Ordering::Relaxed);
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+    // SAFETY: the kernel passes a valid `siginfo_t`, and the page is the test's own.
+    unsafe {
+        let page = (*info).si_addr().map_addr(|address| address & !(PAGE_BYTES - 1));
+        libc::mmap(page, PAGE_BYTES, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0);
+    }
+}
+
+#[test]
+#[ignore = "a part of another test"]
+fn part_of_another_anothers_fault() {
+    // SAFETY: all-zero is a valid `sigaction`, and the handler only calls mmap and counts.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = anothers_handler as *const () as usize;
+        action.sa_flags = libc::SA_SIGINFO;
+        assert_eq!(libc::sigaction(libc::SIGBUS, &raw const action, std::ptr::null_mut()), 0);
+    }
+    let ours = shrunk(2 * PAGE_BYTES);
+    let (fd, _) = Mapping::anonymous_file(c"anothers", PAGE_BYTES).unwrap();
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a fresh mapping touches no other memory.
+    let theirs = unsafe {
+        libc::mmap(std::ptr::null_mut(), PAGE_BYTES, protection, libc::MAP_SHARED, fd.as_raw_fd(), 0).cast::<u8>()
+    };
+    File::from(fd).set_len(0).unwrap();
+    // SAFETY: the page is mapped, and its handler covers it.
+    let byte = unsafe {
+        theirs.write_volatile(7);
+        theirs.read_volatile()
+    };
+    assert_eq!((byte, CALLS.load(Ordering::Relaxed)), (7, 1));
+    write_and_read(&ours, 5000);
+    assert_eq!((ours.is_poisoned(), CALLS.load(Ordering::Relaxed)), (true, 1));
+}
+
 #[test]
 fn where_the_whole_cannot_be_covered_the_pages_that_are_touched_are() {
     in_a_child("part_of_another_too_little_memory_for_the_whole");
@@ -120,4 +164,9 @@ fn where_the_kernel_gives_nothing_spare_memory_becomes_the_covering_pages() {
 #[test]
 fn a_bus_error_signal_from_outside_neither_ends_the_process_nor_disarms_the_guard() {
     in_a_child("part_of_another_stray_signals");
+}
+
+#[test]
+fn a_fault_in_memory_that_is_not_ours_goes_to_the_handler_that_was_there_before() {
+    in_a_child("part_of_another_anothers_fault");
 }

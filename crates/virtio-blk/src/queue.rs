@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 use virtio::blk::{SECTOR_SHIFT, Status};
 use virtio::ring_access::RingAreas;
-use virtio::{BlkQueue, DeviceRing, FaultReason, PackedDeviceRing, Request, RingFault, RingFeatures, SplitDeviceRing};
+use virtio::{BlkQueue, DeviceRing, FaultReason, PackedDeviceRing, RingFault, RingFeatures, SplitDeviceRing};
 
 /// Most requests that one queue takes in a turn, so that the queues of a reactor share it fairly.
 const BATCH: usize = 128;
@@ -246,17 +246,14 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
 
     /// Takes a batch and submits it. Returns the number of requests.
     fn take_batch(&mut self) -> usize {
-        let (mut taken, mut bytes, mut segments) = (0_usize, 0_usize, 0_usize);
+        let (mut taken, mut segments) = (0_usize, 0_usize);
         let mut most = BATCH;
-        while self.taking && taken < most && bytes < BATCH_BYTES && segments < BATCH_SEGMENTS {
+        while self.taking && taken < most && self.stopwatch.moved_bytes() < BATCH_BYTES && segments < BATCH_SEGMENTS {
             match self.queue.pop() {
                 Ok(Some((head, request))) => {
                     if taken == 0 {
                         self.stopwatch.begins_batch();
                         most = (usize::from(self.queue.ring().waiting()) >> 1).clamp(WHOLE_BATCH, BATCH);
-                    }
-                    if let Request::Read { data, .. } | Request::Write { data, .. } = &request {
-                        bytes = bytes.saturating_add(data.length_bytes());
                     }
                     segments = segments.saturating_add(self.queue.segment_count());
                     self.start(head, request);
@@ -392,7 +389,8 @@ impl<T: Transport, R: DeviceRing + 'static> Poller for DeviceQueue<T, R> {
             self.stopwatch.ends_batch(self.queue.ring().in_flight() == 0);
         }
         let worked = taken > 0 || harvested > 0;
-        if worked {
+        // If something has ended, publishing looks.
+        if worked && self.ended == 0 {
             self.look_for_poison();
         }
         self.publish();

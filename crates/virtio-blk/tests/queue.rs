@@ -171,15 +171,19 @@ impl<'a> Served<'a> {
         Self { queue: open_poller(ctx, setup).unwrap(), driver: Driver::new(guest, SIZE), next_head: 0 }
     }
 
-    /// Sends a write of a sector, or of zeros.
+    /// Sends a write of the first sector, or of zeros.
     fn send(&mut self, kind: u32) {
+        self.send_at(kind, 0);
+    }
+
+    fn send_at(&mut self, kind: u32, sector: u64) {
         let (header, data) = (0x2_0000, 0x3_0000);
         let guest = self.driver.guest;
-        guest.write(header, &RequestHeader { kind, priority: 0, sector: 0 }.to_bytes());
+        guest.write(header, &RequestHeader { kind, priority: 0, sector }.to_bytes());
         guest.write(data, &[0; 512]);
         let range_bytes = match kind {
             request_type::WRITE_ZEROES => {
-                guest.write(data, &RangeSegment { sector: 0, sector_count: 1, flags: 0 }.to_bytes());
+                guest.write(data, &RangeSegment { sector, sector_count: 1, flags: 0 }.to_bytes());
                 virtio::blk::RANGE_SEGMENT_BYTES as u32
             }
             _ => 512,
@@ -246,6 +250,32 @@ fn after_a_switch_to_write_through_no_write_of_any_queue_ends_before_a_flush_has
         device.negotiated(0);
         queues[1].send(request_type::OUT);
         assert_eq!(held(1), "fWfW");
+    };
+    run_and_wait(reactor.handle().as_ref(), test).unwrap();
+}
+
+/// A flush that nobody waits for would end a request that has ended, or another one in its place.
+#[test]
+fn zeros_that_are_refused_or_need_not_be_durable_take_no_flush_along() {
+    let reactor = TestReactor::start("reactor");
+    let test = move |ctx: &_| {
+        let guest = Guest::new();
+        let device = Device::new(Arc::new(Held), DeviceOptions::default()).unwrap();
+        device.negotiated(features::FLUSH | features::CONFIG_WCE);
+        device.write_config(32, &[0]).unwrap();
+        let mut queue = Served::new(ctx, &guest, &device, 0);
+        queue.send_at(request_type::WRITE_ZEROES, 1 << 20);
+        assert_eq!((held(0).as_str(), queue.ended()), ("", 1), "behind the end of the disk");
+        device.write_config(32, &[1]).unwrap();
+        queue.send(request_type::WRITE_ZEROES);
+        assert_eq!(held(0), "w", "write-back");
+        end(0, Ok(()), |_| true);
+        assert_eq!((held(0).as_str(), queue.ended()), ("", 1));
+        device.write_config(32, &[0]).unwrap();
+        queue.send(request_type::WRITE_ZEROES);
+        assert_eq!(held(0), "Wf", "write-through");
+        end(0, Ok(()), |_| true);
+        assert_eq!((held(0).as_str(), queue.ended()), ("", 1));
     };
     run_and_wait(reactor.handle().as_ref(), test).unwrap();
 }

@@ -174,12 +174,14 @@ impl SplitDeviceRing {
         if head >= size {
             return Err(FaultReason::HeadOutside { size }.in_chain(head));
         }
-        if self.in_flight.contains(head) {
+        if !self.in_flight.insert(head) {
             return Err(FaultReason::HeadInFlight.in_chain(head));
         }
         chain.begin();
-        self.walk(head, chain).map_err(|reason| reason.in_chain(head))?;
-        self.in_flight.insert(head);
+        if let Err(reason) = self.walk(head, chain) {
+            self.in_flight.remove(head);
+            return Err(reason.in_chain(head));
+        }
         self.next_avail = self.next_avail.wrapping_add(1);
         Ok(Some(head))
     }
@@ -349,23 +351,21 @@ impl HeadSet {
         (usize::from(head >> 6), 1 << (head & 63))
     }
 
+    /// Adds a head. Returns whether it was not there.
     #[inline]
-    fn contains(&self, head: u16) -> bool {
+    fn insert(&mut self, head: u16) -> bool {
         let (word, bit) = Self::place(head);
-        self.words.get(word).is_some_and(|word| word & bit != 0)
-    }
-
-    #[inline]
-    fn insert(&mut self, head: u16) {
-        let (word, bit) = Self::place(head);
-        if let Some(word) = self.words.get_mut(word)
-            && *word & bit == 0
-        {
-            *word |= bit;
-            self.count = self.count.wrapping_add(1);
+        match self.words.get_mut(word) {
+            Some(word) if *word & bit == 0 => {
+                *word |= bit;
+                self.count = self.count.wrapping_add(1);
+                true
+            }
+            _ => false,
         }
     }
 
+    /// Takes a head out. Returns whether it was there.
     #[inline]
     fn remove(&mut self, head: u16) -> bool {
         let (word, bit) = Self::place(head);

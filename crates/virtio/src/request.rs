@@ -172,19 +172,19 @@ impl<R: DeviceRing> BlkQueue<R> {
         let (readable_bytes, writable_bytes) = (self.chain.readable_bytes(), self.chain.writable_bytes());
         let out_bytes = readable_bytes.saturating_sub(HEADER_BYTES as u32);
         let in_bytes = writable_bytes.saturating_sub(1);
+        let reads = header.kind == request_type::IN && is_whole_sectors(in_bytes);
         if let Some(context) = self.contexts.get_mut(usize::from(head)) {
-            let written_bytes = u32::from(writable_bytes == 1);
+            let written_bytes = if reads { writable_bytes } else { u32::from(writable_bytes == 1) };
             *context = Context { sector: header.sector, kind: header.kind, written_bytes };
         }
         let request = match header.kind {
-            request_type::IN if is_whole_sectors(in_bytes) => {
-                self.set_written(head, writable_bytes);
-                self.chain.keep_writable_without_status(head);
-                Request::Read { sector: header.sector, data: self.chain.data(head), priority: header.priority }
+            request_type::IN if reads => {
+                let data = self.chain.keep_writable_without_status(head);
+                Request::Read { sector: header.sector, data, priority: header.priority }
             }
             request_type::OUT if is_whole_sectors(out_bytes) => {
-                self.chain.keep_readable(head, HEADER_BYTES as u32);
-                Request::Write { sector: header.sector, data: self.chain.data(head), priority: header.priority }
+                let data = self.chain.keep_readable(head, HEADER_BYTES as u32);
+                Request::Write { sector: header.sector, data, priority: header.priority }
             }
             request_type::IN | request_type::OUT => Request::Refused(Status::IoErr),
             request_type::FLUSH | request_type::FLUSH_OUT => Request::Flush,
@@ -226,8 +226,7 @@ impl<R: DeviceRing> BlkQueue<R> {
         if count == 0 || !whole || count > self.limits.max_ranges {
             return Request::Refused(Status::IoErr);
         }
-        self.chain.keep_readable(head, HEADER_BYTES as u32);
-        let data = self.chain.data(head);
+        let data = self.chain.keep_readable(head, HEADER_BYTES as u32);
         for index in 0..count as usize {
             let mut bytes = [0; RANGE_SEGMENT_BYTES];
             data.copy_to_slice(index.saturating_mul(RANGE_SEGMENT_BYTES), &mut bytes);

@@ -87,7 +87,8 @@ pub(crate) struct BenchArguments {
     #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "throttle", "scrape", "resume", "size_mib", "before"])]
     nbd: bool,
     /// Measure what guests notice of a snapshot, a commit, a mirror and a backup instead, beside qemu-storage-daemon. Writes
-    /// docs/benchmarks-jobs.md, or where --output says, and drawings to figures/ beside it. It takes four minutes.
+    /// docs/benchmarks-jobs.md, or where --output says, and drawings to figures/ beside it. At most three
+    /// rounds, of two minutes each.
     #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "throttle", "scrape", "nbd", "resume", "before", "filter", "list"])]
     jobs: bool,
     /// Size of the files [default: 1024; 4096 with --images].

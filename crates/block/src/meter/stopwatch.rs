@@ -303,6 +303,14 @@ impl Stopwatch {
         }
     }
 
+    /// Returns the bytes of the reads and writes of this turn.
+    #[inline]
+    #[must_use]
+    pub fn moved_bytes(&self) -> usize {
+        let [read, written] = self.moved;
+        read.saturating_add(written)
+    }
+
     /// Takes what the disk's last harvest says of the parts of requests. `look_up` is given a head, and calls its
     /// closure with that request's key.
     #[inline]

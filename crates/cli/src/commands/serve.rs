@@ -15,8 +15,8 @@ use signal_hook::consts::SIGHUP;
 use signal_hook::iterator::Signals;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::Duration;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::time::{Duration, Instant};
 
 /// Serve disks to virtual machines at vhost-user sockets.
 ///
@@ -132,14 +132,48 @@ pub(crate) fn run(args: &Args, lock_timeout_s: Option<u32>) -> anyhow::Result<()
         Output::Json => announcement::json(manager.daemon()),
     })?;
     daemon::notify("READY=1");
-    let signal = wait_for_the_end(&manager, &mut signals);
+    let signal = wait_for_the_end(&manager, &mut signals)?;
     tracing::info!(signal, "stopping");
     daemon::notify("STOPPING=1");
-    server.map_or(Ok(()), ControlServer::stop)?;
-    let last = "the control interface has ended, and nobody else has the manager";
-    Arc::into_inner(manager).context(last)?.shutdown()?;
+    end(server, manager, Duration::from_secs(args.give_up_after.into()) + CALLS_PATIENCE)?;
     drop(pidfile);
     Ok(())
+}
+
+/// How much longer than their storage calls in progress are waited for.
+const CALLS_PATIENCE: Duration = Duration::from_secs(5);
+/// How long they are waited for if the disks have taken all of that time.
+const LAST_PATIENCE: Duration = Duration::from_secs(1);
+
+/// Ends everything. A call may hang with the storage of a disk. So the disks end first: that ends the call, and one disk
+/// that hangs does not keep the others from being closed.
+fn end(mut server: Option<ControlServer>, manager: Arc<Manager>, patience: Duration) -> anyhow::Result<()> {
+    let deadline = Instant::now() + patience;
+    let left = || deadline.saturating_duration_since(Instant::now()).max(LAST_PATIENCE);
+    server.iter_mut().for_each(ControlServer::close);
+    let ended = manager.daemon().end_disks();
+    let stopped = server.map_or(Ok(()), |server| server.stop_within(left()));
+    // A call may have added one meanwhile.
+    let ended = ended.and(manager.daemon().end_disks()).and(stopped);
+    let Some(manager) = alone_with(manager, left()) else {
+        ended?;
+        anyhow::bail!("a call still waits for storage that hangs; all disks are closed");
+    };
+    let shut_down = manager.shutdown();
+    Ok(ended.and(shut_down)?)
+}
+
+/// Waits until nobody else has the manager.
+fn alone_with(mut manager: Arc<Manager>, limit: Duration) -> Option<Manager> {
+    let deadline = Instant::now() + limit;
+    loop {
+        manager = match Arc::try_unwrap(manager) {
+            Ok(manager) => return Some(manager),
+            Err(_) if Instant::now() >= deadline => return None,
+            Err(manager) => manager,
+        };
+        std::thread::sleep(Duration::from_millis(2));
+    }
 }
 
 /// Overrides the file's settings with those of the command line.
@@ -184,10 +218,11 @@ fn daemon_config(args: &Args, settings: &Settings, drives: &[Configured]) -> Dae
 
 /// Waits for a signal, or for a command that asks for the end; returns the signal. Meanwhile it tells a service
 /// manager's watchdog that all reactors respond, as long as they do.
-fn wait_for_the_end(manager: &Manager, signals: &mut Signals) -> Option<i32> {
+fn wait_for_the_end(manager: &Arc<Manager>, signals: &mut Signals) -> anyhow::Result<Option<i32>> {
     let (stop, stopped) = std::sync::mpsc::channel::<()>();
     let handle = signals.handle();
-    std::thread::scope(|scope| {
+    let reloading = begin_reloading(manager)?;
+    let signal = std::thread::scope(|scope| {
         scope.spawn(|| {
             manager.wait_until_asked_to_end();
             handle.close();
@@ -198,14 +233,29 @@ fn wait_for_the_end(manager: &Manager, signals: &mut Signals) -> Option<i32> {
         let signal = signals.forever().find(|signal| {
             let reloads = *signal == SIGHUP && manager.has_configuration();
             if reloads {
-                reload(manager);
+                // If another one waits, it will read the file as it is now.
+                let _ = reloading.try_send(());
             }
             !reloads
         });
         drop(stop);
         manager.ask_to_end();
         signal
-    })
+    });
+    Ok(signal)
+}
+
+/// Starts the thread that reads the configuration again when it is told to. Storage may keep it, but not the signals.
+fn begin_reloading(manager: &Arc<Manager>) -> anyhow::Result<SyncSender<()>> {
+    let (sender, wanted) = sync_channel::<()>(1);
+    let manager = Arc::downgrade(manager);
+    let work = move || {
+        while let (Ok(()), Some(manager)) = (wanted.recv(), manager.upgrade()) {
+            reload(&manager);
+        }
+    };
+    std::thread::Builder::new().name("reload".into()).spawn(work).context("cannot start a thread")?;
+    Ok(sender)
 }
 
 /// Reads the configuration again. Failures are logged and leave the rest unchanged.

@@ -51,6 +51,55 @@ fn a_disk_whose_server_hangs_is_removed_and_the_daemon_ends() {
     nbd.kill();
 }
 
+/// No guest is connected. What hangs is a call that reads from the image.
+#[test]
+fn the_daemon_ends_and_closes_the_other_disks_while_a_call_hangs() {
+    let dir = directory();
+    let [image, good, socket] = ["far.qcow2", "good.qcow2", "nbd"].map(|name| at(&dir, name));
+    for image in [&image, &good] {
+        run_ok(&["create", "-q", "-f", "qcow2", path_str(image), "64M"]);
+    }
+    run_ok(&["snapshot", "-c", "one", path_str(&image)]);
+    let mut command = ringdisk();
+    let drive = format!("file={},format=raw,name=disk", image.display());
+    command.args(["nbd", "--drive", &drive, "--socket", path_str(&socket)]);
+    let nbd = Server::start_command(command);
+    let at = |name: &str| format!("name={name},socket={}", dir.path().join(format!("{name}.sock")).display());
+    let far = format!("file=nbd+unix:///disk?socket={},format=qcow2,{}", socket.display(), at("far"));
+    let near = format!("file={},{}", good.display(), at("good"));
+    let mut daemon = Daemon::start_in(dir, &["--give-up-after", "1", "--drive", &far, "--drive", &near]);
+    let guest = Guest::begin(&daemon.path("good.sock"));
+    std::thread::sleep(Duration::from_millis(200));
+    guest.end();
+    assert!(daemon.ctl(&["snapshot-list", "far"]).contains("one"));
+    nbd.signal("STOP");
+    let list = || {
+        let mut command = ringdisk();
+        command.args(daemon.arguments(&["snapshot-list", "far"])).stdout(Stdio::null()).stderr(Stdio::null());
+        command.spawn().unwrap()
+    };
+    let mut call = list();
+    let deadline = Instant::now() + PATIENCE;
+    // Its export keeps the disk.
+    while !text(&run(&daemon.arguments(&["remove", "far"])).stderr).contains("a look at its snapshots") {
+        assert!(Instant::now() < deadline && call.try_wait().unwrap().is_none(), "the call does not hang");
+    }
+    // More calls that hang keep nobody else from calling.
+    let mut more: Vec<Child> = (0..20).map(|_| list()).collect();
+    while more.iter_mut().filter_map(|call| call.try_wait().unwrap()).count() < 13 {
+        assert!(Instant::now() < deadline, "all of them hang");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(daemon.json(&["list"])["disks"].as_array().unwrap().len(), 2);
+    daemon.ctl(&["bitmap", "list", "good"]);
+    daemon.server.signal("TERM");
+    daemon.server.wait();
+    more.iter_mut().for_each(|call| assert!(!call.wait().unwrap().success()));
+    assert!(!call.wait().unwrap().success());
+    run_ok(&["check", path_str(&good)]);
+    nbd.kill();
+}
+
 /// Nothing can be cancelled here: filters keep the requests for half a minute.
 #[test]
 fn requests_that_nobody_can_cancel_are_given_up() {

@@ -1,6 +1,6 @@
 //! The paths for bitmaps, internal snapshots and backups.
 
-use super::{Answer, Body, Shared, beside, known};
+use super::{Answer, Body, Shared, on_disk};
 use crate::api::{BackupDisk, Bitmaps, ChangeBitmaps, CreateSnapshot, ErrorBody, InternalSnapshots, Job};
 use crate::failure::Failure;
 use crate::manager::Manager;
@@ -24,10 +24,7 @@ pub(super) fn routes() -> OpenApiRouter<Arc<Manager>> {
 #[utoipa::path(get, path = "/v1/disks/{name}/bitmaps", params(("name" = String, Path)),
     responses((status = 200, body = Bitmaps), (status = "default", body = ErrorBody)))]
 async fn list_bitmaps(State(manager): Shared, Path(name): Path<String>) -> Answer<Bitmaps> {
-    let listed = beside(manager, move |manager| {
-        known(manager, &name)?;
-        Ok(manager.bitmaps(&name)?)
-    });
+    let listed = on_disk(manager, name, move |manager, name| Ok(manager.bitmaps(name)?));
     listed.await.map(Json)
 }
 
@@ -39,9 +36,8 @@ async fn change_bitmaps(
     Path(name): Path<String>,
     Body(request): Body<ChangeBitmaps>,
 ) -> Answer<Bitmaps> {
-    let changed = beside(manager, move |manager| {
-        known(manager, &name)?;
-        manager.change_bitmaps(&name, &request).map_err(|error| Failure::from(error).in_field("actions"))
+    let changed = on_disk(manager, name, move |manager, name| {
+        manager.change_bitmaps(name, &request).map_err(|error| Failure::from(error).in_field("actions"))
     });
     changed.await.map(Json)
 }
@@ -50,10 +46,7 @@ async fn change_bitmaps(
 #[utoipa::path(get, path = "/v1/disks/{name}/snapshots", params(("name" = String, Path)),
     responses((status = 200, body = InternalSnapshots), (status = "default", body = ErrorBody)))]
 async fn list_snapshots(State(manager): Shared, Path(name): Path<String>) -> Answer<InternalSnapshots> {
-    let listed = beside(manager, move |manager| {
-        known(manager, &name)?;
-        Ok(manager.internal_snapshots(&name)?)
-    });
+    let listed = on_disk(manager, name, move |manager, name| Ok(manager.internal_snapshots(name)?));
     listed.await.map(Json)
 }
 
@@ -66,9 +59,8 @@ async fn create_snapshot(
     Path(name): Path<String>,
     Body(request): Body<CreateSnapshot>,
 ) -> Result<(StatusCode, Json<InternalSnapshots>), Failure> {
-    let taken = beside(manager, move |manager| {
-        known(manager, &name)?;
-        Ok(manager.create_internal_snapshot(&name, &request.name, request.vm_state.as_ref())?)
+    let taken = on_disk(manager, name, move |manager, name| {
+        Ok(manager.create_internal_snapshot(name, &request.name, request.vm_state.as_ref())?)
     });
     Ok((StatusCode::CREATED, Json(taken.await?)))
 }
@@ -81,10 +73,7 @@ async fn delete_snapshot(
     State(manager): Shared,
     Path((name, snapshot)): Path<(String, String)>,
 ) -> Result<StatusCode, Failure> {
-    let deleted = beside(manager, move |manager| {
-        known(manager, &name)?;
-        Ok(manager.delete_internal_snapshot(&name, &snapshot)?)
-    });
+    let deleted = on_disk(manager, name, move |manager, name| Ok(manager.delete_internal_snapshot(name, &snapshot)?));
     deleted.await.map(|()| StatusCode::NO_CONTENT)
 }
 
@@ -96,10 +85,7 @@ async fn apply_snapshot(
     State(manager): Shared,
     Path((name, snapshot)): Path<(String, String)>,
 ) -> Answer<InternalSnapshots> {
-    let applied = beside(manager, move |manager| {
-        known(manager, &name)?;
-        Ok(manager.apply_internal_snapshot(&name, &snapshot)?)
-    });
+    let applied = on_disk(manager, name, move |manager, name| Ok(manager.apply_internal_snapshot(name, &snapshot)?));
     applied.await.map(Json)
 }
 
@@ -111,9 +97,6 @@ async fn backup_disk(
     Path(name): Path<String>,
     Body(request): Body<BackupDisk>,
 ) -> Result<(StatusCode, Json<Job>), Failure> {
-    let started = beside(manager, move |manager| {
-        known(manager, &name)?;
-        Ok(manager.backup(&name, request)?)
-    });
+    let started = on_disk(manager, name, move |manager, name| Ok(manager.backup(name, request)?));
     Ok((StatusCode::ACCEPTED, Json(started.await?)))
 }

@@ -1,7 +1,7 @@
 //! What a link does when its server has gone: it drains what is left, waits, connects again, or gives up.
 
 use super::{Link, NO_LANE};
-use crate::handshake::{Agreed, connect};
+use crate::handshake::{Agreed, connect, end_of_patience};
 use crate::lane::Lane;
 use block::{IoError, LogLimit};
 use nbd_wire::numbers::export;
@@ -127,7 +127,9 @@ impl Link {
             return;
         }
         if now >= outage.next_try {
-            match connect(&self.uri) {
+            // Calls that wait have an end of their own. When that is over nobody waits.
+            let until = outage.deadline.filter(|_| has_time).into_iter().chain([end_of_patience()]).min();
+            match connect(&self.uri, until.unwrap_or(now)) {
                 Ok((stream, agreed)) if self.is_same(&agreed) => {
                     if let Some(times) = self.times.back.admit() {
                         tracing::info!("'{}': connected again (time {times})", self.uri);

@@ -238,7 +238,7 @@ fn follows(mapped: &Mapped, more: &Mapped) -> bool {
 #[cfg(test)]
 mod tests {
     use crate::fixture;
-    use block::block_on;
+    use block::{Extent, block_on};
     use std::sync::mpsc;
     use std::time::Duration;
 
@@ -266,5 +266,24 @@ mod tests {
             assert_eq!(answer.expect("a lookup waits for the image's lock"), (true, true));
         });
         block_on(qcow2.close(&io)).unwrap();
+    }
+
+    #[test]
+    fn one_lookup_answers_for_neighbours_in_several_tables() {
+        let size_bytes = 256 << 10;
+        let (storage, io) = fixture::created(size_bytes);
+        block_on(async {
+            let qcow2 = fixture::opened(&storage, &io).await;
+            let seen = |offset: u64| {
+                let mapped = qcow2.inner.lookup(offset, size_bytes - offset).unwrap().unwrap();
+                (mapped.extent, mapped.length_bytes)
+            };
+            assert_eq!(seen(512), (Extent::Backing, size_bytes - 512), "there are no tables");
+            fixture::fill(&qcow2, &io, 0..size_bytes / 2).await;
+            qcow2.write_zeroes(&io, 0, size_bytes / 2, true).await.unwrap();
+            assert_eq!(seen(512), (Extent::Zero, size_bytes / 2 - 512));
+            assert_eq!(seen(size_bytes / 2), (Extent::Backing, size_bytes / 2));
+            qcow2.close(&io).await.unwrap();
+        });
     }
 }

@@ -13,6 +13,7 @@ pub(crate) mod give_up;
 mod guessed_raw;
 pub(crate) mod image;
 pub(crate) mod in_place;
+pub(crate) mod job_calls;
 pub(crate) mod layer;
 pub(crate) mod layers;
 mod lower_map;

@@ -47,6 +47,14 @@ pub struct HeldRequests {
 /// Called when a disk begins to hold requests, on a reactor's thread: it must not wait.
 pub type HoldListener = Box<dyn Fn(IoError) + Send + Sync>;
 
+/// How many callers want requests to end with their errors, because the disk or an export is removed.
+type Ending = Arc<AtomicUsize>;
+
+fn give_up(ending: &Ending) -> GivingUp {
+    ending.fetch_add(1, Ordering::Relaxed);
+    GivingUp(Arc::clone(ending))
+}
+
 /// The state that a disk's queues share with whoever manages the disk.
 #[derive(Default)]
 pub struct HoldControl {
@@ -56,8 +64,7 @@ pub struct HoldControl {
     errno: AtomicI32,
     /// Rises with each call of [`HoldControl::try_again`].
     round: AtomicU64,
-    /// How many callers want requests to end with their errors, because the disk or an export is removed.
-    ending: AtomicUsize,
+    ending: Ending,
     listener: OnceLock<HoldListener>,
 }
 
@@ -96,11 +103,10 @@ impl HoldControl {
         self.round.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Ends held requests with their errors, and holds no others until the result is dropped.
+    /// Ends held requests of the whole disk with their errors, and holds no others until the result is dropped.
     #[must_use]
-    pub fn give_up(self: &Arc<Self>) -> GivingUp {
-        self.ending.fetch_add(1, Ordering::Relaxed);
-        GivingUp(Arc::clone(self))
+    pub fn give_up(&self) -> GivingUp {
+        give_up(&self.ending)
     }
 
     fn holds(&self, op: &Op, error: IoError) -> bool {
@@ -111,7 +117,7 @@ impl HoldControl {
             _ => return false,
         };
         let has_flush = matches!(op, Op::Flush) || op.flags().contains(OpFlags::PREFLUSH);
-        policy.load(Ordering::Relaxed) && !has_flush && self.ending.load(Ordering::Relaxed) == 0
+        policy.load(Ordering::Relaxed) && !has_flush
     }
 
     fn begins_to_hold(&self, error: IoError) {
@@ -130,23 +136,36 @@ impl HoldControl {
 
 /// Keeps requests from being held until dropped. See [`HoldControl::give_up`].
 #[derive(Debug)]
-pub struct GivingUp(Arc<HoldControl>);
+pub struct GivingUp(Ending);
 
 impl Drop for GivingUp {
     fn drop(&mut self) {
-        self.0.ending.fetch_sub(1, Ordering::Relaxed);
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
 /// The filter. See the module's documentation.
-#[derive(Debug)]
-pub struct Hold(Arc<HoldControl>);
+#[derive(Debug, Clone)]
+pub struct Hold {
+    control: Arc<HoldControl>,
+    ending: Ending,
+}
 
 impl Hold {
-    /// Makes a filter that obeys `control`.
+    /// Makes a filter that obeys `control`. A disk can be seen through several.
     #[must_use]
     pub fn new(control: Arc<HoldControl>) -> Self {
-        Self(control)
+        Self { control, ending: Ending::default() }
+    }
+
+    /// As [`HoldControl::give_up`], for what passes through this filter and its clones.
+    #[must_use]
+    pub fn give_up(&self) -> GivingUp {
+        give_up(&self.ending)
+    }
+
+    fn is_ending(&self) -> bool {
+        [&self.control.ending, &self.ending].iter().any(|ending| ending.load(Ordering::Relaxed) > 0)
     }
 }
 
@@ -154,7 +173,7 @@ impl Filter for Hold {
     fn open_queue(&self, below: Box<dyn DiskQueue>, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
         Ok(Box::new(HoldQueue {
             below,
-            control: Arc::clone(&self.0),
+            hold: self.clone(),
             slots: Vec::with_capacity(ROOM),
             free: Vec::with_capacity(ROOM),
             held: Vec::new(),
@@ -177,7 +196,7 @@ struct Held {
 
 struct HoldQueue {
     below: Box<dyn DiskQueue>,
-    control: Arc<HoldControl>,
+    hold: Hold,
     /// The requests in flight. A request's index here is its tag below.
     slots: Vec<Option<Kept>>,
     free: Vec<usize>,
@@ -218,18 +237,18 @@ impl HoldQueue {
         let error = completion.result.err()?;
         let slot = usize::try_from(completion.tag).ok()?;
         let Kept { op, .. } = self.slots.get(slot)?.as_ref()?;
-        self.control.holds(op, error).then_some(Held { slot, error })
+        (self.hold.control.holds(op, error) && !self.hold.is_ending()).then_some(Held { slot, error })
     }
 
     /// Submits the held requests again, or ends them, if somebody asked for it.
     fn look_after_held(&mut self, done: &mut Vec<Completion>) {
-        if self.control.ending.load(Ordering::Relaxed) > 0 {
-            self.control.end_to_hold(self.held.len());
+        if self.hold.is_ending() {
+            self.hold.control.end_to_hold(self.held.len());
             while let Some(Held { slot, error }) = self.held.pop() {
                 done.extend(self.end(slot, Err(error)));
             }
-        } else if self.control.round.load(Ordering::Relaxed) != self.round {
-            self.control.end_to_hold(self.held.len());
+        } else if self.hold.control.round.load(Ordering::Relaxed) != self.round {
+            self.hold.control.end_to_hold(self.held.len());
             for Held { slot, .. } in self.held.drain(..) {
                 if let Some(Some(Kept { op, .. })) = self.slots.get(slot) {
                     self.below.submit(slot as Tag, op.clone());
@@ -275,11 +294,11 @@ impl DiskQueue for HoldQueue {
             if let Some(held) = self.is_held(&completion) {
                 if self.held.is_empty() {
                     // Earlier calls to try again concern earlier failures.
-                    self.round = self.control.round.load(Ordering::Relaxed);
+                    self.round = self.hold.control.round.load(Ordering::Relaxed);
                     let now = self.timer.now();
                     self.timer.set(now.checked_add(LOOK_AGAIN).unwrap_or(now));
                 }
-                self.control.begins_to_hold(held.error);
+                self.hold.control.begins_to_hold(held.error);
                 self.held.push(held);
                 continue;
             }
@@ -307,6 +326,6 @@ impl DiskQueue for HoldQueue {
 
 impl Drop for HoldQueue {
     fn drop(&mut self) {
-        self.control.end_to_hold(self.held.len());
+        self.hold.control.end_to_hold(self.held.len());
     }
 }

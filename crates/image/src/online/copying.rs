@@ -1,18 +1,22 @@
-//! Copies from the chain that guests use to another one, by calls that block.
+//! Copies from the chain that guests use to another one, several pieces at once.
 
+use super::lanes::{InEpochs, LANES, Pieces, copy_in_lanes};
 use super::watch::CopyWatch;
 use crate::chain::both_sides::BothSides;
-use crate::chain::give_up::{Ends, GiveUp, LateCalls, open_blocking};
+use crate::chain::give_up::{Ends, GiveUp, LateCalls};
+use crate::chain::job_calls::JobCalls;
 use crate::chain::layer::Layer;
 use crate::chain::layers::{Chain, Place};
 use crate::chain::queue::Shared;
 use block::{Error, ErrorKind, Extent, IoError, IoResult, MetaIo, Participant, Priority, Result, Ticket};
 use memory::IoBuf;
+use std::cell::RefCell;
 use std::ops::Range;
+use std::rc::Rc;
 use std::sync::Arc;
 
-/// Copied at once while nobody waits for it.
-const PIECE_BYTES: u64 = 1 << 20;
+/// The largest piece.
+const PIECE_BYTES: u64 = 256 << 10;
 
 /// What is copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,6 +38,13 @@ struct Piece {
     kind: Kind,
 }
 
+/// A piece on its way.
+struct Found<'a> {
+    piece: Piece,
+    /// What the piece lies in is not used again meanwhile.
+    _in_top: Option<InEpochs<'a>>,
+}
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     /// Nothing is to be done.
@@ -47,10 +58,11 @@ pub(super) struct Copying<'a> {
     top: &'a Layer,
     next_top: &'a Layer,
     watch: &'a CopyWatch,
+    calls: Rc<JobCalls>,
     top_meta: MetaIo,
     from: Shared,
     to: Shared,
-    in_top: Option<Participant>,
+    in_top: Option<RefCell<Participant>>,
     /// Nothing that the other chain frees is used again while guests read it, or have writes to it in flight.
     in_next: Option<(Participant, Ticket)>,
     /// Which calls to the other chain end when they are given up.
@@ -73,14 +85,16 @@ impl<'a> Copying<'a> {
             let ticket = participant.begin(epochs);
             (participant, ticket)
         });
+        let calls = JobCalls::new(watch.given_up_by());
         Ok(Self {
             top,
             next_top,
             watch,
-            top_meta: open_blocking(top, watch.given_up_by(), Ends::Reads)?,
-            from: Shared::blocking_or_given_up(&chain, watch.given_up_by(), Ends::Reads)?,
-            to: Shared::blocking_or_given_up(next, watch.given_up_by(), ends)?,
-            in_top: top.mapping.epochs().map(block::Epochs::join),
+            top_meta: calls.open(top, Ends::Reads)?,
+            from: Shared::for_job(&chain, &calls, Ends::Reads)?,
+            to: Shared::for_job(next, &calls, ends)?,
+            in_top: top.mapping.epochs().map(|epochs| RefCell::new(epochs.join())),
+            calls,
             in_next,
             ends,
             late: Arc::default(),
@@ -104,7 +118,7 @@ impl<'a> Copying<'a> {
 
     /// The other chain's top, for calls that end as those of the copy.
     pub(super) fn next_meta(&self) -> Result<MetaIo> {
-        open_blocking(self.next_top, self.watch.given_up_by(), self.ends)
+        self.calls.open(self.next_top, self.ends)
     }
 
     /// What keeps the other chain from using space again that it frees.
@@ -112,79 +126,38 @@ impl<'a> Copying<'a> {
         self.in_next
     }
 
-    /// Copies these ranges while guests go on. With `both`, writes that guests send to both sides wait for the piece that
-    /// is copied just then. Stops early when `goes_on` says so, which is asked after each piece and told how much is left;
-    /// what was not copied comes back.
+    /// Copies these ranges while guests go on. With `both`, writes that guests send to both sides wait for the piece there
+    /// that is copied just then. Stops early when `goes_on` says so, which is asked after each piece and told how much is
+    /// left; what was not copied comes back.
     pub(super) async fn copy(
-        &mut self,
+        &self,
         ranges: &[Range<u64>],
         what: What,
         both: Option<&BothSides>,
-        mut goes_on: impl FnMut(u64) -> bool,
+        goes_on: impl FnMut(u64) -> bool,
     ) -> Result<Vec<Range<u64>>> {
-        let mut left_bytes = super::ranges::total(ranges);
-        for (index, range) in ranges.iter().enumerate() {
-            let mut at = range.start;
-            while at < range.end {
-                self.watch.check()?;
-                if let Some(error) = both.and_then(BothSides::failure) {
-                    return Err(self.next_top.failed("cannot write to it", error));
-                }
-                let ticket = match (&mut self.in_top, self.top.mapping.epochs()) {
-                    (Some(participant), Some(epochs)) => Some(participant.begin(epochs)),
-                    _ => None,
-                };
-                let copied = self.piece(at, range.end.saturating_sub(at), what, both).await;
-                if let (Some(participant), Some(ticket)) = (&mut self.in_top, ticket) {
-                    participant.end(ticket);
-                }
-                let (length_bytes, moved_bytes) = copied?;
-                at = at.saturating_add(length_bytes);
-                left_bytes = left_bytes.saturating_sub(length_bytes);
-                self.watch.done(length_bytes);
-                self.watch.left(left_bytes);
-                self.watch.pace(moved_bytes);
-                if let Some(give_up) = self.watch.given_up_by() {
-                    give_up.tidy();
-                }
-                if !goes_on(left_bytes) {
-                    let rest = ranges.get(index.saturating_add(1)..).unwrap_or_default().iter().cloned();
-                    return Ok(std::iter::once(at..range.end).chain(rest).filter(|range| !range.is_empty()).collect());
-                }
-            }
-        }
-        Ok(Vec::new())
+        let pass = Pass { copying: self, what, both, goes_on: RefCell::new(goes_on) };
+        copy_in_lanes(&pass, &self.calls, ranges, self.watch).await
     }
 
-    /// Deals with the first part of a range: its length, and how many bytes were moved.
-    async fn piece(&self, at: u64, length_bytes: u64, what: What, both: Option<&BothSides>) -> Result<(u64, u64)> {
-        let read_failed = |error| self.top.failed(&format!("cannot copy from byte {at} on"), error);
-        let piece = self.look(at, length_bytes, what).await.map_err(read_failed)?;
-        if piece.kind == Kind::Nothing {
-            // Where that is so no longer, a guest has written, which the other side gets or a log has noted.
-            return Ok((piece.length_bytes, 0));
-        }
-        let Some(both) = both else { return self.copy_piece(at, &piece).await };
-        let length_bytes = length_bytes.min(self.watch.piece_bytes(PIECE_BYTES));
-        let _range = both.lock(at..at.saturating_add(length_bytes)).await;
-        let piece = self.look(at, length_bytes, what).await.map_err(read_failed)?;
-        self.copy_piece(at, &piece).await
+    fn cannot_read(&self, at: u64, error: IoError) -> Error {
+        self.top.failed(&format!("cannot copy from byte {at} on"), error)
     }
 
-    async fn copy_piece(&self, at: u64, piece: &Piece) -> Result<(u64, u64)> {
+    /// Copies a piece; how many bytes were moved.
+    async fn copy_piece(&self, at: u64, piece: &Piece) -> Result<u64> {
         let write_failed = |error| self.next_top.failed(&format!("cannot write what belongs at byte {at}"), error);
         match piece.kind {
-            Kind::Nothing => Ok((piece.length_bytes, 0)),
+            Kind::Nothing => Ok(0),
             Kind::Zeros => {
                 self.to.write_zeroes(at, piece.length_bytes, true).await.map_err(write_failed)?;
-                Ok((piece.length_bytes, 0))
+                Ok(0)
             }
             Kind::Data => {
-                let length_bytes = piece.length_bytes.min(PIECE_BYTES);
-                let read = self.read(at, length_bytes, piece.in_top).await;
-                let data = read.map_err(|error| self.top.failed(&format!("cannot copy from byte {at} on"), error))?;
+                let read = self.read(at, piece.length_bytes, piece.in_top).await;
+                let data = read.map_err(|error| self.cannot_read(at, error))?;
                 self.to.write(at, data, Priority::NONE).await.map_err(write_failed)?;
-                Ok((length_bytes, length_bytes))
+                Ok(piece.length_bytes)
             }
         }
     }
@@ -222,6 +195,60 @@ impl<'a> Copying<'a> {
             (Extent::Zero | Extent::Backing, _) => Kind::Zeros,
             (Extent::Data { .. } | Extent::Compressed(_), _) => Kind::Data,
         };
+        let length_bytes = if kind == Kind::Data { length_bytes.min(PIECE_BYTES) } else { length_bytes };
         Ok(Piece { length_bytes, in_top: is_top.then_some(extent), kind })
+    }
+}
+
+/// One pass of a copy.
+struct Pass<'a, F> {
+    copying: &'a Copying<'a>,
+    what: What,
+    both: Option<&'a BothSides>,
+    goes_on: RefCell<F>,
+}
+
+impl<F: FnMut(u64) -> bool> Pieces for Pass<'_, F> {
+    type Found<'a>
+        = Found<'a>
+    where
+        Self: 'a;
+
+    async fn find(&self, at: u64, length_bytes: u64) -> Result<(Found<'_>, u64)> {
+        let Copying { top, next_top, watch, .. } = self.copying;
+        if let Some(error) = self.both.and_then(BothSides::failure) {
+            return Err(next_top.failed("cannot write to it", error));
+        }
+        let in_top = InEpochs::enter(self.copying.in_top.as_ref(), top.mapping.epochs());
+        let look = self.copying.look(at, length_bytes, self.what).await;
+        let piece = look.map_err(|error| self.copying.cannot_read(at, error))?;
+        let length_bytes = match (self.both, piece.kind) {
+            // Where that is so no longer, a guest has written, which the other side gets or a log has noted.
+            (_, Kind::Nothing) | (None, _) => piece.length_bytes,
+            (Some(_), _) => length_bytes.min(watch.piece_bytes(PIECE_BYTES, LANES)),
+        };
+        Ok((Found { piece, _in_top: in_top }, length_bytes))
+    }
+
+    async fn copy<'a>(&'a self, at: u64, length_bytes: u64, found: Found<'a>) -> Result<u64> {
+        let Some(both) = self.both.filter(|_| found.piece.kind != Kind::Nothing) else {
+            return self.copying.copy_piece(at, &found.piece).await;
+        };
+        let end = at.saturating_add(length_bytes);
+        let _range = both.lock(at..end).await;
+        let (mut at, mut moved_bytes) = (at, 0_u64);
+        while at < end {
+            // Guests may have written since.
+            let look = self.copying.look(at, end.saturating_sub(at), self.what).await;
+            let piece = look.map_err(|error| self.copying.cannot_read(at, error))?;
+            moved_bytes = moved_bytes.saturating_add(self.copying.copy_piece(at, &piece).await?);
+            at = at.saturating_add(piece.length_bytes);
+        }
+        Ok(moved_bytes)
+    }
+
+    fn goes_on(&self, left_bytes: u64) -> bool {
+        self.copying.watch.left(left_bytes);
+        (self.goes_on.borrow_mut())(left_bytes)
     }
 }

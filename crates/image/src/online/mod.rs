@@ -47,6 +47,7 @@ pub(crate) mod edit;
 #[cfg(all(test, feature = "explore"))]
 pub(crate) mod explored_tests;
 pub(crate) mod grow;
+mod lanes;
 pub(crate) mod mirror;
 pub(crate) mod move_onto;
 pub(crate) mod overlay;

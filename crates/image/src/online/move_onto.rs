@@ -11,8 +11,9 @@
 
 use super::watch::CopyWatch;
 use crate::chain::exchange::hold_quiet_for;
-use crate::chain::give_up::{Ends, open_blocking};
+use crate::chain::give_up::Ends;
 use crate::chain::image::Image;
+use crate::chain::job_calls::JobCalls;
 use crate::chain::layer::Layer;
 use crate::chain::layers::{Chain, Place};
 
@@ -209,17 +210,18 @@ impl<'a> Pulling<'a> {
     fn new(chain: &'a Chain, below: &[Arc<Layer>], watch: &'a CopyWatch) -> Result<Self> {
         let nothing = || Error::new(ErrorKind::Io, "an image without layers");
         let top = chain.layers.first().ok_or_else(nothing)?;
+        let calls = JobCalls::new(watch.given_up_by());
         let of = |layers: &[Arc<Layer>]| match layers.is_empty() {
             true => Ok(None),
             false => {
                 let chain = Arc::new(Chain::plain(layers.to_vec(), &chain.disk));
-                Shared::blocking_or_given_up(&chain, watch.given_up_by(), Ends::Reads).map(Some)
+                Shared::for_job(&chain, &calls, Ends::Reads).map(Some)
             }
         };
         Ok(Self {
             size_bytes: chain.size_bytes,
             top,
-            top_meta: open_blocking(top, watch.given_up_by(), Ends::Reads)?,
+            top_meta: calls.open(top, Ends::Reads)?,
             seen: of(&chain.layers)?.ok_or_else(nothing)?,
             now: of(chain.layers.get(1..).unwrap_or_default())?,
             next: of(below)?,

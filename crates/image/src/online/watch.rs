@@ -257,11 +257,11 @@ impl CopyWatch {
         }
     }
 
-    /// How much may be copied at once while guests wait for it: at most `most_bytes`.
-    pub(super) fn piece_bytes(&self, most_bytes: u64) -> u64 {
+    /// How large a piece may be while guests wait for it, where so many are copied at once: at most `most_bytes`.
+    pub(super) fn piece_bytes(&self, most_bytes: u64, at_once: usize) -> u64 {
         let Some(stall) = self.aim().stall else { return most_bytes };
         let rate = self.done_bytes() as f64 / self.elapsed().as_secs_f64().max(0.001);
-        let bytes = (rate * stall.as_secs_f64() / 4.0) as u64;
+        let bytes = (rate * stall.as_secs_f64() / 4.0 / at_once.max(1) as f64) as u64;
         bytes.clamp(PIECE_BYTES_MIN, most_bytes.max(PIECE_BYTES_MIN)).next_multiple_of(PIECE_BYTES_MIN).min(most_bytes)
     }
 
@@ -280,6 +280,12 @@ impl CopyWatch {
             false => Ok(()),
             true => Err(Error::new(ErrorKind::Cancelled, "cancelled: the disk keeps its layers")),
         }
+    }
+
+    /// Whether [`CopyWatch::pace`] may have to wait: the copy is paused, or its rate has a limit.
+    pub(super) fn has_to_wait(&self) -> bool {
+        let pace = self.pace.lock().unwrap_or_else(PoisonError::into_inner);
+        pace.is_paused || pace.bytes_per_second.is_some()
     }
 
     /// Waits as long as the copy is paused, and until so many bytes are paid for.

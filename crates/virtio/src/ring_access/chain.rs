@@ -65,7 +65,8 @@ impl ChainMemory {
     }
 
     /// Adds a buffer to the chain.
-    #[inline]
+    // Called three times for a usual request: a call would save and restore as many registers as it uses.
+    #[inline(always)]
     pub fn push(&mut self, address: u64, length_bytes: u32, writable: bool) -> Result<(), FaultReason> {
         if length_bytes == 0 {
             return Err(FaultReason::ZeroLength);
@@ -90,7 +91,7 @@ impl ChainMemory {
         Ok(())
     }
 
-    #[inline]
+    #[inline(always)]
     fn put(&mut self, segment: Segment) -> Result<(), FaultReason> {
         if self.segments.len() >= MAX_CHAIN_SEGMENTS {
             return Err(FaultReason::ChainTooLong { limit: MAX_CHAIN_SEGMENTS as u32 });
@@ -193,10 +194,10 @@ impl ChainMemory {
         status.is_some()
     }
 
-    /// Keeps the readable bytes behind the first `skip_bytes` as the data of `head`. The current chain cannot be used
-    /// afterwards; the same holds for the next two functions.
+    /// Keeps the readable bytes behind the first `skip_bytes` as the data of `head`, and returns them. The current chain
+    /// cannot be used afterwards; the same holds for the next two functions.
     #[inline]
-    pub fn keep_readable(&mut self, head: u16, skip_bytes: u32) {
+    pub fn keep_readable(&mut self, head: u16, skip_bytes: u32) -> Window {
         let mut skip = skip_bytes as usize;
         let mut from = 0_usize;
         while let Some(segment) = self.segments.get_mut(from).filter(|_| from < self.readable_segments) {
@@ -208,12 +209,12 @@ impl ChainMemory {
             skip = skip.saturating_sub(length);
             from = from.saturating_add(1);
         }
-        self.refill(head, from..self.readable_segments);
+        self.refill(head, from..self.readable_segments)
     }
 
-    /// Keeps all writable bytes but the last (the status) as the data of `head`.
+    /// Keeps all writable bytes but the last (the status) as the data of `head`, and returns them.
     #[inline]
-    pub fn keep_writable_without_status(&mut self, head: u16) {
+    pub fn keep_writable_without_status(&mut self, head: u16) -> Window {
         let mut to = self.segments.len();
         if let Some(last) = self.segments.last_mut() {
             match last.length_bytes() {
@@ -221,7 +222,7 @@ impl ChainMemory {
                 length => *last = cut(*last, 0, length.saturating_sub(1)),
             }
         }
-        self.refill(head, self.readable_segments..to);
+        self.refill(head, self.readable_segments..to)
     }
 
     /// Keeps no data for `head`.
@@ -247,20 +248,20 @@ impl ChainMemory {
     }
 
     #[inline]
-    fn refill(&mut self, head: u16, range: Range<usize>) {
+    fn refill(&mut self, head: u16, range: Range<usize>) -> Window {
         let segments = self.segments.get(range).unwrap_or_default();
-        let Some(slot) = self.slots.get_mut(usize::from(head)) else { return };
+        let Some(slot) = self.slots.get_mut(usize::from(head)) else { return Window::empty() };
         // SAFETY: the segments were resolved in `self.memory`, which keeps them mapped for as long as the slots exist,
         // and forever if a window outlives them (see `Drop`).
-        if unsafe { slot.data.refill(segments.iter().copied()) } {
-            return;
+        if !unsafe { slot.data.refill(segments.iter().copied()) } {
+            // A window was kept past its request's completion, and still uses the old list.
+            self.outlived = true;
+            slot.data = IoBuf::empty();
+            // SAFETY: as above.
+            let fresh = unsafe { slot.data.refill(segments.iter().copied()) };
+            debug_assert!(fresh, "a new buffer has one handle");
         }
-        // A window was kept past its request's completion, and still uses the old list.
-        self.outlived = true;
-        slot.data = IoBuf::empty();
-        // SAFETY: as above.
-        let fresh = unsafe { slot.data.refill(segments.iter().copied()) };
-        debug_assert!(fresh, "a new buffer has one handle");
+        slot.data.whole()
     }
 
     /// Returns the memory that the segments lie in.

@@ -1,8 +1,8 @@
 //! `cargo xtask bench --jobs`: what a guest notices of a snapshot, a commit, a mirror and a backup of its disk, beside
 //! qemu-storage-daemon doing the same by QMP.
 //!
-//! For each job and each side, a fresh copy of one image is served, `ringdisk bench` loads it and keeps latency over time, and
-//! the job begins after a while. A page has the figures, and a drawing for each job.
+//! For each job, each side and each round, a fresh copy of one image is served, `ringdisk bench` loads it and keeps latency
+//! over time, and the job begins after a while. A page has the figures, and a drawing of the first round for each job.
 
 mod drawing;
 mod page;
@@ -11,6 +11,7 @@ mod servers;
 
 use super::BenchArguments;
 use super::measure::{CLIENT_CORE, Tools, json_of, pinned};
+use super::rounds::{in_turn, put_page};
 use super::statistics::quantile;
 use crate::command::Program;
 use crate::workspace;
@@ -22,10 +23,14 @@ use std::time::{Duration, Instant, SystemTime};
 
 /// The guest: so many requests of 4 KiB in flight, half of them reads.
 const DEPTH: u32 = 8;
-/// How long the guest runs alone before the job begins, and goes on when it has ended.
-const LEAD: Duration = Duration::from_secs(3);
+/// How long the guest runs alone before the job begins.
+const LEAD: Duration = Duration::from_secs(2);
+/// How long it goes on after the latest end of a job.
+const TAIL: Duration = Duration::from_secs(1);
 /// A job that takes longer is cancelled.
-const LIMIT: Duration = Duration::from_secs(12);
+const LIMIT: Duration = Duration::from_secs(10);
+/// Rounds, at most: a round takes two minutes.
+const ROUNDS_MAX: usize = 3;
 /// What of the guest's time before the job does not count: its caches fill.
 const SETTLES_MS: f64 = 1000.0;
 /// Size of the image where nobody says.
@@ -49,6 +54,13 @@ impl Job {
             Self::Commit => "commit",
             Self::Mirror => "mirror",
             Self::Backup => "backup",
+        }
+    }
+
+    fn limit(self) -> Duration {
+        match self {
+            Self::Snapshot => TAIL,
+            _ => LIMIT,
         }
     }
 }
@@ -171,14 +183,14 @@ fn measure(job: Job, side: Side, tools: &Tools, files: &Files) -> Result<Course>
         server.snapshot()?;
     }
     let (socket, series) = (server.socket().to_owned(), directory.path().join("series"));
-    let seconds = (2 * LEAD + LIMIT).as_secs_f64();
+    let seconds = (LEAD + job.limit() + TAIL).as_secs_f64();
     let mut client = pinned(CLIENT_CORE, &tools.client);
     client.arg("bench").arg("--socket").arg(&socket).arg("--series").arg(&series);
     client.args(["--rw", "randrw", "--bs", "4k", "--destroy", "--output", "json"]);
     client.args(["--depth", &DEPTH.to_string(), "--time", &seconds.to_string()]);
     let client = std::thread::spawn(move || json_of(client));
     std::thread::sleep(LEAD);
-    let (begin, deadline) = (SystemTime::now(), Instant::now() + LIMIT);
+    let (begin, deadline) = (SystemTime::now(), Instant::now() + job.limit());
     let done = server.carry_out(job, deadline);
     let end = SystemTime::now();
     let report = client.join().map_err(|_| anyhow::anyhow!("the client's thread panicked"));
@@ -195,22 +207,32 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
     let output = arguments.output.clone().unwrap_or_else(|| workspace::root().join("docs/benchmarks-jobs.md"));
     let figures = output.parent().unwrap_or(Path::new(".")).join("figures");
     std::fs::create_dir_all(&figures)?;
+    let rounds = arguments.pairs.clamp(1, ROUNDS_MAX);
     let mut rows = Vec::new();
     for job in Job::ALL {
-        let mut courses = Vec::new();
-        for side in Side::ALL {
+        let mut courses = Side::ALL.map(|side| (side, Vec::new()));
+        in_turn(rounds, Side::ALL.len(), |index| {
+            let (side, courses) = &mut courses[index];
             println!("{} with {side}", job.name());
-            let course = measure(job, side, &tools, &files)?;
+            let course = measure(job, *side, &tools, &files)?;
             println!("    {:?}", course.figures());
-            courses.push((side, course));
+            courses.push(course);
+            Ok(())
+        })?;
+        let first = courses.each_ref().map(|(side, courses)| (*side, courses[0].clone()));
+        drawing::draw(&figures.join(format!("jobs-{}.svg", job.name())), job, &first)?;
+        for (side, courses) in courses {
+            rows.push(Row { job, side, figures: courses.iter().map(Course::figures).collect() });
         }
-        drawing::draw(&figures.join(format!("jobs-{}.svg", job.name())), job, &courses)?;
-        rows.push((job, courses.iter().map(|(side, course)| (*side, course.figures())).collect::<Vec<_>>()));
     }
-    std::fs::write(&output, page::text(&rows, size_mib)?)
-        .with_context(|| format!("cannot write {}", output.display()))?;
-    println!("written: {}", output.display());
-    Ok(())
+    put_page(&page::text(&rows, rounds, size_mib)?, "benchmarks-jobs.md", arguments)
+}
+
+/// A job on one side: the figures of each round.
+struct Row {
+    job: Job,
+    side: Side,
+    figures: Vec<Figures>,
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
 //! The files of a chain, open on one reactor.
 
 use crate::chain::both_sides::OtherSide;
-use crate::chain::give_up::{Ends, GiveUp, open_blocking};
+use crate::chain::give_up::Ends;
+use crate::chain::job_calls::JobCalls;
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
 use block::{FileQueue, MetaIo, Participant, ReactorCtx, Result, Sink};
@@ -36,13 +37,13 @@ impl Shared {
 
     /// Opens a chain for calls that block.
     pub(crate) fn blocking(chain: &Arc<Chain>) -> Result<Self> {
-        Self::blocking_or_given_up(chain, None, Ends::Reads)
+        Self::for_job(chain, &JobCalls::new(None), Ends::Reads)
     }
 
-    /// Opens a chain for calls that block until they end or are given up.
-    pub(crate) fn blocking_or_given_up(chain: &Arc<Chain>, give_up: Option<&Arc<GiveUp>>, ends: Ends) -> Result<Self> {
+    /// Opens a chain for the calls of a job.
+    pub(crate) fn for_job(chain: &Arc<Chain>, calls: &Rc<JobCalls>, ends: Ends) -> Result<Self> {
         let open = |layer: &Arc<Layer>| {
-            let meta = open_blocking(layer, give_up, ends)?;
+            let meta = calls.open(layer, ends)?;
             Ok((Rc::clone(meta.data().unwrap_or(meta.queue())), meta))
         };
         let queues = chain.layers.iter().map(open).collect::<Result<Vec<_>>>()?;
