@@ -159,7 +159,7 @@ fn a_disk_that_is_served_to_ones_own_guest_tells_what_its_server_does_for_a_batc
     let null = "null=serve:format=null,size=4M";
     let direct = format!("direct={served},cache=none");
     let sides = ["--compare", &served, null, &direct];
-    let report = json(&[&sides[..], &["--pairs", "3", "--count", "30000", "--depths", "1,32,128"]].concat());
+    let report = json(&[&sides[..], &["--pairs", "3", "--count", "4000", "--depths", "1,32,128"]].concat());
     for depth in report["depths"].as_array().unwrap() {
         let figure = |side: usize, name: &str| per_request(depth, side, name);
         assert!(depth["sides"][0]["figures"]["completions_per_harvest"]["median"].is_f64());
@@ -196,7 +196,7 @@ fn writes_to_the_page_cache_take_one_call_a_batch() {
     std::fs::write(&raw, vec![7; 4 << 20]).unwrap();
     let served = format!("serve:file={},format=raw", raw.display());
     let sides = ["--compare", &served, &served];
-    let load = ["--rw", "randwrite", "--destroy", "--pairs", "3", "--count", "30000", "--depths", "1,32,128"];
+    let load = ["--rw", "randwrite", "--destroy", "--pairs", "3", "--count", "4000", "--depths", "1,32,128"];
     let report = json(&[&sides[..], &load].concat());
     for depth in report["depths"].as_array().unwrap() {
         let figure = |name: &str| per_request(depth, 0, name);

@@ -2,6 +2,7 @@
 //!
 //! A change is answered when its record is durable. A change of the daemon that cannot be recorded is undone.
 
+mod answers;
 mod change;
 mod exports;
 mod held;
@@ -12,26 +13,26 @@ mod restore;
 #[cfg(test)]
 mod tests;
 
+use self::answers::{counters_of, to_disk, to_job};
 use self::exports::{to_export, with_absolute_paths};
 use self::held::Holding;
 use self::reload::Configuration;
 use crate::api::{
-    AddDisk, AddExport, Counters, Disk, DiskStats, Event, EventKind, Export, FailedDisk, FailedExport, FormerTop, Held,
-    Job, JobKind, JobState, Overlay, ReactorStats, Rounds, Stats, TableStats,
+    AddDisk, AddExport, Counters, Disk, DiskStats, Event, EventKind, Export, FailedDisk, FailedExport, FormerTop, Job,
+    Overlay, ReactorStats, Stats, TableStats,
 };
 use crate::events::Events;
 use crate::failure::Failure;
 use crate::options::Options;
 use crate::record::{Record, RecordedDisk, Records, Top, whole_name};
 use block::{Error, ErrorKind, Result};
-use daemon::{Daemon, DaemonConfig, DiskStatus, ExportId, ExportStatus, JobId, JobStatus, NodeId, absolute};
+use daemon::{Daemon, DaemonConfig, ExportId, JobId, NodeId, absolute};
 use drive::DriveOptions;
 use image::FileName;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 use tokio::sync::broadcast;
 
 /// A disk that the command line or a configuration file gives.
@@ -264,24 +265,36 @@ impl Manager {
     /// Closes a disk. A disk with exports or jobs is refused, unless `force` ends them first.
     pub fn remove_disk(&self, name: &str, force: bool) -> Result<()> {
         let mut closed = Ok(());
+        // From here on, another disk may get the name at any time.
+        let mut node = self.records.node_of(name);
+        let key = self.records.current().disk(name).and_then(|disk| disk.configured.clone());
         if lock(&self.failed).remove(name).is_none() {
-            closed = self.daemon.remove_disk(self.node(name)?, force);
+            let served = self.node(name)?;
+            node = Some(served);
+            closed = self.daemon.remove_disk(served, force);
             // A disk that could not be closed is removed, too.
-            if self.daemon.disk_named(name).is_some() {
+            if self.daemon.disk_named(name) == Some(served) {
                 return closed;
             }
             let what = || format!("the disk '{name}' is removed, but could not be closed");
             closed = closed.map_err(|error| error.in_context(what()));
+            self.forget_ended_exports();
         }
-        let forget = |record: &mut Record| {
-            let configured = record.disk(name).and_then(|disk| disk.configured.clone());
-            record.removed.extend(configured);
-            record.disks.retain(|disk| disk.name != name);
-        };
-        self.records.change(forget)?;
+        self.forget(name, node, key)?;
         lock(&self.failed_exports).retain(|export| export.request.disk != name);
         self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
         closed
+    }
+
+    /// Takes a disk off the record, unless the record of this name is another disk's by now. If the disk is configured,
+    /// by `key`, it stays away.
+    fn forget(&self, name: &str, node: Option<NodeId>, key: Option<String>) -> Result<()> {
+        self.records.change(|record| {
+            record.removed.extend(key.filter(|key| !record.removed.contains(key)));
+            if self.records.node_of(name) == node {
+                record.disks.retain(|disk| disk.name != name);
+            }
+        })
     }
 
     /// Reopens the files of a disk, because one was replaced, or changed behind the disk.
@@ -308,7 +321,6 @@ impl Manager {
         }
         let nodes = wanted.iter().map(|(name, path)| Ok((self.node(name)?, path.as_path())));
         let nodes = nodes.collect::<Result<Vec<(NodeId, &Path)>>>()?;
-        let before = self.records.current();
         let put_on = |record: &mut Record| {
             for (name, path) in &wanted {
                 if let Some(disk) = record.disk_mut(name) {
@@ -317,18 +329,12 @@ impl Manager {
             }
         };
         let result = self.daemon.put_overlays_with(&nodes, || self.records.change(put_on));
-        // Only the daemon knows whether the layers are in place: an error may concern a former top only.
-        let is_on_top =
-            |(name, path): &(&str, PathBuf)| self.disk(name).is_ok_and(|disk| Path::new(&disk.file) == path);
-        if result.is_err() && !wanted.iter().any(is_on_top) {
-            let undo = |record: &mut Record| {
-                for (name, _) in &wanted {
-                    if let (Some(disk), Some(old)) = (record.disk_mut(name), before.disk(name)) {
-                        disk.clone_from(old);
-                    }
-                }
-            };
-            self.records.change(undo)?;
+        // Once the layers are recorded, they are in place, and an error concerns a former top only. If they could not
+        // be recorded, the directory may name them all the same.
+        if result.is_err()
+            && let Err(error) = self.records.change(|_| ())
+        {
+            tracing::error!("the record may name layers that do not exist: {error}");
         }
         result?;
         let changed = |(name, path): &(&str, PathBuf)| {
@@ -375,8 +381,9 @@ impl Manager {
         let found = self.daemon.exports().into_iter().find(|export| export.id.number() == number);
         let export = found.ok_or_else(|| Failure::not_found(format!("there is no export {number}")))?;
         let disk = self.name_of(export.node)?;
+        let how = lock(&self.exports).get(&export.id).cloned().flatten();
         self.daemon.remove_export(export.id)?;
-        let how = lock(&self.exports).remove(&export.id).flatten();
+        lock(&self.exports).remove(&export.id);
         self.records.change(|record| {
             let Some(disk) = record.disk_mut(&disk) else { return };
             match &how {
@@ -549,83 +556,4 @@ fn absolute_file(mut options: Options) -> Result<Options> {
         options.set("socket", socket.to_string_lossy());
     }
     Ok(options)
-}
-
-fn to_disk(status: DiskStatus, record: &Record, exports: &[Export]) -> Disk {
-    let options = record.disk(&status.name).map(|disk| disk.options.clone()).unwrap_or_default();
-    Disk {
-        exports: exports.iter().filter(|export| export.disk == status.name).cloned().collect(),
-        name: status.name,
-        file: status.file,
-        size_bytes: status.info.size_bytes,
-        read_only: status.info.read_only,
-        serial: status.info.serial,
-        volatile_cache: status.info.volatile_cache,
-        logical_block_bytes: status.info.logical_block_bytes,
-        layers: status.layers,
-        held: status.held.map(|held| Held { requests: held.requests as u64, error: held.error.to_string() }),
-        options,
-    }
-}
-
-fn counters_of(export: &ExportStatus) -> Counters {
-    let to_counters = |ring: &daemon::RingStats| Counters {
-        requests: ring.requests,
-        batches: ring.batches,
-        notifications: ring.notifications,
-        notifications_avoided: ring.notifications_avoided,
-        failed: ring.failed,
-        faults: ring.faults,
-        io_errors: ring.io_errors,
-        no_space: ring.no_space,
-    };
-    export.rings.iter().map(to_counters).fold(Counters::default(), Counters::plus)
-}
-
-/// Returns `None` for a job that makes no passes.
-fn rounds_of(rounds: &image::CopyRounds) -> Option<Rounds> {
-    let micros = |duration: std::time::Duration| u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
-    (rounds.rounds > 0).then(|| Rounds {
-        rounds: rounds.rounds,
-        left_bytes: rounds.left_bytes,
-        longest_stall_us: micros(rounds.longest_stall),
-        throttled_us: micros(rounds.throttled),
-        late: rounds.is_late,
-    })
-}
-
-/// Rounded up: a job that goes on needs a second at least.
-fn whole_seconds(time: Duration) -> u64 {
-    time.as_secs().saturating_add(u64::from(time.subsec_nanos() > 0)).max(1)
-}
-
-fn to_job(status: JobStatus) -> Job {
-    let (state, error) = match status.state {
-        daemon::JobState::Running => (JobState::Running, None),
-        daemon::JobState::Paused => (JobState::Paused, None),
-        daemon::JobState::Done => (JobState::Done, None),
-        daemon::JobState::Cancelled => (JobState::Cancelled, None),
-        daemon::JobState::Failed(error) => (JobState::Failed, Some(error)),
-        _ => (JobState::Running, None),
-    };
-    let kind = match status.kind {
-        daemon::JobKind::TakeOverlayBack => JobKind::Commit,
-        daemon::JobKind::MoveOnto => JobKind::Stream,
-        daemon::JobKind::Compact => JobKind::Compact,
-        daemon::JobKind::Mirror => JobKind::Mirror,
-        daemon::JobKind::Backup => JobKind::Backup,
-        _ => JobKind::Other,
-    };
-    Job {
-        id: status.id.number(),
-        kind,
-        disk: status.disk,
-        state,
-        error,
-        done_bytes: status.done_bytes,
-        eta_s: status.time_left.map(whole_seconds),
-        total_bytes: status.total_bytes,
-        rounds: rounds_of(&status.rounds),
-        outcome: status.outcome,
-    }
 }

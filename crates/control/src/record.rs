@@ -99,7 +99,8 @@ impl Record {
         self.removed.retain(|text| configured.contains(text));
     }
 
-    /// Adds a disk, or replaces the one of its name. The disk keeps the old one's layers if it has the same top.
+    /// Adds a disk, or replaces the one of its name. The disk keeps the old one's layers and fleeces if it has the same
+    /// top. Otherwise a fleece may hold the only copy of what guests wrote, and nothing here removes it any more.
     pub(crate) fn put(&mut self, mut disk: RecordedDisk) {
         match self.disks.iter_mut().find(|other| other.name == disk.name) {
             Some(old) => {
@@ -110,13 +111,13 @@ impl Record {
                     disk.moved_from = old.moved_from.take();
                     let new = std::mem::replace(&mut disk.bases, std::mem::take(&mut old.bases));
                     for base in new {
-                        if !disk.bases.contains(&base) {
+                        if !disk.files().any(|file| file == base) {
                             disk.bases.push(base);
                         }
                     }
                     disk.kept_in = old.kept_in.take();
+                    disk.fleeces = std::mem::take(&mut old.fleeces);
                 }
-                disk.fleeces = std::mem::take(&mut old.fleeces);
                 *old = disk;
             }
             None => self.disks.push(disk),
@@ -140,10 +141,22 @@ impl RecordedDisk {
         self.files().chain(self.fleeces.iter().map(String::as_str)).any(|used| is_same_file(used, file))
     }
 
-    /// Whether layers were put on it since it was added with this file.
+    /// Whether layers were put on it since it was added with this file, also under another name of the file.
     pub(crate) fn has_layers_on(&self, file: Option<&str>) -> bool {
         let first = self.former_tops.first().map(|first| first.file.as_str());
-        file.is_some() && (first == file || self.moved_from.as_deref() == file)
+        let mut given = first.into_iter().chain(self.moved_from.as_deref());
+        file.is_some_and(|file| given.any(|given| is_same_file(given, file)))
+    }
+
+    /// Whether it has left this file: it wrote to it once, and now writes to another.
+    pub(crate) fn has_left(&self, file: &str) -> bool {
+        let former = self.former_tops.iter().map(|top| top.file.as_str());
+        former.chain(self.moved_from.as_deref()).any(|former| is_same_file(former, file))
+    }
+
+    /// Whether this is the file of its top layer.
+    pub(crate) fn has_top(&self, file: &str) -> bool {
+        self.options.get("file").is_some_and(|top| is_same_file(top, file))
     }
 
     /// Replaces its options. Its layers stay, and so does its socket if the options name none.
@@ -214,6 +227,11 @@ impl RecordedDisk {
     /// that will go. Until the image names the new base, it may be opened with its old layers.
     pub(crate) fn rest_on(&mut self, gone: usize, base: Option<String>) {
         let stay = self.former_tops.len().saturating_sub(gone);
+        if stay == 0 {
+            // It was added with this file.
+            let first = self.former_tops.first().map(|first| first.file.clone());
+            self.moved_from = self.moved_from.take().or(first);
+        }
         let gone = self.former_tops.split_off(stay).into_iter().map(|top| top.file);
         for file in gone.chain(base).collect::<Vec<_>>() {
             if !self.bases.contains(&file) {
@@ -309,6 +327,11 @@ impl Records {
         lock(&self.nodes).insert(name.to_owned(), node);
     }
 
+    /// The disk that has the record under this name, or had it last.
+    pub(crate) fn node_of(&self, name: &str) -> Option<NodeId> {
+        lock(&self.nodes).get(name).copied()
+    }
+
     /// Changes the record. When this returns without an error, the change is durable.
     pub(crate) fn change(&self, change: impl FnOnce(&mut Record)) -> Result<()> {
         let mut may_differ = lock(&self.changing);
@@ -342,7 +365,7 @@ impl DiskRecord {
     /// As [`Records::change_disk`]. Another disk of the same name stays as it is.
     pub(crate) fn change(&self, change: impl FnOnce(&mut RecordedDisk)) -> Result<()> {
         self.records.change_disk(&self.name, |disk| {
-            if lock(&self.records.nodes).get(&self.name) == Some(&self.node) {
+            if self.records.node_of(&self.name) == Some(self.node) {
                 change(disk);
             }
         })
@@ -506,6 +529,19 @@ mod tests {
     }
 
     #[test]
+    fn a_disk_whose_top_took_in_all_layers_keeps_it() {
+        let mut merged = disk("/a.raw");
+        merged.put_on("/b.qcow2");
+        merged.rest_on(1, None);
+        assert!(merged.has_layers_on(Some("/a.raw")) && merged.has_left("/a.raw"));
+        merged.set_options(Options::parse("file=/a.raw,format=raw,cache=none").unwrap());
+        assert_eq!(merged.options.to_text(), "file=/b.qcow2,format=qcow2,cache=none");
+        let mut alone = disk("/a.raw");
+        alone.rest_on(0, Some("/base.raw".to_owned()));
+        assert_eq!(alone.moved_from, None);
+    }
+
+    #[test]
     fn a_layer_comes_off_a_disk_that_was_given_by_a_link_and_leaves_it_as_it_was_given() {
         let dir = tempfile::tempdir().unwrap();
         let (own, link) = (dir.path().canonicalize().unwrap().join("own"), dir.path().join("link"));
@@ -518,6 +554,18 @@ mod tests {
         assert_eq!(disk, given);
         disk.put_on("/b.qcow2");
         assert!(disk.uses(own.to_str().unwrap()) && !disk.uses("/other"));
+    }
+
+    #[test]
+    fn a_disk_of_another_file_does_not_take_over_a_fleece() {
+        let mut old = disk("/a.raw");
+        old.fleeces.push("/fleece".into());
+        old.put_on("/fleece");
+        let mut record = Record { disks: vec![old], ..Record::default() };
+        record.put(disk("/fleece"));
+        assert_eq!(record.disks[0].fleeces, ["/fleece"]);
+        record.put(disk("/b.raw"));
+        assert!(record.disks[0].fleeces.is_empty());
     }
 
     #[test]

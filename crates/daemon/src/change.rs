@@ -6,6 +6,7 @@ use crate::table::{Found, Table, Work};
 use block::{Disk, Error, ErrorKind, File, Result};
 use drive::EngineOpener;
 use image::{CopyWatch, CreateOptions, FileName, Image, OpenedOverlay, Opener, Role, put_overlay};
+use std::io::ErrorKind::{InvalidInput, PermissionDenied, Unsupported};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -79,11 +80,11 @@ pub(crate) fn top_of(image: &Image) -> Option<FileName> {
 pub(crate) struct Made(Vec<std::path::PathBuf>);
 
 impl Made {
-    /// Makes a file, which must not exist.
+    /// Makes a file, which must not exist. Its name is durable: a record of disks is going to name it.
     pub(crate) fn file(&mut self, path: &Path, length_bytes: u64) -> Result<()> {
         engine::create(path, length_bytes)?;
         self.0.push(path.to_owned());
-        Ok(())
+        sync_directory_of(path)
     }
 
     fn overlay(&mut self, found: &Found, image: &Image, path: &Path) -> Result<OpenedOverlay> {
@@ -119,6 +120,21 @@ impl Made {
 
     pub(crate) fn keep(&mut self) {
         self.0.clear();
+    }
+}
+
+/// Makes the names in the directory of `path` durable, if the directory can be synced.
+fn sync_directory_of(path: &Path) -> Result<()> {
+    let directory = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
+    match std::fs::File::open(directory).and_then(|directory| directory.sync_all()) {
+        // It may be writable but not readable, or its file system cannot sync it.
+        Err(error) if matches!(error.kind(), PermissionDenied | InvalidInput | Unsupported) => {
+            tracing::warn!("nobody can say whether the name '{}' is durable: {error}", path.display());
+            Ok(())
+        }
+        synced => {
+            synced.map_err(|error| Error::io(format!("cannot make the name '{}' durable", path.display()), error))
+        }
     }
 }
 

@@ -27,7 +27,7 @@ const TRIES: u32 = 5;
 /// How long nothing may happen; RINGDISK_IDLE_SECONDS says otherwise.
 fn idle_time() -> Duration {
     let seconds = std::env::var("RINGDISK_IDLE_SECONDS").ok().and_then(|text| text.parse().ok());
-    Duration::from_secs(seconds.unwrap_or(10))
+    Duration::from_secs(seconds.unwrap_or(6))
 }
 
 /// How the kernel names its workers for io_uring.

@@ -25,7 +25,7 @@ const BLOCK_BYTES: usize = 4096;
 /// A depth that one turn takes whole, so that the warm-up reaches the most that can be in flight at once.
 const DEPTH: u32 = 16;
 /// Requests before anything is counted: writes, reads, and a mixture.
-const WARM_UP: u64 = 2_000;
+const WARM_UP: u64 = 1_500;
 /// For how many calls of the allocator the place of the call is kept.
 const TRACES: usize = 4;
 /// On a loaded machine a case may meet something for the first time after its warm-up, and so allocate once.
@@ -93,7 +93,7 @@ static ALLOCATOR: Counting = Counting;
 
 /// Requests that are counted in each case.
 fn requests() -> u64 {
-    std::env::var("RINGDISK_ALLOCATION_REQUESTS").ok().and_then(|text| text.parse().ok()).unwrap_or(6_000)
+    std::env::var("RINGDISK_ALLOCATION_REQUESTS").ok().and_then(|text| text.parse().ok()).unwrap_or(3_000)
 }
 
 /// Where the guest's data lies.

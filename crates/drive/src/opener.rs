@@ -94,7 +94,7 @@ impl EngineOpener {
                 None => engine::open_inherited(*number, options),
             },
             FileName::VhostUser(socket) => crate::vhost_user::open(socket, options.read_only),
-            FileName::Nbd(uri) => file_nbd::open(&NbdUri::parse(uri)?, options.read_only),
+            FileName::Nbd(uri) => file_nbd::open(&NbdUri::parse(uri)?, options.read_only, &options.buffers),
             FileName::Http(url) => file_http::open(&HttpUrl::parse(url)?, options.read_only),
             FileName::Rbd(image) => file_rbd::open(&RbdName::parse(image)?, &rbd_options(options)),
             _ => {

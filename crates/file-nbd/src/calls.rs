@@ -6,10 +6,45 @@ use nbd_wire::reply::Extent;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::collections::VecDeque;
 use std::future::poll_fn;
+use std::ops::{Deref, Range};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Poll, Waker};
+
+/// Data of a write: a part of a buffer that others may share.
+#[derive(Debug, Clone)]
+pub(crate) struct Payload {
+    buffer: Arc<AlignedBuf>,
+    part: Range<usize>,
+}
+
+impl Payload {
+    /// All of a buffer.
+    pub(crate) fn new(buffer: AlignedBuf) -> Self {
+        let part = 0..buffer.len();
+        Self { buffer: Arc::new(buffer), part }
+    }
+
+    /// The bytes of a range that are there.
+    pub(crate) fn part(&self, range: Range<usize>) -> Self {
+        let at = |index: usize| self.part.start.saturating_add(index).min(self.part.end);
+        Self { buffer: Arc::clone(&self.buffer), part: at(range.start)..at(range.end) }
+    }
+
+    /// The memory that it keeps, in bytes.
+    pub(crate) fn held_bytes(&self) -> usize {
+        self.buffer.len()
+    }
+}
+
+impl Deref for Payload {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.buffer.get(self.part.clone()).unwrap_or_default()
+    }
+}
 
 /// What is to be done. Ranges are whole blocks of the server.
 #[derive(Debug)]
@@ -18,7 +53,7 @@ pub(crate) enum Wish {
     Read(AlignedBuf),
     /// Store this.
     Write {
-        data: Arc<AlignedBuf>,
+        data: Payload,
         fua: bool,
     },
     Zero {

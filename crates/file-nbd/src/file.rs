@@ -1,6 +1,6 @@
 //! The disk as a file: any offset and length, cut into what the server takes.
 
-use crate::calls::{Answer, Calls, Wish};
+use crate::calls::{Answer, Calls, Payload, Wish};
 use crate::handshake::{Agreed, connect};
 use crate::link::Link;
 use crate::uri::NbdUri;
@@ -8,7 +8,7 @@ use block::{
     Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Locks, PastEnd,
     RangeGuard, RangeLocks, ReactorCtx, Result, block_on, spawn_or_block_on,
 };
-use memory::{AlignedBuf, Window};
+use memory::{AlignedBuf, BufferAccount, BufferGrant, BufferUse, Window};
 use nbd_wire::numbers::{allocation, export};
 use nbd_wire::reply::Extent;
 use std::fmt;
@@ -17,13 +17,12 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Longer transfers are carried out piece by piece.
-const PIECE_BYTES_MAX: u64 = 2 << 20;
-/// Longer zeroes and discards, too. A multiple of every block.
+/// Longer zeroes and discards are carried out piece by piece. A multiple of every block.
 const RANGE_BYTES_MAX: u64 = 1 << 30;
 
-/// Connects to a server. A disk that is to be written and is not the server's to write is refused.
-pub fn open(uri: &NbdUri, read_only: bool) -> Result<Arc<dyn File>> {
+/// Connects to a server. A disk that is to be written and is not the server's to write is refused. Requests take room for
+/// their data from `buffers` and wait for it.
+pub fn open(uri: &NbdUri, read_only: bool, buffers: &BufferAccount) -> Result<Arc<dyn File>> {
     let (stream, agreed) = connect(uri)?;
     let may_write = agreed.flags & export::READ_ONLY == 0;
     if !may_write && !read_only {
@@ -58,6 +57,7 @@ pub fn open(uri: &NbdUri, read_only: bool) -> Result<Arc<dyn File>> {
         locks: RangeLocks::default(),
         changes: AtomicU64::new(0),
         known: Mutex::default(),
+        buffers: buffers.clone(),
     };
     Ok(Arc::new(NbdFile { info, remote: Arc::new(remote) }))
 }
@@ -75,6 +75,10 @@ impl File for NbdFile {
 
     fn length_bytes(&self) -> Result<u64> {
         Ok(self.remote.agreed.size_bytes)
+    }
+
+    fn buffers(&self) -> &BufferAccount {
+        &self.remote.buffers
     }
 
     fn cancel(&self) -> bool {
@@ -141,6 +145,7 @@ struct Remote {
     /// How often something was changed.
     changes: AtomicU64,
     known: Mutex<Known>,
+    buffers: BufferAccount,
 }
 
 impl fmt::Debug for Remote {
@@ -198,7 +203,7 @@ impl Remote {
                 let range = self.inside(offset, data.length_bytes() as u64)?;
                 let _kept = self.keep(&range).await;
                 self.changed();
-                let written = self.write(queue, range, &data, fua && self.can(export::SEND_FUA)).await;
+                let written = self.write(queue, range, Some(&data), fua && self.can(export::SEND_FUA)).await;
                 self.changed();
                 written?;
                 if fua && !self.can(export::SEND_FUA) { self.flush(queue).await } else { Ok(()) }
@@ -237,11 +242,12 @@ impl Remote {
     }
 
     fn piece_bytes(&self) -> u64 {
-        let most = u64::from(self.agreed.payload_bytes_max).min(PIECE_BYTES_MAX);
+        let most = u64::from(self.agreed.payload_bytes_max);
         // A piece that is no whole blocks reaches into one more at each end.
-        let around = self.block_bytes.saturating_mul(2);
+        let around = if self.block_bytes > 1 { self.block_bytes.saturating_mul(2) } else { 0 };
         let whole = most.saturating_sub(most.checked_rem(self.block_bytes).unwrap_or(0));
-        whole.saturating_sub(around).max(self.block_bytes).max(1)
+        let piece = whole.saturating_sub(around).min(self.buffers.piece_bytes() as u64);
+        piece.max(self.block_bytes).max(1)
     }
 
     async fn read(&self, queue: usize, offset: u64, data: &Window, past_end: PastEnd) -> IoResult {
@@ -250,14 +256,21 @@ impl Remote {
         while done < there {
             let start = offset.saturating_add(done);
             let piece = there.saturating_sub(done).min(self.piece_bytes());
-            let range = start..start.saturating_add(piece);
-            let bytes = self.read_blocks(queue, self.blocks_around(&range)).await?;
-            let skip = to_usize(start.saturating_sub(self.blocks_around(&range).start));
+            let blocks = self.blocks_around(&(start..start.saturating_add(piece)));
+            let _room = self.room(&blocks).await;
+            let bytes = self.read_blocks(queue, blocks.clone()).await?;
+            let skip = to_usize(start.saturating_sub(blocks.start));
             let found = bytes.get(skip..skip.saturating_add(to_usize(piece))).ok_or(IoError::EIO)?;
             data.copy_from_slice(to_usize(done), found);
             done = done.saturating_add(piece);
         }
         Ok(())
+    }
+
+    /// Room for the data of blocks, to be held until the server has answered.
+    async fn room(&self, blocks: &Range<u64>) -> BufferGrant {
+        let length = to_usize(blocks.end.saturating_sub(blocks.start));
+        self.buffers.grant(BufferUse::Bounce, length).await
     }
 
     async fn read_blocks(&self, queue: usize, blocks: Range<u64>) -> IoResult<AlignedBuf> {
@@ -268,12 +281,14 @@ impl Remote {
         }
     }
 
-    async fn write(&self, queue: usize, range: Range<u64>, data: &Window, fua: bool) -> IoResult {
+    /// Writes data, or zeros if there are none.
+    async fn write(&self, queue: usize, range: Range<u64>, data: Option<&Window>, fua: bool) -> IoResult {
         let mut at = range.start;
         while at < range.end {
             let piece = range.end.saturating_sub(at).min(self.piece_bytes());
             let part = at..at.saturating_add(piece);
             let blocks = self.blocks_around(&part);
+            let _room = self.room(&blocks).await;
             let mut bytes = match blocks == part {
                 true => AlignedBuf::try_zeroed(to_usize(piece))?,
                 // Blocks that are written in part keep the rest.
@@ -281,8 +296,13 @@ impl Remote {
             };
             let skip = to_usize(at.saturating_sub(blocks.start));
             let place = bytes.get_mut(skip..skip.saturating_add(to_usize(piece))).ok_or(IoError::EIO)?;
-            data.copy_to_slice(to_usize(at.saturating_sub(range.start)), place);
-            self.calls.ask(queue, blocks.start, Wish::Write { data: Arc::new(bytes), fua }).await?;
+            match data {
+                Some(data) => {
+                    data.copy_to_slice(to_usize(at.saturating_sub(range.start)), place);
+                }
+                None => place.fill(0),
+            }
+            self.calls.ask(queue, blocks.start, Wish::Write { data: Payload::new(bytes), fua }).await?;
             at = part.end;
         }
         Ok(())
@@ -292,13 +312,7 @@ impl Remote {
         let whole = if self.can(export::SEND_WRITE_ZEROES) { self.blocks_inside(&range) } else { range.end..range.end };
         // What is no whole block, or all of it where the server has no zeroes.
         for part in [range.start..whole.start, whole.end..range.end] {
-            let mut at = part.start;
-            while at < part.end {
-                let length = part.end.saturating_sub(at).min(self.piece_bytes());
-                let zeros = memory::IoBuf::try_zeroed(to_usize(length))?;
-                self.write(queue, at..at.saturating_add(length), &zeros.whole(), false).await?;
-                at = at.saturating_add(length);
-            }
+            self.write(queue, part, None, false).await?;
         }
         self.in_ranges(queue, whole, |length_bytes| Wish::Zero { length_bytes, may_unmap }).await
     }

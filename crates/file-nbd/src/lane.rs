@@ -1,15 +1,15 @@
 //! One connection: bytes on their way to the server, and those that arrive.
 
+use crate::calls::Payload;
 use crate::handshake::Stream;
 use crate::replies::Replies;
-use memory::{AlignedBuf, SocketPart, send_parts};
+use memory::{SocketPart, send_parts};
 use nbd_wire::numbers::command;
 use nbd_wire::request::Request;
 use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::Arc;
 
 /// Data on their way to a call.
 #[derive(Debug, Clone, Copy)]
@@ -24,7 +24,7 @@ pub(crate) struct Data {
 pub(crate) struct Lane {
     pub(crate) stream: Stream,
     /// Headers with the payload behind them.
-    sending: VecDeque<(Vec<u8>, Option<Arc<AlignedBuf>>)>,
+    sending: VecDeque<(Vec<u8>, Option<Payload>)>,
     /// What of the first of them is sent.
     sent: usize,
     pub(crate) replies: Replies,
@@ -45,7 +45,7 @@ impl Lane {
     }
 
     /// A request goes out next.
-    pub(crate) fn put(&mut self, request: &Request, extended: bool, payload: Option<Arc<AlignedBuf>>) {
+    pub(crate) fn put(&mut self, request: &Request, extended: bool, payload: Option<Payload>) {
         let mut head = Vec::new();
         request.put(&mut head, extended);
         self.sending.push_back((head, payload));

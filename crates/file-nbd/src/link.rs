@@ -13,7 +13,7 @@ use crate::calls::{Answer, Call, Calls, Wish};
 use crate::handshake::{Agreed, Stream, connect};
 use crate::lane::{Data, Lane};
 use crate::replies::Said;
-use crate::unflushed::{Change, Unflushed};
+use crate::unflushed::{Change, Entry, Unflushed, kept_bytes};
 use crate::uri::NbdUri;
 use block::{IoError, IoResult};
 use memory::AlignedBuf;
@@ -21,7 +21,7 @@ use nbd_wire::WireError;
 use nbd_wire::numbers::{command, command_flag, error, export};
 use nbd_wire::reply::{Extent, Style};
 use nbd_wire::request::Request;
-use outage::Outage;
+use outage::{Outage, Times};
 use rustix::event::Timespec;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -58,14 +58,20 @@ pub(crate) struct Link {
     lanes: Vec<Lane>,
     /// Where one more is being made, and the next to count, as soon as this call has ended.
     making: Option<Receiver<Option<Lane>>>,
+    /// It is one to a server that has gone.
+    is_stale: bool,
     joining: Option<(u64, Lane)>,
     /// One could not be made: no more is tried.
     has_enough: bool,
+    /// Over when a server has carried out a call: one that only lets us in is not back yet.
     outage: Option<Outage>,
+    times: Times,
     waiting: VecDeque<Call>,
     active: BTreeMap<u64, Active>,
     next_cookie: u64,
     unflushed: Unflushed,
+    /// What it may get from the calls that the server has.
+    in_hand_bytes: usize,
     /// The next entry to write once more.
     replay: Option<usize>,
     /// A connection is gone, and the others are waited for.
@@ -83,13 +89,16 @@ impl Link {
             agreed,
             lanes: vec![Lane::new(stream)],
             making: None,
+            is_stale: false,
             joining: None,
             has_enough: false,
             outage: None,
+            times: Times::default(),
             waiting: VecDeque::new(),
             active: BTreeMap::new(),
             next_cookie: 1,
             unflushed: Unflushed::default(),
+            in_hand_bytes: 0,
             replay: None,
             drains: false,
             flushes_itself: false,
@@ -150,6 +159,7 @@ impl Link {
         }
         self.look_for_lanes();
         self.begin_calls();
+        self.rest();
         let mut lanes = self.lanes.iter_mut().enumerate();
         lanes.try_for_each(|(index, lane)| lane.send().map_err(|error| (index, error)))
     }
@@ -157,6 +167,7 @@ impl Link {
     /// Makes one more connection, if there are more queues than connections. A server that is full may take its time over the
     /// handshake, so a thread waits for it.
     fn look_for_lanes(&mut self) {
+        self.drop_stale();
         match self.making.as_ref().map(Receiver::try_recv) {
             Some(Ok(Some(lane))) if self.replay.is_none() => {
                 self.making = None;
@@ -166,6 +177,7 @@ impl Link {
                 self.joining = Some((cookie, lane));
             }
             Some(Ok(_) | Err(TryRecvError::Disconnected)) => (self.making, self.has_enough) = (None, true),
+            // As long as one is being made, none is begun.
             Some(Err(TryRecvError::Empty)) => {}
             None if self.wants_lane() => self.make_lane(),
             None => {}
@@ -207,7 +219,7 @@ impl Link {
             if is_busy {
                 return;
             }
-            if let Some((offset, change)) = self.unflushed.get(index).cloned() {
+            if let Some(Entry { offset, change, .. }) = self.unflushed.get(index).cloned() {
                 self.replay = Some(index.saturating_add(1));
                 let wish = match change {
                     Change::Data(data) => Wish::Write { data, fua: false },
@@ -229,6 +241,12 @@ impl Link {
         while self.active.len() < ACTIVE_MAX
             && let Some(call) = self.waiting.pop_front()
         {
+            let kept_bytes = kept_bytes(&call.wish);
+            if kept_bytes > 0 && self.unflushed.is_full_with(self.in_hand_bytes.saturating_add(kept_bytes)) {
+                // Writes that end lead to a flush, and that makes room.
+                self.waiting.push_front(call);
+                return;
+            }
             if self.has_lost && matches!(call.wish, Wish::Flush) {
                 call.fail(IoError::EIO);
                 continue;
@@ -240,6 +258,9 @@ impl Link {
     fn begin(&mut self, call: Call, replays: bool) -> u64 {
         let cookie = self.next_cookie;
         self.next_cookie = self.next_cookie.wrapping_add(1);
+        if !replays {
+            self.in_hand_bytes = self.in_hand_bytes.saturating_add(kept_bytes(&call.wish));
+        }
         let active = Active { call, lane: 0, mark: 0, error: 0, filled: 0, extents: Vec::new(), replays };
         self.active.insert(cookie, active);
         self.put(cookie);
@@ -258,7 +279,7 @@ impl Link {
             Wish::Write { data, fua } => {
                 let fua = if *fua { command_flag::FUA } else { 0 };
                 let length = if extended { command_flag::PAYLOAD_LEN } else { 0 };
-                (command::WRITE, fua | length, Some(Arc::clone(data)))
+                (command::WRITE, fua | length, Some(data.clone()))
             }
             Wish::Zero { may_unmap, .. } => {
                 (command::WRITE_ZEROES, if *may_unmap { 0 } else { command_flag::NO_HOLE }, None)
@@ -324,14 +345,24 @@ impl Link {
         active.ok_or(WireError("a reply names a request that was not sent"))
     }
 
+    fn set_error(&mut self, lane: usize, cookie: u64, error: u32) -> Result<(), WireError> {
+        let active = self.active(lane, cookie)?;
+        if active.replays && error == error::ESHUTDOWN {
+            // The next one gets all of it, from the beginning.
+            return Err(WireError("it is shutting down"));
+        }
+        active.error = error;
+        Ok(())
+    }
+
     fn hear(&mut self, lane: usize, said: Said) -> Result<(), WireError> {
         match said {
             Said::Ended { cookie, error } => {
-                self.active(lane, cookie)?.error = error;
+                self.set_error(lane, cookie, error)?;
                 self.end(cookie);
             }
             Said::Failed { cookie, error, done } => {
-                self.active(lane, cookie)?.error = error;
+                self.set_error(lane, cookie, error)?;
                 if done {
                     self.end(cookie);
                 }
@@ -424,6 +455,10 @@ impl Link {
             return;
         }
         let Call { offset, wish, reply, .. } = call;
+        if !replays {
+            self.outage = None;
+            self.in_hand_bytes = self.in_hand_bytes.saturating_sub(kept_bytes(&wish));
+        }
         let length_bytes = match &wish {
             Wish::Read(data) => data.len() as u64,
             _ => 0,
@@ -460,8 +495,10 @@ impl Link {
             }
             Wish::Read(data) => result.map(|()| Answer::Data(data)),
             Wish::Write { data, fua } => {
-                if result.is_ok() && keeps && !fua {
-                    self.unflushed.add(offset, Change::Data(data));
+                match (&result, fua) {
+                    (Ok(()), false) if keeps => self.unflushed.add(offset, Change::Data(data)),
+                    (Ok(()), true) => self.unflushed.forget_range(offset, data.len() as u64),
+                    _ => {}
                 }
                 result.map(|()| Answer::Done)
             }

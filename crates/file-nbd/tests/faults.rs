@@ -1,7 +1,7 @@
 //! A server that fails, is slow, and whose connections are cut anywhere: what is acknowledged stays, and what fails says so.
 
 use block::{File, FileOp, FileQueue, IoResult, PastEnd, block_on};
-use memory::{AlignedBuf, IoBuf};
+use memory::{AlignedBuf, BufferAccount, IoBuf};
 use ringdisk_file_nbd::{NbdUri, open};
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -37,12 +37,19 @@ impl Peer {
     fn wait(mut command: Command, socket: &Path) -> Self {
         let mut child = command.stdin(Stdio::null()).spawn().expect("the server starts");
         let deadline = Instant::now() + PATIENCE;
-        while !socket.exists() {
+        while !listens(socket) {
             assert!(child.try_wait().unwrap().is_none() && Instant::now() < deadline, "the server does not begin");
             std::thread::sleep(Duration::from_millis(5));
         }
         Self(child)
     }
+}
+
+/// Whether somebody listens at a socket. A server would count a connection that asks.
+fn listens(socket: &Path) -> bool {
+    // __SO_ACCEPTCON, among the flags.
+    let line_of = |line: &str| line.ends_with(socket.to_str().unwrap()) && line.contains(" 00010000 ");
+    std::fs::read_to_string("/proc/net/unix").unwrap().lines().any(line_of)
 }
 
 impl Drop for Peer {
@@ -57,7 +64,8 @@ fn directory() -> tempfile::TempDir {
 }
 
 fn opened(socket: &Path, more: &str) -> Arc<dyn File> {
-    open(&NbdUri::parse(&format!("nbd+unix:///?socket={}{more}", socket.display())).unwrap(), false).unwrap()
+    let uri = NbdUri::parse(&format!("nbd+unix:///?socket={}{more}", socket.display())).unwrap();
+    open(&uri, false, &BufferAccount::UNLIMITED).unwrap()
 }
 
 fn read(queue: &Rc<dyn FileQueue>, block: u64) -> IoResult<Vec<u8>> {
@@ -294,4 +302,28 @@ fn what_goes_over_a_healthy_connection_is_not_sent_again_when_another_is_cut() {
     block_on(second.start(FileOp::Flush)).unwrap();
     assert_eq!(writes(block).len(), 1, "{:?}", writes(block));
     assert_eq!(read(&second, block).unwrap(), [7; BLOCK]);
+}
+
+#[test]
+fn a_durable_write_is_not_undone_by_what_is_written_again() {
+    let directory = directory();
+    let (server, socket) = (directory.path().join("server"), directory.path().join("nbd"));
+    let image = directory.path().join("disk.raw");
+    std::fs::File::create(&image).unwrap().set_len(2 << 20).unwrap();
+    let _server = Peer::qemu(&server, &image);
+    let between = Between::start(&server, &socket);
+    let file = opened(&between.socket, "&reconnect-s=60&connections=1");
+    let queue = file.open_blocking().unwrap();
+    let all = IoBuf::from_aligned(AlignedBuf::copy_of(&[1; 3 * BLOCK])).whole();
+    block_on(queue.start(FileOp::Write { offset: 4 * BLOCK as u64, data: all, fua: false })).unwrap();
+    block_on(queue.start(FileOp::WriteZeroes { offset: 8 * BLOCK as u64, length: 3 * BLOCK as u64, may_unmap: true }))
+        .unwrap();
+    for block in [5, 9] {
+        let data = IoBuf::from_aligned(AlignedBuf::copy_of(&[2; BLOCK])).whole();
+        block_on(queue.start(FileOp::Write { offset: block * BLOCK as u64, data, fua: true })).unwrap();
+    }
+    between.cut(0);
+    block_on(queue.start(FileOp::Flush)).unwrap();
+    let marks: Vec<u8> = [4, 5, 6, 8, 9, 10].into_iter().map(|block| read(&queue, block).unwrap()[0]).collect();
+    assert_eq!(marks, [1, 2, 1, 0, 2, 0]);
 }

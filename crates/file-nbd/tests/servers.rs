@@ -1,7 +1,7 @@
 //! Disks of other people's NBD servers, nbdkit and qemu-nbd, as files.
 
 use block::{File, FileOp, FileQueue, IoErrorKind, IoResult, PastEnd, block_on};
-use memory::{AlignedBuf, IoBuf};
+use memory::{AlignedBuf, BufferAccount, BufferBudget, IoBuf};
 use ringdisk_file_nbd::{NbdUri, open};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -135,6 +135,8 @@ fn random_requests_end_as_the_model_says_on_every_server() {
     let made = Command::new("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&image).arg("1M").status().unwrap();
     assert!(made.success());
     let size = "1M";
+    // Hardly any: each request waits for those before it.
+    let room = BufferBudget::new(64 << 10).account();
     for (seed, arguments) in [
         vec!["memory", size],
         // Whole blocks only.
@@ -146,10 +148,10 @@ fn random_requests_end_as_the_model_says_on_every_server() {
     .enumerate()
     {
         let server = Server::nbdkit(&socket, &arguments);
-        compare_with_the_model(&open(&server.uri(""), false).unwrap(), 300, seed as u64);
+        compare_with_the_model(&open(&server.uri(""), false, &room).unwrap(), 300, seed as u64);
     }
     let server = Server::qemu(&socket, "qcow2", &image);
-    compare_with_the_model(&open(&server.uri(""), false).unwrap(), 300, 9);
+    compare_with_the_model(&open(&server.uri(""), false, &BufferAccount::UNLIMITED).unwrap(), 300, 9);
 }
 
 #[test]
@@ -159,7 +161,7 @@ fn a_server_that_is_killed_and_comes_back_has_all_that_was_acknowledged() {
     let made = Command::new("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&image).arg("64M").status().unwrap();
     assert!(made.success());
     let mut server = Some(Server::qemu(&socket, "qcow2", &image));
-    let file = open(&server.as_ref().unwrap().uri("&reconnect-s=60"), false).unwrap();
+    let file = open(&server.as_ref().unwrap().uri("&reconnect-s=60"), false, &BufferAccount::UNLIMITED).unwrap();
     let queue = file.open_blocking().unwrap();
     let mut model = vec![0_u8; 64 << 16];
     for round in 0..4_u8 {
@@ -185,7 +187,7 @@ fn a_server_that_is_killed_and_comes_back_has_all_that_was_acknowledged() {
     drop((queue, file));
     server.take().unwrap().kill();
     let server = Server::qemu(&socket, "qcow2", &image);
-    let file = open(&server.uri(""), true).unwrap();
+    let file = open(&server.uri(""), true, &BufferAccount::UNLIMITED).unwrap();
     assert!(read(&file.open_blocking().unwrap(), 0, model.len()) == model);
 }
 
@@ -215,7 +217,7 @@ fn queues_have_connections_of_their_own_and_a_flush_of_one_covers_all_over_a_kil
     let made = Command::new("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&image).arg("16M").status().unwrap();
     assert!(made.success());
     let server = Server::qemu(&socket, "qcow2", &image);
-    let file = open(&server.uri("&reconnect-s=60&connections=3"), false).unwrap();
+    let file = open(&server.uri("&reconnect-s=60&connections=3"), false, &BufferAccount::UNLIMITED).unwrap();
     let together = std::sync::Barrier::new(5);
     std::thread::scope(|scope| {
         for part in 0..4_u64 {
@@ -251,7 +253,7 @@ fn queues_have_connections_of_their_own_and_a_flush_of_one_covers_all_over_a_kil
     });
     drop(file);
     let server = Server::qemu(&socket, "qcow2", &image);
-    let file = open(&server.uri(""), true).unwrap();
+    let file = open(&server.uri(""), true, &BufferAccount::UNLIMITED).unwrap();
     let queue = file.open_blocking().unwrap();
     for (part, block) in (0..4_u64).flat_map(|part| (0..64_u64).map(move |block| (part, block))) {
         let mark = (block as u8).wrapping_mul(7) ^ (2 << 5) ^ part as u8 | 1;
@@ -267,8 +269,8 @@ fn a_server_that_is_full_or_allows_one_connection_is_used_with_that() {
     // It says that it takes several, and lets no second in before the first has gone.
     let place = ["-t", "-e", "2", "-k", socket.to_str().unwrap(), "-f", "raw", image.to_str().unwrap()];
     let server = Server::start("qemu-nbd", &place, &socket);
-    let others = open(&server.uri(""), false).unwrap();
-    let file = open(&server.uri(""), false).unwrap();
+    let others = open(&server.uri(""), false, &BufferAccount::UNLIMITED).unwrap();
+    let file = open(&server.uri(""), false, &BufferAccount::UNLIMITED).unwrap();
     let queues = [(); 3].map(|()| file.open_blocking().unwrap());
     for (queue, mark) in queues.iter().zip(1..) {
         write(queue, u64::from(mark) * 512, &[mark; 512], false).unwrap();
@@ -280,7 +282,7 @@ fn a_server_that_is_full_or_allows_one_connection_is_used_with_that() {
         &socket,
         &["--filter=noparallel", "--filter=multi-conn", "memory", "1M", "multi-conn-mode=disable"],
     );
-    let file = open(&server.uri(""), false).unwrap();
+    let file = open(&server.uri(""), false, &BufferAccount::UNLIMITED).unwrap();
     let queues = [(); 3].map(|()| file.open_blocking().unwrap());
     for queue in &queues {
         write(queue, 0, &[5; 512], false).unwrap();
@@ -295,7 +297,7 @@ fn a_server_that_stays_away_fails_requests_when_the_time_is_over() {
     let socket = directory.path().join("nbd");
     let server = Server::nbdkit(&socket, &["memory", "1M"]);
     let uri = server.uri("&reconnect-s=1");
-    let file = open(&uri, false).unwrap();
+    let file = open(&uri, false, &BufferAccount::UNLIMITED).unwrap();
     let queue = file.open_blocking().unwrap();
     write(&queue, 0, &[1; 512], false).unwrap();
     server.kill();
@@ -318,13 +320,15 @@ fn what_cannot_be_opened_says_why() {
     let directory = directory();
     let socket = directory.path().join("nbd");
     let nobody = NbdUri::parse(&format!("nbd+unix:///?socket={}", socket.display())).unwrap();
-    assert!(open(&nobody, true).unwrap_err().to_string().contains("cannot connect"));
+    assert!(open(&nobody, true, &BufferAccount::UNLIMITED).unwrap_err().to_string().contains("cannot connect"));
     let server = Server::nbdkit(&socket, &["-r", "memory", "1M"]);
-    assert!(open(&server.uri(""), false).unwrap_err().to_string().contains("read-only"));
-    assert_eq!(open(&server.uri(""), true).unwrap().length_bytes().unwrap(), SIZE);
+    assert!(open(&server.uri(""), false, &BufferAccount::UNLIMITED).unwrap_err().to_string().contains("read-only"));
+    assert_eq!(open(&server.uri(""), true, &BufferAccount::UNLIMITED).unwrap().length_bytes().unwrap(), SIZE);
     drop(server);
     let server = Server::nbdkit(&socket, &["--oldstyle", "memory", "1M"]);
-    assert!(open(&server.uri(""), true).unwrap_err().to_string().contains("old NBD handshake"));
+    assert!(
+        open(&server.uri(""), true, &BufferAccount::UNLIMITED).unwrap_err().to_string().contains("old NBD handshake")
+    );
     drop(server);
     // Whatever is no NBD server.
     let _ = std::fs::remove_file(&socket);
@@ -333,6 +337,6 @@ fn what_cannot_be_opened_says_why() {
         let (mut stream, _) = listener.accept().unwrap();
         std::io::Write::write_all(&mut stream, b"SSH-2.0-OpenSSH_9.2 Debian").unwrap();
     });
-    assert!(open(&nobody, true).unwrap_err().to_string().contains("no NBD server"));
+    assert!(open(&nobody, true, &BufferAccount::UNLIMITED).unwrap_err().to_string().contains("no NBD server"));
     talks.join().unwrap();
 }

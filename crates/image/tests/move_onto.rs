@@ -106,6 +106,22 @@ fn a_cancelled_or_refused_move_leaves_the_chain_as_it_is() {
     assert!(error.to_string().contains("rests on no other layer"), "{error}");
 }
 
+/// In a lone image a cluster without an entry reads as zeros, so zeroing one writes none. A base would show there.
+#[test]
+fn a_lone_image_is_not_moved_onto_a_base_whose_data_would_show_where_the_guest_zeroed() {
+    let directory = tempfile::tempdir().unwrap();
+    let (base, top) = (directory.path().join("base"), directory.path().join("top"));
+    create(&base, SIZE, 65536, None, false);
+    create(&top, SIZE, 65536, None, false);
+    let options = ImageOptions::new(&base).with(|options| options.format = Some(Format::Qcow2));
+    let base = OpenedBase::open(&options, &HostOpener).unwrap();
+    let (image, watch) = (open(&top), CopyWatch::default());
+    let error = move_onto(&image, NewBelow::Base(base), &watch, || panic!("nothing is to be recorded")).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.to_string().contains("stop the guest and use 'ringdisk rebase'"), "{error}");
+    assert_eq!((watch.done_bytes(), image.qcow2_header().unwrap().backing_file), (0, None));
+}
+
 /// Cancels a copy at one of the operations on a file.
 #[derive(Debug, Default)]
 struct Cancelling {

@@ -8,7 +8,7 @@ use crate::disks::{Disks, Layer};
 use crate::files::Change;
 use crate::machine::Machine;
 use crate::record::Record;
-use crate::save::{SaveOptions, save_with};
+use crate::save::{SaveOptions, Saved, save_with};
 use crate::state_file::StateFile;
 use block::Result;
 use control::Options;
@@ -197,16 +197,16 @@ fn answer(mut stream: UnixStream, state: &[u8]) {
     }
 }
 
-/// Saves, and returns the number of it.
-fn saved(machine: &Machine, disks: &MadeUp, keep: bool, state: &[u8]) -> u64 {
+/// Saves.
+fn saved(machine: &Machine, disks: &MadeUp, keep: bool, state: &[u8]) -> Saved {
     let _ = std::fs::remove_file(&machine.qmp);
     let monitor = UnixListener::bind(&machine.qmp).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| answer(monitor.accept().unwrap().0, state));
         let saved = save_with(machine, disks, &SaveOptions::new(keep), &AtomicBool::new(false), &mut |_| {});
-        let number = saved.unwrap().record.number;
-        with_journal(&machine.state, Moment::Saved(number));
-        number
+        let saved = saved.unwrap();
+        with_journal(&machine.state, Moment::Saved(saved.record.number));
+        saved
     })
 }
 
@@ -327,7 +327,7 @@ fn a_power_cut_at_any_moment_of_a_save_leaves_the_old_pair_or_the_new_one() {
     for (number, keep) in (1..).zip([false, false, true, true, false, false]) {
         disks.guest_writes(number * 10);
         wanted.insert(number, number * 10);
-        assert_eq!(saved(&machine, &disks, keep, &state_of(number)), number);
+        assert_eq!(saved(&machine, &disks, keep, &state_of(number)).record.number, number);
         disks.guest_writes(number * 10 + 1);
     }
 
@@ -349,4 +349,30 @@ fn a_power_cut_at_any_moment_of_a_save_leaves_the_old_pair_or_the_new_one() {
         }
     }
     assert!(journal.len() > 60 && seen > 0, "{} moments", journal.len());
+}
+
+#[test]
+fn a_layer_that_the_user_put_on_is_not_taken_back_and_what_lies_below_it_stays_as_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let machine = Machine { state: dir.path().join("saved"), qmp: dir.path().join("qmp"), ..Machine::nothing() };
+    let disks = MadeUp::new(dir.path(), &machine.state);
+    let shown = |file: &str| shown(&disks.state.borrow().1, &dir.path().join(file));
+    disks.guest_writes(1);
+    assert_eq!(saved(&machine, &disks, false, b"1").notes, [""; 0]);
+    disks.guest_writes(2);
+    disks.freeze(vec![("root".to_owned(), dir.path().join("monday"))]).unwrap();
+    for (number, made) in [(3, "image.save-2"), (4, "image.save-3-1")] {
+        disks.guest_writes(number);
+        let saved = saved(&machine, &disks, false, b"state");
+        assert!(saved.notes[0].contains("monday' stays"), "{:?}", saved.notes);
+        let files: Vec<_> = disks.layers("root").unwrap().into_iter().map(|layer| layer.file).collect();
+        assert_eq!(files, [made, "monday", "image.save-1", "image"].map(|name| dir.path().join(name)));
+        assert!(files.iter().all(|file| file.exists()));
+        assert_eq!(
+            (shown("image.save-1"), shown("monday"), shown(made)),
+            (Held::All(2), Held::All(number), Held::All(number))
+        );
+        assert_eq!(saved.record.disks[0].file, dir.path().join("monday"));
+    }
+    assert!(["image.save-2", "image.save-3"].iter().all(|gone| !dir.path().join(gone).exists()));
 }

@@ -142,6 +142,14 @@ fn new_layer(number: u64, base: &Path) -> Result<PathBuf> {
     })
 }
 
+/// Whether a save or a restore has put this layer above the image `base`.
+fn is_own_layer(file: &Path, base: &Path) -> bool {
+    let (file, base) = (file.as_os_str().as_encoded_bytes(), base.as_os_str().as_encoded_bytes());
+    let mark = file.strip_prefix(base).unwrap_or_default();
+    let number = mark.strip_prefix(b".save-").or_else(|| mark.strip_prefix(b".restored-"));
+    number.is_some_and(|number| number.iter().all(|byte| byte.is_ascii_digit() || *byte == b'-'))
+}
+
 /// After layers were taken back: what is the top now must not be written to.
 fn freeze_again(disks: &dyn Disks, record: &mut Record, directory: &Path) -> Result<()> {
     let (mut overlays, mut chains) = (Vec::new(), Vec::new());
@@ -312,13 +320,19 @@ impl Saving<'_> {
         })
     }
 
-    /// Takes what is above the images back into them, and freezes those.
+    /// Takes layers of saves and restores back into what lies below them, and freezes that. A layer that somebody else has
+    /// put on stays: what lies below it is a moment that they want to keep.
     fn commit(&mut self, progress: &mut Progress<'_>) -> Result<()> {
         let mut counts = Vec::new();
         for disk in &self.record.disks {
             let layers = self.disks.layers(&disk.name)?;
-            let count = layers.iter().position(|layer| layer.file == disk.base).unwrap_or(0);
-            counts.push((layers, count));
+            let above = layers.iter().position(|layer| layer.file == disk.base).unwrap_or(0);
+            let other = layers.iter().take(above).position(|layer| !is_own_layer(&layer.file, &disk.base));
+            if let Some(layer) = other.and_then(|other| layers.get(other)) {
+                let (name, file) = (&disk.name, layer.file.display());
+                self.notes.push(format!("disk '{name}': '{file}' stays, because no save has put it on"));
+            }
+            counts.push((layers, other.unwrap_or(above)));
         }
         // The new layer alone is empty.
         if counts.iter().all(|(_, count)| *count < 2) {

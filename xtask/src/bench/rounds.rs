@@ -1,6 +1,8 @@
 //! What benchmarks of a few loads on a few sides have in common: which loads, in which order, and where the page goes.
 
 use super::BenchArguments;
+use super::page::hardware;
+use super::results::Stamp;
 use crate::workspace;
 use anyhow::{Context, Result, ensure};
 
@@ -33,7 +35,8 @@ pub(super) fn in_turn(rounds: usize, sides: usize, mut measure: impl FnMut(usize
     Ok(())
 }
 
-/// Writes a page of the documents, or where `--output` says. What only some loads were measured for is printed.
+/// Writes a page of the documents, or where `--output` says, with the machine and the commit below its title. What only
+/// some loads were measured for is printed.
 pub(super) fn put_page(text: &str, page: &str, arguments: &BenchArguments) -> Result<()> {
     let output = match (&arguments.output, arguments.filter.is_empty()) {
         (Some(path), _) => path.clone(),
@@ -43,7 +46,14 @@ pub(super) fn put_page(text: &str, page: &str, arguments: &BenchArguments) -> Re
             return Ok(());
         }
     };
-    std::fs::write(&output, text).with_context(|| format!("cannot write {}", output.display()))?;
+    std::fs::write(&output, with_place(text, arguments))
+        .with_context(|| format!("cannot write {}", output.display()))?;
     println!("written: {}", output.display());
     Ok(())
+}
+
+/// Puts below a page's title what was measured, and on which machine.
+fn with_place(text: &str, arguments: &BenchArguments) -> String {
+    let (title, rest) = text.split_once('\n').unwrap_or((text, ""));
+    format!("{title}\n\n* {}\n* Ringdisk at {}\n{rest}", hardware(), Stamp::of(arguments).commit)
 }

@@ -4,8 +4,8 @@
 
 use super::BenchArguments;
 use super::measure::{CLIENT_CORE, SERVER_CORE, Tools, json_of, number, pinned, socket_path, version, with_server};
+use super::rounds::put_page;
 use super::statistics::median;
-use crate::workspace;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 use std::fmt::Write as _;
@@ -149,10 +149,7 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
     }
     println!("shares: {shares:?}");
     let text = page(&rows, &shares, arguments.pairs, seconds)?;
-    let output = arguments.output.clone().unwrap_or_else(|| workspace::root().join("docs/benchmarks-throttle.md"));
-    std::fs::write(&output, text).with_context(|| format!("cannot write {}", output.display()))?;
-    println!("written: {}", output.display());
-    Ok(())
+    put_page(&text, "benchmarks-throttle.md", arguments)
 }
 
 fn page(rows: &[(u64, [Samples; 2])], shares: &[Vec<[f64; 2]>; 2], pairs: usize, seconds: f64) -> Result<String> {

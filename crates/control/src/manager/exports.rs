@@ -6,6 +6,7 @@ use crate::record::RecordedDisk;
 use block::{Error, ErrorKind, Result};
 use daemon::{ExportId, ExportStatus, NbdAddress, NbdOptions, NbdTls, NodeId, absolute};
 use drive::{ExportOptions, Placement};
+use std::collections::BTreeSet;
 
 /// A recorded export that could not begin.
 pub(super) struct NotServed {
@@ -61,6 +62,14 @@ impl Manager {
         })?;
         lock(&self.failed_exports).retain(|export| export.request != request);
         Ok(Some(request.disk))
+    }
+
+    /// Forgets how exports were made that have ended with their disks.
+    pub(super) fn forget_ended_exports(&self) {
+        // Whoever notes a new export after this lock has begun it before: the daemon lists it.
+        let mut exports = lock(&self.exports);
+        let served: BTreeSet<ExportId> = self.daemon.exports().into_iter().map(|export| export.id).collect();
+        exports.retain(|id, _| served.contains(id));
     }
 
     fn restore_export(&self, node: NodeId, request: &AddExport) -> Result<ExportId> {

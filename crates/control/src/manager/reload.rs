@@ -1,6 +1,6 @@
 //! Reads the configuration file again, and adds, removes and changes what differs, while other disks run.
 
-use super::restore::keep_usual_socket;
+use super::restore::{keep_usual_socket, refuse_left_files};
 use super::{Configured, Manager, absolute_file, lock};
 use crate::api::{AddExport, EventKind, FailedDisk, Reloaded};
 use crate::config::Config;
@@ -64,7 +64,9 @@ impl Manager {
             if new.drive(name).is_some() {
                 continue;
             }
-            match self.remove_configured(name) {
+            let recorded = self.records.current();
+            let refused = recorded.disk(name).map_or(Ok(()), |disk| refuse_left_files(disk, &new.drives));
+            match refused.and_then(|()| self.remove_configured(name)) {
                 Ok(true) => outcome.removed.push(name.to_owned()),
                 Ok(false) => {}
                 Err(error) => {
@@ -188,6 +190,7 @@ impl Manager {
         let recorded = self.records.current().disk(name).map(|disk| disk.exports.clone()).unwrap_or_default();
         let of_calls: Vec<AddExport> = recorded.into_iter().filter(|export| !old.exports.contains(export)).collect();
         self.daemon.remove_disk(self.node(name)?, true)?;
+        self.forget_ended_exports();
         self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
         self.open_configured(new).map_err(|error| match self.open_configured(old) {
             Ok(()) => error.in_context("it was opened again as it was before"),
@@ -206,13 +209,17 @@ impl Manager {
         let key = given.key();
         let mut options = absolute_file(Options::parse(&given.text)?)?;
         let recorded = self.records.current();
-        let layered = recorded.disk(given.name().unwrap_or_default());
-        if let Some(disk) = layered.filter(|disk| disk.has_layers_on(options.get("file"))) {
+        let recorded = recorded.disk(given.name().unwrap_or_default());
+        if let Some(disk) = recorded.filter(|disk| disk.has_layers_on(options.get("file"))) {
             keep_usual_socket(&mut given.drive.export, &given.drive.disk);
             options = disk.with_own_top(options);
             let own = options.to_drive()?.disk;
             let disk = &mut given.drive.disk;
             (disk.file, disk.format, disk.snapshot, disk.keep) = (own.file, own.format, own.snapshot, own.keep);
+        }
+        if let Some(disk) = recorded.filter(|disk| disk.options.get("file") == options.get("file")) {
+            given.drive.disk.former_tops = disk.former_tops.len();
+            given.drive.disk.bases = disk.files().map(PathBuf::from).collect();
         }
         self.add(&given.drive, Some(options), given.serve, Some(&key), &[])?;
         given.exports.iter().try_for_each(|export| self.add_export(export.clone()).map(drop))

@@ -3,20 +3,24 @@
 use super::{Configured, Manager, absolute_file, lock};
 use crate::options::Options;
 use crate::record::{Record, RecordedDisk};
-use block::Result;
+use block::{Error, ErrorKind, Result};
 use daemon::absolute;
 use drive::{DiskOptions, ExportOptions};
 
 impl Manager {
     /// Serves the disks of the record and of `configured`: the command line or a configuration file. A disk that is in
     /// both is served as the record says. A configured disk that a call removed is not served. A disk that is no longer
-    /// configured is forgotten.
+    /// configured is forgotten, unless another one would write to a file that it has left: that is an error.
     ///
     /// A recorded disk that cannot be opened does not stop the others: it is logged and listed as failed. The same
     /// holds for a recorded export other than the disk's own; the disk is served without it. A configured disk that
     /// cannot be opened is an error.
     pub fn restore(&self, configured: &[Configured]) -> Result<()> {
         let keys: Vec<String> = configured.iter().map(Configured::key).collect();
+        let mut kept = Record::clone(&self.records.current());
+        configured.iter().for_each(|given| keep_layers(&mut kept, given, &keys));
+        let is_forgotten = |disk: &&RecordedDisk| disk.configured.as_ref().is_some_and(|key| !keys.contains(key));
+        kept.disks.iter().filter(is_forgotten).try_for_each(|disk| refuse_left_files(disk, configured))?;
         self.records.change(|record| {
             configured.iter().for_each(|given| keep_layers(record, given, &keys));
             record.forget_unconfigured(&keys);
@@ -84,17 +88,49 @@ pub(super) fn keep_usual_socket(export: &mut ExportOptions, given: &DiskOptions)
 }
 
 /// Keeps the layers of a disk that is given in other words than before: a guest that went on with the file below them
-/// would lose its writes and destroy the layers.
+/// would lose its writes and destroy the layers. A disk that is given without a name is known by its file.
 fn keep_layers(record: &mut Record, given: &Configured, keys: &[String]) {
     let Ok(options) = Options::parse(&given.text).and_then(absolute_file) else { return };
+    let key = given.key();
+    if record.disks.iter().any(|disk| disk.configured.as_ref() == Some(&key)) {
+        return;
+    }
+    // Kept overlays of several disks may lie on one file.
+    let is_kept_there = |disk: &RecordedDisk| disk.kept_in.is_none() || disk.kept_in.as_deref() == options.get("keep");
     let is_it = |disk: &&mut RecordedDisk| {
         let is_known = disk.configured.as_ref().is_none_or(|key| keys.contains(key));
-        !is_known && given.name() == Some(&disk.name) && disk.has_layers_on(options.get("file"))
+        let is_called_so = given.name().map_or_else(|| is_kept_there(disk), |name| name == disk.name);
+        !is_known && is_called_so && disk.has_layers_on(options.get("file"))
     };
     if let Some(disk) = record.disks.iter_mut().find(is_it) {
         disk.set_options(options.clone());
-        disk.configured = Some(given.key());
+        disk.configured = Some(key);
         disk.own_export = given.serve;
         disk.exports = given.exports_of(&disk.name).collect();
     }
+}
+
+/// Refuses that another disk writes to a file that `disk` has left, when `disk` is no longer configured. What its guest
+/// wrote since would be missing there, and its layers would be destroyed.
+pub(super) fn refuse_left_files(disk: &RecordedDisk, configured: &[Configured]) -> Result<()> {
+    let file_of = |given: &Configured| {
+        let options = Options::parse(&given.text).and_then(absolute_file).ok()?;
+        options.get("file").map(str::to_owned)
+    };
+    if configured.iter().filter_map(file_of).any(|file| disk.has_top(&file)) {
+        return Ok(());
+    }
+    let writes = |given: &&Configured| !given.drive.disk.read_only && !given.drive.disk.snapshot;
+    // Who gives a disk of the same name another file means it.
+    let others = configured.iter().filter(|given| given.name() != Some(&disk.name));
+    let Some(file) = others.filter(writes).filter_map(file_of).find(|file| disk.has_left(file)) else {
+        return Ok(());
+    };
+    let (name, top) = (&disk.name, disk.options.get("file").unwrap_or_default());
+    let message = format!(
+        "'{file}' was the image of the disk '{name}', whose guest has written to '{top}' since: to go on with that, give \
+         '{file}' with name={name}, or give '{top}'; to go on with '{file}' alone, add readonly=on, or serve it without \
+         this state directory"
+    );
+    Err(Error::new(ErrorKind::BadOption, message))
 }

@@ -1,5 +1,8 @@
 use super::*;
+use crate::api::{CommitDisk, Reloaded};
+use crate::config::Config;
 use image::{CreateOptions, Opener as _, Role};
+use std::sync::Barrier;
 
 const SIZE_BYTES: u64 = 1 << 20;
 
@@ -10,9 +13,43 @@ struct Managed {
 
 impl Managed {
     fn new() -> Self {
-        let directory = tempfile::tempdir().unwrap();
+        Self::in_directory(tempfile::tempdir().unwrap())
+    }
+
+    fn in_directory(directory: tempfile::TempDir) -> Self {
         let manager = Manager::start(DaemonConfig::default(), Some(&directory.path().join("state"))).unwrap();
         Self { directory, manager }
+    }
+
+    /// Ends the manager, and starts another one with the same record.
+    fn again(self) -> Self {
+        self.manager.shutdown().unwrap();
+        Self::in_directory(self.directory)
+    }
+
+    fn snapshot(&self, disk: &str, overlay: &Path) -> Result<Vec<Disk>> {
+        self.manager.snapshot(&[Overlay { disk: disk.to_owned(), overlay: overlay.to_owned() }])
+    }
+
+    /// Writes the configuration file.
+    fn configure(&self, text: &str) -> (PathBuf, Config) {
+        let path = self.directory.path().join("disks.toml");
+        std::fs::write(&path, text).unwrap();
+        let config = Config::read(&path).unwrap();
+        (path, config)
+    }
+
+    /// Serves the disks of a configuration file, which says `text`.
+    fn configured_by(&self, text: &str) {
+        let (path, config) = self.configure(text);
+        self.manager.restore(&config.drives).unwrap();
+        self.manager.is_configured_by(path, config);
+    }
+
+    /// Changes the configuration file and has it read again.
+    fn reload(&self, text: &str) -> Reloaded {
+        self.configure(text);
+        self.manager.reload().unwrap()
     }
 
     /// Makes a qcow2 image that rests on another one.
@@ -82,4 +119,149 @@ fn a_disk_that_cannot_be_recorded_is_not_served() {
     std::fs::create_dir(managed.directory.path().join("state/disks.json.new")).unwrap();
     managed.add(&top, &[&lowest]).unwrap_err();
     assert!(managed.recorded().is_none() && !managed.manager.knows("web"));
+}
+
+#[test]
+fn snapshots_of_one_disk_at_one_time_leave_the_record_as_the_disk_is() {
+    let managed = Managed::new();
+    let base = managed.image("base", None);
+    managed.add(&base, &[]).unwrap();
+    for round in 0..20 {
+        let start = Barrier::new(2);
+        std::thread::scope(|scope| {
+            for side in ["one", "other"] {
+                let (start, managed, overlay) = (&start, &managed, base.with_file_name(format!("{side}{round}")));
+                scope.spawn(move || {
+                    start.wait();
+                    // Whoever comes second may be refused.
+                    let _ = managed.snapshot("web", &overlay);
+                });
+            }
+        });
+        let disk = managed.manager.disk("web").unwrap();
+        assert_eq!(managed.recorded().unwrap().options.get("file"), Some(&*disk.file), "round {round}");
+    }
+}
+
+#[test]
+fn a_disk_that_gets_the_name_of_a_removed_one_at_once_keeps_its_record() {
+    let managed = Managed::new();
+    let (one, other) = (managed.image("one", None), managed.image("other", None));
+    managed.add(&one, &[]).unwrap();
+    let node = managed.manager.node("web").unwrap();
+    managed.manager.daemon.remove_disk(node, true).unwrap();
+    managed.add(&other, &[]).unwrap();
+    managed.manager.forget("web", Some(node), Some("key".to_owned())).unwrap();
+    assert_eq!(managed.recorded().unwrap().options.get("file"), Some(&*other.to_string_lossy()));
+    assert_eq!(managed.manager.records.current().removed, ["key"]);
+    managed.manager.remove_disk("web", false).unwrap();
+    assert_eq!(managed.recorded(), None);
+}
+
+/// A disk of the command line.
+fn given(text: &str) -> [Configured; 1] {
+    let drive = Options::parse(text).unwrap().to_drive().unwrap();
+    [Configured { drive, text: text.to_owned(), serve: false, exports: Vec::new() }]
+}
+
+#[test]
+fn a_disk_that_is_given_in_other_words_or_by_another_path_keeps_its_layers() {
+    for name in ["", ",name=web"] {
+        let managed = Managed::new();
+        let root = managed.image("root", None);
+        let (link, top) = (root.with_file_name("link"), root.with_file_name("top"));
+        std::os::unix::fs::symlink(&root, &link).unwrap();
+        let [root, link] = [&root, &link].map(|path| path.display().to_string());
+        managed.manager.restore(&given(&format!("file={root}{name}"))).unwrap();
+        let disk = managed.manager.disks().remove(0).name;
+        managed.snapshot(&disk, &top).unwrap();
+        let mut managed = managed;
+        for text in [format!("file={root},cache=writeback{name}"), format!("file={link}{name}")] {
+            managed = managed.again();
+            managed.manager.restore(&given(&text)).unwrap();
+            let files: Vec<_> = managed.manager.disks().into_iter().map(|disk| (disk.name, disk.file)).collect();
+            assert_eq!(files, [(disk.clone(), top.display().to_string())], "{text}");
+        }
+    }
+}
+
+#[test]
+fn a_file_with_layers_of_a_disk_that_would_be_forgotten_is_not_opened_for_writing() {
+    let managed = Managed::new();
+    let (root, other) = (managed.image("root", None), managed.image("other", None));
+    let top = root.with_file_name("top");
+    let first = given(&format!("file={}", root.display()));
+    managed.manager.restore(&first).unwrap();
+    managed.snapshot("disk0", &top).unwrap();
+    let managed = managed.again();
+    let link = root.with_file_name("link");
+    std::os::unix::fs::symlink(&root, &link).unwrap();
+    let error = managed.manager.restore(&given(&format!("file={},name=web", link.display()))).unwrap_err().to_string();
+    assert!(error.contains("link") && error.contains("'disk0'") && error.contains("top"), "{error}");
+    assert!(managed.manager.disks().is_empty());
+    let managed = managed.again();
+    managed.manager.restore(&first).unwrap();
+    assert_eq!(managed.manager.disk("disk0").unwrap().file, top.display().to_string());
+    // Others may read the file, and a disk of another file comes in its place.
+    let managed = managed.again();
+    managed.manager.restore(&given(&format!("file={},name=web,readonly=on", root.display()))).unwrap();
+    let managed = managed.again();
+    managed.manager.restore(&given(&format!("file={},name=web", other.display()))).unwrap();
+    assert_eq!(managed.manager.disks().len(), 1);
+}
+
+#[test]
+fn a_reload_does_not_rename_a_disk_and_leave_its_layers() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    let top = root.with_file_name("top");
+    let drive = |name: &str| format!("[[drive]]\nname = '{name}'\nexport = false\nfile = '{}'\n", root.display());
+    managed.configured_by(&drive("web"));
+    managed.snapshot("web", &top).unwrap();
+    let reloaded = managed.reload(&drive("other"));
+    assert!(reloaded.failed[0].error.contains("name=web"), "{reloaded:?}");
+    assert_eq!(managed.manager.disk("web").unwrap().file, top.display().to_string());
+    assert_eq!(managed.manager.disks().len(), 1);
+    assert_eq!(managed.reload(&drive("web")).failed, Vec::new());
+}
+
+#[test]
+fn a_reload_opens_a_disk_with_layers_elsewhere_and_they_can_be_taken_back() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    let top = root.with_file_name("elsewhere").join("top");
+    std::fs::create_dir(top.parent().unwrap()).unwrap();
+    let text = format!("[[drive]]\nname = 'web'\nexport = false\nfile = '{}'\n", root.display());
+    managed.configured_by(&text);
+    let before = managed.recorded().unwrap();
+    managed.snapshot("web", &top).unwrap();
+    let reloaded = managed.reload(&format!("{text}serial = 'S'\n"));
+    assert_eq!((reloaded.reopened, reloaded.failed), (vec!["web".to_owned()], Vec::new()));
+    assert_eq!(managed.manager.disk("web").unwrap().file, top.display().to_string());
+    assert!(managed.recorded().unwrap().bases.is_empty());
+    let manager = Arc::new(managed.manager);
+    let commit = CommitDisk { layers: 1, bytes_per_second: None, within_ms: None, stall_ms: None };
+    let job = manager.commit("web", commit).unwrap();
+    manager.daemon.wait_job(manager.job_id(job.id).unwrap()).unwrap();
+    let recorded = manager.records.current().disk("web").cloned().unwrap();
+    assert_eq!(recorded.files().collect::<Vec<_>>(), before.files().collect::<Vec<_>>());
+}
+
+#[test]
+fn a_reload_removes_an_export_whose_disk_was_opened_anew() {
+    let managed = Managed::new();
+    let drive = |serial: &str| {
+        let file = managed.image(&format!("root{serial}"), None);
+        format!("[[drive]]\nname = 'web'\nexport = false\nfile = '{}'\nserial = '{serial}'\n", file.display())
+    };
+    let export = "[[export]]\ndisk = 'web'\ntype = 'nbd'\nsocket = 'web.sock'\n";
+    managed.configured_by(&format!("{}{export}", drive("A")));
+    let drive = drive("B");
+    let reloaded = managed.reload(&format!("{drive}{export}"));
+    assert_eq!((reloaded.reopened, reloaded.failed), (vec!["web".to_owned()], Vec::new()));
+    assert_eq!(managed.manager.exports().len(), 1);
+    let reloaded = managed.reload(&drive);
+    assert_eq!((reloaded.changed, reloaded.failed), (vec!["web".to_owned()], Vec::new()));
+    assert!(managed.manager.exports().is_empty() && managed.recorded().unwrap().exports.is_empty());
+    assert!(lock(&managed.manager.exports).is_empty());
 }

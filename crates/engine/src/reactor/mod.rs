@@ -1,9 +1,11 @@
 //! The reactor: one thread that in each turn polls, runs tasks, submits once for each engine, and harvests.
 
 mod alarm;
+mod config;
 mod event_loop;
 mod fd_watch;
 mod pollers;
 mod pool_trim;
 
-pub use event_loop::{Reactor, ReactorConfig, ReactorThread};
+pub use config::ReactorConfig;
+pub use event_loop::{Reactor, ReactorThread};

@@ -1,13 +1,14 @@
 //! What a link does when its server has gone: it drains what is left, waits, connects again, or gives up.
 
-use super::Link;
+use super::{Link, NO_LANE};
 use crate::handshake::{Agreed, connect};
 use crate::lane::Lane;
-use block::IoError;
+use block::{IoError, LogLimit};
 use nbd_wire::numbers::export;
 use nbd_wire::reply::Style;
 use rustix::event::Timespec;
 use std::io;
+use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
 /// Between two tries to connect.
@@ -16,29 +17,73 @@ const RETRY_MAX: Duration = Duration::from_secs(1);
 
 /// What the server gets to answer on its other connections when one is gone.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(2);
-/// Where the link is while it is not connected.
+
+/// Keeps the log short if a server leaves again and again.
+#[derive(Debug, Default)]
+pub(super) struct Times {
+    gone: LogLimit,
+    back: LogLimit,
+}
+
+/// Where the link is until a server carries out calls again.
 #[derive(Debug)]
 pub(super) struct Outage {
-    /// Until then calls are kept.
-    pub(super) deadline: Instant,
+    /// Until then calls are kept. None if there was nothing to do when the server was there.
+    pub(super) deadline: Option<Instant>,
     pub(super) next_try: Instant,
     pub(super) pause: Duration,
     pub(super) has_given_up: bool,
 }
 
+impl Outage {
+    fn with_a_pause(self) -> Self {
+        let now = Instant::now();
+        let pause = self.pause.saturating_mul(2).min(RETRY_MAX);
+        Self { next_try: now.checked_add(self.pause).unwrap_or(now), pause, ..self }
+    }
+}
+
 impl Link {
     /// A connection is gone.
     pub(super) fn lose(&mut self, lane: usize, error: &io::Error) {
-        tracing::warn!("'{}': the server has gone ({error}), connecting again", self.uri);
-        self.making = None;
+        if let Some(times) = self.times.gone.admit() {
+            tracing::warn!("'{}': the server has gone ({error}), connecting again (time {times})", self.uri);
+        }
+        self.is_stale = self.making.is_some();
         let asked = self.joining.take().map(|(cookie, _)| cookie);
         self.drain(lane);
         self.lanes.clear();
         asked.map(|cookie| self.active.remove(&cookie));
         self.active.retain(|_, active| !active.replays);
+        // Until they are sent again, no reply can name them.
+        self.active.values_mut().for_each(|active| active.lane = NO_LANE);
         let now = Instant::now();
-        let deadline = now.checked_add(self.uri.reconnect).unwrap_or(now);
-        self.outage = Some(Outage { deadline, next_try: now, pause: RETRY_MIN, has_given_up: false });
+        let outage = match self.outage.take() {
+            // It let us in and went again, so it has a pause, as if it had not.
+            Some(outage) => outage.with_a_pause(),
+            None => Outage { deadline: None, next_try: now, pause: RETRY_MIN, has_given_up: false },
+        };
+        let deadline = outage.deadline.or_else(|| now.checked_add(self.uri.reconnect)).or(Some(now));
+        self.outage = Some(Outage { deadline, ..outage });
+    }
+
+    /// While a server is there and there is nothing to do, no time goes by for calls.
+    pub(super) fn rest(&mut self) {
+        if let Some(outage) = &mut self.outage
+            && self.active.is_empty()
+            && self.waiting.is_empty()
+            && self.replay.is_none()
+        {
+            (outage.deadline, outage.has_given_up) = (None, false);
+        }
+    }
+
+    /// Throws a connection away that was being made when the server went.
+    pub(super) fn drop_stale(&mut self) {
+        let is_made = |making: &Receiver<_>| !matches!(making.try_recv(), Err(TryRecvError::Empty));
+        if self.is_stale && self.making.take_if(|making| is_made(making)).is_some() {
+            self.is_stale = false;
+        }
     }
 
     /// Lets what went over the other connections end: the server may still be at it, and would carry it out after what is
@@ -67,28 +112,28 @@ impl Link {
     }
 
     pub(super) fn try_again(&mut self) {
+        self.drop_stale();
         let Some(outage) = &mut self.outage else { return };
         let now = Instant::now();
-        if now < outage.next_try && now < outage.deadline {
+        let has_time = outage.deadline.is_some_and(|deadline| now < deadline);
+        if now < outage.next_try && has_time {
             return;
         }
-        let has_time = now < outage.deadline;
         if now >= outage.next_try {
             match connect(&self.uri) {
                 Ok((stream, agreed)) if self.is_same(&agreed) => {
-                    tracing::info!("'{}': connected again", self.uri);
+                    if let Some(times) = self.times.back.admit() {
+                        tracing::info!("'{}': connected again (time {times})", self.uri);
+                    }
                     self.lanes.push(Lane::new(stream));
-                    (self.agreed, self.outage, self.has_enough) = (agreed, None, false);
+                    (self.agreed, self.has_enough) = (agreed, false);
                     self.replay = Some(0);
                     return;
                 }
                 Ok(_) => tracing::error!("'{}': the server has another disk there, which is not used", self.uri),
                 Err(error) => tracing::debug!("{error}"),
             }
-            if let Some(outage) = &mut self.outage {
-                outage.next_try = Instant::now().checked_add(outage.pause).unwrap_or(now);
-                outage.pause = outage.pause.saturating_mul(2).min(RETRY_MAX);
-            }
+            self.outage = self.outage.take().map(Outage::with_a_pause);
         }
         if !has_time {
             self.fail_all();
@@ -119,6 +164,6 @@ impl Link {
         for call in active.into_values().map(|active| active.call).chain(self.waiting.drain(..)) {
             call.fail(IoError::EIO);
         }
-        self.flushes_itself = false;
+        (self.flushes_itself, self.in_hand_bytes) = (false, 0);
     }
 }

@@ -3,7 +3,7 @@
 use crate::layout::entry::{COPIED, Cluster};
 use crate::layout::extended_entry::{ALL_ZERO, Extended, PARTS, Part, mask};
 use crate::live::image::Qcow2;
-use crate::live::state::{Inner, Need, State, Step, Stop};
+use crate::live::state::{Inner, Need, State, Step, Stop, unless_block_missing};
 use crate::live::write::{ALLOCATION_BYTES_MAX, Allocation, Prepared};
 use crate::live::zero::Goal;
 use block::Fill;
@@ -103,8 +103,11 @@ impl Inner {
         let (start_part, mut last_part) = (geometry.part_of(range.start), 0);
         while cluster < limit {
             let distance = geometry.start_of(cluster.saturating_sub(first));
-            if cluster > first && self.owned_host(state, slice, cluster)? != host.checked_add(distance) {
-                break;
+            if cluster > first {
+                let next = unless_block_missing(self.owned_host(state, slice, cluster))?.flatten();
+                if next.is_none() || next != host.checked_add(distance) {
+                    break;
+                }
             }
             let from = if cluster == first { start_part } else { 0 };
             let run = self.extended(slice, cluster)?.missing_run(from);
@@ -133,7 +136,7 @@ impl Inner {
         let geometry = &self.geometry;
         let first = geometry.cluster_of(offset);
         let mut end = first.saturating_add(1);
-        while end < limit && self.owned_host(state, slice, end)?.is_none() {
+        while end < limit && unless_block_missing(self.owned_host(state, slice, end))? == Some(None) {
             end = end.saturating_add(1);
         }
         let (host, zeroed, fresh) = if geometry.data_file {

@@ -11,6 +11,10 @@ use std::ops::Range;
 
 const CACHED_BLOCKS_MIN: usize = 16;
 
+/// So many blocks without changes stay in memory, however many are changed: one step may need several at once, and
+/// loading one must not push another out.
+const CLEAN_BLOCKS_MIN: usize = 4;
+
 /// The most runs of free clusters that are looked for at once.
 const FREE_RUNS_MAX: usize = 256;
 
@@ -138,8 +142,9 @@ impl Refcounts {
         // Room is made first, so that the new block is never the one that is dropped.
         let limit = self.geometry.cluster_of(self.cache_bytes).max(CACHED_BLOCKS_MIN as u64);
         if self.blocks.len() as u64 >= limit {
-            let victim = self.blocks.iter().filter(|(_, b)| b.is_clean()).min_by_key(|(_, b)| b.used).map(|(k, _)| *k);
-            if let Some(victim) = victim {
+            let clean = || self.blocks.iter().filter(|(_, b)| b.is_clean());
+            let victim = clean().min_by_key(|(_, b)| b.used).map(|(k, _)| *k);
+            if let Some(victim) = victim.filter(|_| clean().count() > CLEAN_BLOCKS_MIN) {
                 self.blocks.remove(&victim);
             }
         }

@@ -347,3 +347,13 @@ impl Inner {
         }
     }
 }
+
+/// Returns `None` where a refcount block is missing. A run of clusters ends there. A step that needed more blocks at once
+/// than stay in memory would begin anew for ever.
+pub(crate) fn unless_block_missing<T>(found: Step<T>) -> Step<Option<T>> {
+    match found {
+        Ok(found) => Ok(Some(found)),
+        Err(Stop::Need(Need::Block(_))) => Ok(None),
+        Err(stop) => Err(stop),
+    }
+}

@@ -4,7 +4,7 @@ use crate::layout::entry::{BadEntry, COPIED, Cluster};
 use crate::live::flush_queue::Barrier;
 use crate::live::image::Qcow2;
 use crate::live::metadata_map::Owner;
-use crate::live::state::{Freed, FreshTable, Inner, Need, State, Step, Stop};
+use crate::live::state::{Freed, FreshTable, Inner, Need, State, Step, Stop, unless_block_missing};
 use block::sync::Ordering;
 use block::{Fill, IoError, IoResult, MetaIo};
 use std::ops::Range;
@@ -107,8 +107,11 @@ impl Qcow2 {
             .min(state.next_in_flight(first));
         let target = inner.target(state, slice, first)?;
         let mut end = first.saturating_add(1);
-        while end < limit && target.goes_on(inner.target(state, slice, end)?, inner, end.saturating_sub(first)) {
-            end = end.saturating_add(1);
+        while end < limit {
+            match unless_block_missing(inner.target(state, slice, end))? {
+                Some(next) if target.goes_on(next, inner, end.saturating_sub(first)) => end = end.saturating_add(1),
+                _ => break,
+            }
         }
         let (host, fresh, zeroed, blank) = match target {
             Target::Own(host) => {
@@ -352,5 +355,83 @@ impl Inner {
         }
         self.unlink(state, old_hosts);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::edit::snapshots::{NewSnapshot, create_snapshot};
+    use crate::fixture::{self, CLUSTER};
+    use block::block_on;
+    use std::time::Duration;
+
+    /// Guest clusters whose refcounts all lie in different blocks: more than stay in memory.
+    const SCATTERED: u64 = 20;
+    const FILLER: u64 = 300;
+    const SIZE: u64 = (64 + SCATTERED * FILLER) * CLUSTER;
+
+    /// A write that never ends would spin in the test's own thread.
+    fn ends(test: impl FnOnce() + Send + 'static) {
+        let (sender, ended) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            test();
+            sender.send(()).unwrap();
+        });
+        ended.recv_timeout(Duration::from_secs(120)).expect("the write does not end, or failed");
+    }
+
+    /// An image with a snapshot, whose guest wrote in scattered order, with as little memory as possible.
+    async fn scattered() -> (testkit::SimStorage, MetaIo, Qcow2) {
+        let (storage, io) = fixture::created(SIZE);
+        let qcow2 = fixture::opened(&storage, &io).await;
+        for guest in 0..SCATTERED {
+            fixture::fill(&qcow2, &io, guest * CLUSTER..(guest + 1) * CLUSTER).await;
+            let filler = (64 + guest * FILLER) * CLUSTER;
+            fixture::fill(&qcow2, &io, filler..filler + FILLER * CLUSTER).await;
+        }
+        qcow2.close(&io).await.unwrap();
+        let file = fixture::file(&storage);
+        create_snapshot(&io, &*file, fixture::NAME, &NewSnapshot::new("kept"), &mut |_, _| true).await.unwrap();
+        let mut qcow2 = fixture::opened(&storage, &io).await;
+        qcow2.set_cache_bytes(0);
+        (storage, io, qcow2)
+    }
+
+    #[test]
+    fn a_write_over_more_refcount_blocks_than_stay_in_memory_ends() {
+        ends(|| {
+            block_on(async {
+                let (storage, io, qcow2) = scattered().await;
+                fixture::fill(&qcow2, &io, 0..SCATTERED * CLUSTER).await;
+                qcow2.close(&io).await.unwrap();
+                testkit::qcow2_check(&storage.bytes(fixture::NAME)).unwrap().sound().unwrap();
+            });
+        });
+    }
+
+    #[test]
+    fn a_copied_write_ends_where_changes_fill_the_memory_for_refcounts() {
+        ends(|| {
+            block_on(async {
+                let (storage, io, qcow2) = scattered().await;
+                let inner = &*qcow2.inner;
+                // Fifteen blocks are changed. The rest of the memory is for the block of the old cluster and that of
+                // the new one.
+                for block in 4..19 {
+                    let cluster = block * (CLUSTER / 2);
+                    let again = |state: &mut State| {
+                        let count = state.refcounts.get(cluster).map_err(|absent| inner.stop_for(absent))?;
+                        state.refcounts.set(cluster, count).map_err(|_| Stop::Fail(IoError::EIO))
+                    };
+                    inner.run(&io, again).await.unwrap();
+                }
+                let before = inner.lock().refcounts.blocks_in_memory();
+                assert!(before >= 15, "{before}");
+                fixture::fill(&qcow2, &io, 0..CLUSTER).await;
+                qcow2.close(&io).await.unwrap();
+                testkit::qcow2_check(&storage.bytes(fixture::NAME)).unwrap().sound().unwrap();
+            });
+        });
     }
 }

@@ -63,7 +63,8 @@ pub enum NewBelow {
 ///
 /// Guests are held at the end for as long as their requests in flight take, and closing the top layer and opening it
 /// again. Before the header is changed, `commit` is called: whoever has to allow the new base makes that durable there. On
-/// an error the disk rests on what it rested on; so it does when the `watch` cancels. Blocks; not to be called on a
+/// an error the disk rests on what it rested on; so it does when the `watch` cancels. An image that names no backing file
+/// is refused: its tables do not tell zeros from what was never written. Blocks; not to be called on a
 /// reactor's thread.
 pub fn move_onto(image: &Image, below: NewBelow, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
     block_on(move_onto_async(image, below, watch, commit))
@@ -134,6 +135,10 @@ async fn check(chain: &Chain, below: NewBelow) -> Result<Vec<Arc<Layer>>> {
     }
     if !top.mapping.can_reveal() {
         return refuse("an image of this format rests on nothing; only qcow2 does".to_owned());
+    }
+    if top.mapping.backing().is_none() {
+        // While nothing lies below, its tables say nothing where the guest zeroes: a base would show there.
+        return refuse("it names no backing file; stop the guest and use 'ringdisk rebase'".to_owned());
     }
     if top.mapping.data_file().is_some() {
         return refuse("it has an external data file; stop the guest and use 'ringdisk rebase'".to_owned());

@@ -1,0 +1,280 @@
+//! Servers that do what a server should not: they answer nothing, answer late, or leave again and again.
+
+use block::{File, FileOp, FileQueue, IoResult, PastEnd, block_on};
+use memory::{AlignedBuf, BufferAccount, BufferBudget, IoBuf};
+use nbd_wire::Reader;
+use nbd_wire::numbers::{answer, command, error, export, handshake, option};
+use nbd_wire::option::{Info, OPTION_HEADER_BYTES, OptionHeader, put_answer, put_greeting};
+use nbd_wire::reply::simple;
+use nbd_wire::request::{COMPACT_BYTES, Request};
+use ringdisk_file_nbd::{NbdUri, open};
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+const SIZE_BYTES: u64 = 1 << 30;
+const MIB: usize = 1 << 20;
+
+/// A server of a test: each connection is served by a function, which gets the connection's number.
+struct Fake {
+    _directory: tempfile::TempDir,
+    socket: PathBuf,
+}
+
+impl Fake {
+    fn start(serve: impl Fn(u64, UnixStream) + Send + Sync + 'static) -> Self {
+        let directory = tempfile::Builder::new().prefix("rd-").tempdir().unwrap();
+        let socket = directory.path().join("nbd");
+        let (listener, serve) = (UnixListener::bind(&socket).unwrap(), Arc::new(serve));
+        std::thread::spawn(move || {
+            for (number, stream) in (0..).zip(listener.incoming().map_while(Result::ok)) {
+                let serve = Arc::clone(&serve);
+                std::thread::spawn(move || serve(number, stream));
+            }
+        });
+        Self { _directory: directory, socket }
+    }
+
+    fn open(&self, more: &str, buffers: &BufferAccount) -> Arc<dyn File> {
+        let uri = format!("nbd+unix:///?socket={}{more}", Path::new(&self.socket).display());
+        open(&NbdUri::parse(&uri).unwrap(), false, buffers).unwrap()
+    }
+}
+
+fn exactly(stream: &mut UnixStream, length: usize) -> Option<Vec<u8>> {
+    let mut bytes = vec![0; length];
+    stream.read_exact(&mut bytes).ok().map(|()| bytes)
+}
+
+/// The handshake of a server that knows simple replies only.
+fn shake_hands(stream: &mut UnixStream, flags: u16) -> Option<()> {
+    let mut out = Vec::new();
+    put_greeting(&mut out, handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
+    stream.write_all(&out).ok()?;
+    exactly(stream, 4)?;
+    loop {
+        let head = exactly(stream, OPTION_HEADER_BYTES)?;
+        let head = OptionHeader::read(&mut Reader::new(&head)).unwrap().unwrap();
+        exactly(stream, head.length_bytes as usize)?;
+        let mut out = Vec::new();
+        let goes = head.option == option::GO;
+        if goes {
+            let info = Info::Export { size_bytes: SIZE_BYTES, flags: flags | export::HAS_FLAGS };
+            put_answer(&mut out, option::GO, answer::INFO, &info.to_bytes());
+        }
+        put_answer(&mut out, head.option, if goes { answer::ACK } else { answer::ERR_UNSUP }, &[]);
+        stream.write_all(&out).ok()?;
+        if goes {
+            return Some(());
+        }
+    }
+}
+
+/// The next request. Its data are thrown away.
+fn next_request(stream: &mut UnixStream) -> Option<Request> {
+    let head = exactly(stream, COMPACT_BYTES)?;
+    let request = Request::read(&mut Reader::new(&head), false).unwrap().unwrap();
+    if request.command == command::WRITE {
+        exactly(stream, request.length_bytes as usize)?;
+    }
+    Some(request)
+}
+
+fn reply(stream: &mut UnixStream, cookie: u64, error: u32) -> bool {
+    stream.write_all(simple(cookie, error).as_bytes()).is_ok()
+}
+
+fn write_mib(file: &Arc<dyn File>, index: u64) -> IoResult {
+    let queue: Rc<dyn FileQueue> = file.open_blocking().unwrap();
+    let data = IoBuf::from_aligned(AlignedBuf::copy_of(&vec![1; MIB])).whole();
+    block_on(queue.start(FileOp::Write { offset: index * MIB as u64, data, fua: false }))
+}
+
+/// Waits until it is so; false if it does not become so.
+fn becomes(is_so: impl Fn() -> bool) -> bool {
+    let deadline = Instant::now() + PATIENCE;
+    while !is_so() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    is_so()
+}
+
+#[test]
+fn requests_to_a_server_that_does_not_answer_wait_for_room() {
+    let fake = Fake::start(|_, mut stream| {
+        let _ = shake_hands(&mut stream, export::SEND_FLUSH);
+        while next_request(&mut stream).is_some() {}
+    });
+    let budget = BufferBudget::new(4 * MIB);
+    let file = fake.open("", &budget.account());
+    std::thread::scope(|scope| {
+        for index in 0..64 {
+            let file = &file;
+            scope.spawn(move || assert!(write_mib(file, index).is_err()));
+        }
+        let wait = becomes(|| budget.stats().waiting + budget.stats().used_bytes / MIB == 64);
+        // All get an error, and give back what they have.
+        file.cancel();
+        assert!(wait, "some requests neither wait nor have room");
+    });
+    let stats = budget.stats();
+    assert!(stats.peak_bytes <= 4 * MIB && stats.peak_bytes >= MIB, "{stats:?}");
+    assert_eq!(stats.used_bytes, 0);
+}
+
+#[test]
+fn writes_wait_for_a_flush_that_takes_its_time() {
+    let (release, released) = mpsc::channel::<()>();
+    let released = std::sync::Mutex::new(released);
+    let flushes = Arc::new(AtomicBool::new(false));
+    let flushing = Arc::clone(&flushes);
+    let fake = Fake::start(move |_, mut stream| {
+        let _ = shake_hands(&mut stream, export::SEND_FLUSH);
+        let answers = Arc::new(stream.try_clone().unwrap());
+        std::thread::scope(|scope| {
+            while let Some(request) = next_request(&mut stream) {
+                let mut answers = answers.try_clone().unwrap();
+                if request.command == command::FLUSH {
+                    flushing.store(true, Ordering::SeqCst);
+                    let released = &released;
+                    scope.spawn(move || {
+                        // Also at the end of the test.
+                        let _ = released.lock().unwrap().recv();
+                        reply(&mut answers, request.cookie, 0)
+                    });
+                } else if !reply(&mut answers, request.cookie, 0) {
+                    break;
+                }
+            }
+        });
+    });
+    let file = fake.open("", &BufferAccount::UNLIMITED);
+    let ended = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for queue in 0..8 {
+            let (file, ended) = (&file, &ended);
+            scope.spawn(move || {
+                for index in 0..24 {
+                    write_mib(file, queue * 24 + index).unwrap();
+                    ended.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+        }
+        let full = becomes(|| flushes.load(Ordering::SeqCst) && ended.load(Ordering::SeqCst) > 50);
+        // Enough for many more, if they did not wait. If it is not enough, the test sees nothing.
+        std::thread::sleep(Duration::from_millis(500));
+        let before = ended.load(Ordering::SeqCst);
+        drop(release);
+        assert!(full && before <= 64, "{before} MiB of writes ended without a flush");
+    });
+    assert_eq!(ended.load(Ordering::SeqCst), 8 * 24);
+}
+
+fn read_block(queue: &Rc<dyn FileQueue>) -> IoResult {
+    let data = IoBuf::zeroed(4096).whole();
+    block_on(queue.start(FileOp::Read { offset: 0, data, past_end: PastEnd::Fails }))
+}
+
+fn answer_read(stream: &mut UnixStream, request: &Request) -> bool {
+    reply(stream, request.cookie, 0) && stream.write_all(&vec![0; request.length_bytes as usize]).is_ok()
+}
+
+#[test]
+fn a_server_that_leaves_at_each_request_costs_few_connections_and_the_request_fails() {
+    let connections = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&connections);
+    let fake = Fake::start(move |_, mut stream| {
+        counted.fetch_add(1, Ordering::SeqCst);
+        let _ = shake_hands(&mut stream, export::SEND_FLUSH);
+        let _ = next_request(&mut stream);
+    });
+    let file = fake.open("&reconnect-s=1", &BufferAccount::UNLIMITED);
+    let failed = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let (other, failed) = (&file, &failed);
+        scope.spawn(move || {
+            read_block(&other.open_blocking().unwrap()).unwrap_err();
+            failed.store(true, Ordering::SeqCst);
+        });
+        let fails = becomes(|| failed.load(Ordering::SeqCst) || connections.load(Ordering::SeqCst) > 1000);
+        let made = connections.load(Ordering::SeqCst);
+        file.cancel();
+        assert!(fails && made < 30, "{made} connections");
+    });
+}
+
+fn connecting_threads() -> usize {
+    let names = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    let name = |entry: std::fs::DirEntry| std::fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
+    names.map(name).filter(|name| name.trim() == "nbd-connect").count()
+}
+
+#[test]
+fn further_connections_that_a_server_leaves_open_have_one_thread() {
+    // A connection that is made while another one is served gets no word.
+    let served = Arc::new(std::sync::Mutex::new(None::<UnixStream>));
+    let one = Arc::clone(&served);
+    let fake = Fake::start(move |_, mut stream| {
+        let is_first = {
+            let mut one = one.lock().unwrap();
+            let is_first = one.is_none();
+            one.get_or_insert_with(|| stream.try_clone().unwrap());
+            is_first
+        };
+        if is_first {
+            let _ = shake_hands(&mut stream, export::SEND_FLUSH | export::CAN_MULTI_CONN);
+            while let Some(request) = next_request(&mut stream) {
+                if !answer_read(&mut stream, &request) {
+                    break;
+                }
+            }
+        } else {
+            let _ = exactly(&mut stream, 1);
+        }
+    });
+    let file = fake.open("&reconnect-s=60", &BufferAccount::UNLIMITED);
+    let (queue, _other) = (file.open_blocking().unwrap(), file.open_blocking().unwrap());
+    assert!(becomes(|| connecting_threads() > 0), "there is no second connection");
+    for round in 0..50 {
+        read_block(&queue).unwrap();
+        let threads = connecting_threads();
+        assert!(threads <= 1, "{threads} threads in round {round}");
+        let first = served.lock().unwrap().take().unwrap();
+        first.shutdown(std::net::Shutdown::Both).unwrap();
+    }
+}
+
+#[test]
+fn a_server_that_goes_while_writes_are_repeated_loses_none() {
+    let (acknowledged, again) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let (first, last) = (Arc::clone(&acknowledged), Arc::clone(&again));
+    let fake = Fake::start(move |number, mut stream| {
+        let _ = shake_hands(&mut stream, export::SEND_FLUSH);
+        while let Some(request) = next_request(&mut stream) {
+            let is_write = request.command == command::WRITE;
+            let error = if number == 1 { error::ESHUTDOWN } else { 0 };
+            match number {
+                0 if is_write => _ = first.fetch_add(1, Ordering::SeqCst),
+                // It leaves as soon as it is to flush.
+                0 => break,
+                1 => {}
+                _ => _ = last.fetch_add(usize::from(is_write), Ordering::SeqCst),
+            }
+            if !reply(&mut stream, request.cookie, error) || number == 1 {
+                break;
+            }
+        }
+    });
+    let file = fake.open("&reconnect-s=60", &BufferAccount::UNLIMITED);
+    write_mib(&file, 0).unwrap();
+    write_mib(&file, 1).unwrap();
+    let queue = file.open_blocking().unwrap();
+    block_on(queue.start(FileOp::Flush)).unwrap();
+    let (before, after) = (acknowledged.load(Ordering::SeqCst), again.load(Ordering::SeqCst));
+    assert_eq!((before, after), (2, 2));
+}
