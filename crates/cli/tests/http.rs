@@ -19,6 +19,7 @@ fn commands_read_a_file_on_a_web_server_as_a_local_one() {
     let url = server.url("/disk.qcow2?key=secret");
     let info = run_ok(&["info", &url]);
     assert!(info.contains("file format: qcow2") && info.contains("8 MiB") && !info.contains("secret"), "{info}");
+    assert!(info.contains("protocol type: http\n"), "{info}");
     assert_eq!(run_ok(&["map", "--output=json", &url]), run_ok(&["map", "--output=json", &local]));
     assert_eq!(run_ok(&["measure", "-O", "raw", &url]), run_ok(&["measure", "-O", "raw", &local]));
     run_ok(&["compare", &url, &raw]);

@@ -63,7 +63,8 @@ fn a_disk_of_a_server_is_read_written_mapped_and_served_as_a_file_is() {
     run_ok(&["convert", "-f", "raw", "-O", "qcow2", &uri("raw"), &copy]);
     tool_ok("qemu-img", &["compare", "-q", "-f", "raw", "-F", "qcow2", &source, &copy]);
     run_ok(&["compare", "-f", "raw", "-F", "raw", &source, &uri("raw")]);
-    assert!(run_ok(&["info", "-f", "raw", &uri("raw")]).contains("8 MiB"));
+    let info = run_ok(&["info", "-f", "raw", &uri("raw")]);
+    assert!(info.contains("8 MiB") && info.contains("protocol type: nbd\n"), "{info}");
     let map = run_ok(&["map", "-f", "raw", "--output=json", &uri("raw")]);
     assert!(map.contains("\"zero\": true") || map.contains("\"data\": false"), "{map}");
     // With an image in it, made by somebody else: read, written and served again.

@@ -137,7 +137,8 @@ fn who_has_no_certificate_is_refused_unless_the_server_does_not_ask_for_one() {
     let directory = directory();
     let path = |name: &str| path_str(&directory.path().join(name)).to_owned();
     let (raw, socket, creds, mine) = (path("disk.raw"), path("nbd"), path("pki"), path("mine"));
-    for directory in [&creds, &mine] {
+    let other = path("other");
+    for directory in [&creds, &mine, &other] {
         std::fs::create_dir(directory).unwrap();
     }
     certificates(Path::new(&creds));
@@ -146,13 +147,22 @@ fn who_has_no_certificate_is_refused_unless_the_server_does_not_ask_for_one() {
     let nobody = format!("nbds+unix:///d?socket={socket}&tls-certificates={mine}");
     let stranger = format!("{nobody}&tls-hostname=example.org");
     let server = serve(&raw, &socket, &["--tls-creds", &creds]);
-    run_fails(1, &["info", "-f", "raw", &nobody]);
+    // Once, in words, and with what to do.
+    let said = run_fails(1, &["info", "-f", "raw", &nobody]);
+    assert!(said.contains("wants a certificate: put client-cert.pem") && said.lines().count() == 1, "{said}");
+    let said = run_fails(1, &["info", "-f", "raw", &format!("nbd+unix:///d?socket={socket}")]);
+    assert!(said.contains("with TLS only: name it as nbds://") && said.matches("TLS only").count() == 1, "{said}");
     server.stop();
     let server = serve(&raw, &socket, &["--tls-creds", &creds, "--tls-verify-peer", "off", "--tls", "allow"]);
     run_ok(&["info", "-f", "raw", &nobody]);
     let said = run_fails(1, &["info", "-f", "raw", &stranger]);
     assert!(said.contains("certificate"), "{said}");
+    certificates(Path::new(&other));
+    let said = run_fails(1, &["info", "-f", "raw", &nobody.replace(&mine, &other)]);
+    assert!(said.contains("not of the authority in ca-cert.pem"), "{said}");
     run_ok(&["info", "-f", "raw", &format!("nbd+unix:///d?socket={socket}")]);
+    let said = run_fails(1, &["info", "-f", "raw", &format!("nbd+unix:///other?socket={socket}")]);
+    assert!(said.trim_end().ends_with("no such export (nbdinfo --list shows what it has)"), "{said}");
     server.stop();
     assert!(run_fails(2, &["nbd", &raw, "--socket", &socket, "--tls-creds", &mine]).contains("server-key.pem"));
 }

@@ -57,7 +57,7 @@ fn commands_take_an_image_of_a_cluster_in_the_place_of_a_file() {
         let info = cluster.ok(&["info", &image]);
         let shown = format!("image: rbd:pool/{name}:stand_in=...\n");
         assert!(info.contains(&format!("file format: {format}")) && info.contains("8 MiB"), "{info}");
-        assert!(info.contains(&shown), "{info}");
+        assert!(info.contains(&shown) && info.contains("protocol type: rbd\n"), "{info}");
         cluster.ok(&["compare", &image, &raw]);
         assert_eq!(cluster.ok(&["measure", "-O", "raw", &image]), cluster.ok(&["measure", "-O", "raw", &local]));
         let map = cluster.ok(&["map", "--output=json", &image]);

@@ -28,7 +28,7 @@ const CACHE_BYTES_MAX: u64 = PAYLOAD_BYTES_MAX as u64;
 const CACHES_MAX: usize = 4;
 /// Requests that a turn takes, and their data in bytes. Then what has ended is told, so that the client has something to do
 /// while the next ones are carried out.
-const TAKEN_MAX: usize = 16;
+const TAKEN_MAX: usize = 8;
 const TAKEN_BYTES_MAX: usize = 128 << 10;
 
 /// What the connection does after a request's header.

@@ -3,11 +3,12 @@
 use block::{IoError, IoResult};
 use memory::AlignedBuf;
 use nbd_wire::reply::Extent;
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::ops::{Deref, Range};
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Poll, Waker};
 
@@ -149,11 +150,18 @@ impl State {
 }
 
 /// Calls that the thread has not seen yet.
+///
+/// Invariant: whoever has something for the thread makes it visible first, then sets `has_news`, then reads `waits`. The
+/// thread sets `waits` first, then reads `has_news`. The fences between make sure that one of the two sees the other.
 #[derive(Debug)]
 pub(crate) struct Calls {
     state: Mutex<State>,
     /// Gets the thread out of its wait.
-    pub(crate) wake: OwnedFd,
+    wake: OwnedFd,
+    /// There is something that the thread may not have seen.
+    has_news: AtomicBool,
+    /// The thread waits, or is about to. A thread at work sees what is there without a system call.
+    waits: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -176,7 +184,8 @@ impl Calls {
     pub(crate) fn new() -> block::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| block::Error::io("cannot make an event descriptor", error.into()))?;
-        Ok(Self { state: Mutex::default(), wake })
+        let (has_news, waits) = (AtomicBool::new(false), AtomicBool::new(false));
+        Ok(Self { state: Mutex::default(), wake, has_news, waits })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -229,13 +238,29 @@ impl Calls {
         self.state().queues
     }
 
+    /// Has the thread look at everything.
     pub(crate) fn ring(&self) {
-        // A counter that is full wakes as well.
-        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+        self.has_news.store(true, Ordering::Release);
+        fence(Ordering::SeqCst);
+        if self.waits.load(Ordering::Relaxed) && self.waits.swap(false, Ordering::AcqRel) {
+            // A counter that is full wakes as well.
+            let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+        }
     }
 
-    pub(crate) fn calm(&self) {
-        let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+    /// Has the thread wait for a call, one of `others` or the time. It looks at everything before it waits again.
+    pub(crate) fn wait<'a>(&'a self, mut others: Vec<PollFd<'a>>, timeout: Option<Timespec>) {
+        others.push(PollFd::new(&self.wake, PollFlags::IN));
+        self.waits.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        let timeout = if self.has_news.load(Ordering::Relaxed) { Some(Timespec::default()) } else { timeout };
+        // Whatever it says, all are looked at.
+        let _ = poll(&mut others, timeout.as_ref());
+        self.waits.store(false, Ordering::Relaxed);
+        self.has_news.swap(false, Ordering::AcqRel);
+        if others.last().is_some_and(|wake| !wake.revents().is_empty()) {
+            let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+        }
     }
 
     /// What has come in; `None` at the end.
@@ -267,5 +292,46 @@ impl Calls {
     pub(crate) fn close(&self) {
         self.state().is_closed = true;
         self.ring();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use block::block_on;
+
+    /// Ends each call as soon as it sees it. Returns how often it waited.
+    fn serve(calls: &Calls) -> usize {
+        let mut waits = 0;
+        while let Some(taken) = calls.take() {
+            for call in taken {
+                call.reply.into_iter().for_each(|reply| reply.give(Ok(Answer::Done)));
+            }
+            calls.wait(Vec::new(), None);
+            waits += 1;
+        }
+        waits
+    }
+
+    #[test]
+    fn no_call_is_missed_by_a_thread_that_is_about_to_wait() {
+        let calls = Calls::new().unwrap();
+        std::thread::scope(|scope| {
+            let served = scope.spawn(|| serve(&calls));
+            let ask = || (0..5000).for_each(|_| drop(block_on(calls.ask(0, 0, Wish::Flush)).unwrap()));
+            let asked = [scope.spawn(ask), scope.spawn(ask)];
+            asked.into_iter().for_each(|asked| asked.join().unwrap());
+            calls.close();
+            assert!(served.join().unwrap() > 0);
+        });
+    }
+
+    #[test]
+    fn a_thread_that_did_not_wait_is_told_once() {
+        let calls = Calls::new().unwrap();
+        calls.ring();
+        // It would hang.
+        calls.wait(Vec::new(), None);
+        assert!(!calls.has_news.load(Ordering::Relaxed), "and the next time it waits");
     }
 }

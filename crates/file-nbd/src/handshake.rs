@@ -2,7 +2,7 @@
 
 use crate::uri::{NbdUri, Place};
 use block::{Error, ErrorKind, Result};
-use nbd_tls::{Credentials, relay, shake_hands, widen};
+use nbd_tls::{Credentials, in_words, relay, shake_hands, widen};
 use nbd_wire::Reader;
 use nbd_wire::numbers::{BASE_ALLOCATION, PAYLOAD_BYTES_MAX, answer, handshake, info, option};
 use nbd_wire::option::{
@@ -15,6 +15,9 @@ use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// How long connecting may take in all.
@@ -146,8 +149,11 @@ pub(crate) struct Agreed {
 pub(crate) fn connect(uri: &NbdUri, until: Instant) -> Result<(Stream, Agreed)> {
     let failed = |error| Error::io(format!("cannot connect to {} for '{uri}'", uri.place), error);
     let stream = Stream::connect(&uri.place, until).map_err(failed)?;
-    let mut talk = Talk { stream, uri, until };
+    let mut talk = Talk { stream, uri, until, tls: None };
     let agreed = talk.agree()?;
+    if let Some(tls) = &talk.tls {
+        tls.is_agreed.store(true, Ordering::Release);
+    }
     talk.stream.set_nonblocking().map_err(failed)?;
     Ok((talk.stream, agreed))
 }
@@ -159,6 +165,14 @@ struct Talk<'a> {
     stream: Stream,
     uri: &'a NbdUri,
     until: Instant,
+    tls: Option<UnderTls>,
+}
+
+/// The thread that carries bytes to and from a server under TLS.
+struct UnderTls {
+    thread: JoinHandle<io::Result<()>>,
+    /// From then on the thread itself says why it ends. Before, whoever opens the disk is told.
+    is_agreed: Arc<AtomicBool>,
 }
 
 impl Talk<'_> {
@@ -173,12 +187,26 @@ impl Talk<'_> {
     fn exactly(&mut self, length: usize) -> Result<Vec<u8>> {
         let mut bytes = vec![0; length];
         let read = self.limited().read_exact(&mut bytes).map(|()| bytes);
-        read.map_err(|error| Error::io(format!("'{}': no answer from the server", self.uri), error))
+        read.map_err(|error| self.left(error, "no answer from the server"))
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<()> {
         let put = self.limited().write_all(bytes);
-        put.map_err(|error| Error::io(format!("'{}': cannot ask the server", self.uri), error))
+        put.map_err(|error| self.left(error, "cannot ask the server"))
+    }
+
+    /// The error of a server that does not talk, or not any more.
+    fn left(&mut self, error: io::Error, otherwise: &str) -> Error {
+        use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+        if !matches!(error.kind(), UnexpectedEof | BrokenPipe | ConnectionReset) {
+            return Error::io(format!("'{}': {otherwise}", self.uri), error);
+        }
+        // The thread has closed its end, so it is about to end.
+        let ended = self.tls.take().map(|tls| tls.thread.join());
+        match ended {
+            Some(Ok(Err(why))) => self.broken(format_args!("TLS: {}", in_words(&why))),
+            _ => self.broken("the server closed the connection before it served a disk"),
+        }
     }
 
     fn agree(&mut self) -> Result<Agreed> {
@@ -210,18 +238,23 @@ impl Talk<'_> {
             return Err(self.broken("the server does not serve with TLS"));
         }
         let failed = |error| Error::io(format!("'{}': TLS", self.uri), error);
+        let refused = |error| Error::new(ErrorKind::Protocol, format!("'{}': TLS: {}", self.uri, in_words(&error)));
         let mut session = credentials.connect(host).map_err(|error| error.in_context(format!("'{}'", self.uri)))?;
-        shake_hands(&mut session, &mut self.limited()).map_err(failed)?;
+        shake_hands(&mut session, &mut self.limited()).map_err(refused)?;
         let outer = self.stream.any().map_err(failed)?;
         let (inner, own) = UnixStream::pair().map_err(failed)?;
         [&inner, &own].into_iter().for_each(widen);
-        let name = self.uri.to_string();
+        let (name, is_agreed) = (self.uri.to_string(), Arc::new(AtomicBool::new(false)));
+        let says = Arc::clone(&is_agreed);
         let carry = move || {
-            if let Err(error) = relay(session, outer, inner) {
-                tracing::warn!("'{name}': TLS: {error}");
+            let ended = relay(session, outer, inner);
+            if let (Err(error), true) = (&ended, says.load(Ordering::Acquire)) {
+                tracing::warn!("'{name}': TLS: {}", in_words(error));
             }
+            ended
         };
-        std::thread::Builder::new().name("nbd-tls".into()).spawn(carry).map_err(failed)?;
+        let thread = std::thread::Builder::new().name("nbd-tls".into()).spawn(carry).map_err(failed)?;
+        self.tls = Some(UnderTls { thread, is_agreed });
         self.stream = Stream::Unix(own);
         Ok(())
     }
@@ -266,14 +299,16 @@ impl Talk<'_> {
         let (answers, last, text) = self.ask(option::GO, &request.to_bytes())?;
         if last.is_error() {
             let text: String = String::from_utf8_lossy(&text).escape_debug().take(200).collect();
-            let why = match last.kind {
+            let known = match last.kind {
                 answer::ERR_UNKNOWN => "the server has no such export (nbdinfo --list shows what it has)",
                 answer::ERR_TLS_REQD => "the server serves with TLS only: name it as nbds:// or nbds+unix://",
                 answer::ERR_UNSUP => "the server is too old: it does not know NBD_OPT_GO",
-                answer::ERR_POLICY => "the server does not allow it",
-                _ => "the server refuses it",
+                // What the server says to these is all that is known.
+                answer::ERR_POLICY if text.is_empty() => "the server does not allow it",
+                _ if text.is_empty() => "the server refuses it",
+                _ => return Err(self.broken(format_args!("the server refuses it: {text}"))),
             };
-            return Err(self.broken(if text.is_empty() { why.to_owned() } else { format!("{why}: {text}") }));
+            return Err(self.broken(known));
         }
         let (mut export, mut sizes) = (None, (1, PAYLOAD_BYTES_MAX));
         for (_, data) in answers.iter().filter(|(kind, _)| *kind == answer::INFO) {

@@ -6,6 +6,7 @@ use crate::replies::Replies;
 use memory::{SocketPart, send_parts};
 use nbd_wire::numbers::command;
 use nbd_wire::request::Request;
+use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsFd;
@@ -28,11 +29,19 @@ pub(crate) struct Lane {
     sent: usize,
     pub(crate) replies: Replies,
     pub(crate) data: Option<Data>,
+    /// A read got less than it had room for, so another one now would be for nothing.
+    pub(crate) is_drained: bool,
 }
 
 impl Lane {
     pub(crate) fn new(stream: Stream) -> Self {
-        Self { stream, sending: VecDeque::new(), sent: 0, replies: Replies::new(), data: None }
+        Self { stream, sending: VecDeque::new(), sent: 0, replies: Replies::new(), data: None, is_drained: false }
+    }
+
+    /// What is waited for.
+    pub(crate) fn interest(&self) -> PollFd<'_> {
+        let writes = if self.sends() { PollFlags::OUT } else { PollFlags::empty() };
+        PollFd::new(&self.stream, PollFlags::IN | writes)
     }
 
     /// A request goes out next.
@@ -78,8 +87,16 @@ impl Lane {
 
     /// Receives more of what is no data; false if nothing is there.
     pub(crate) fn fill(&mut self) -> io::Result<bool> {
-        let stream = &self.stream;
-        match self.replies.fill(|room| Ok(rustix::io::read(stream, room)?)) {
+        if self.is_drained {
+            return Ok(false);
+        }
+        let (stream, is_drained) = (&self.stream, &mut self.is_drained);
+        let filled = self.replies.fill(|room| {
+            let count = rustix::io::read(stream, &mut *room)?;
+            *is_drained = count < room.len();
+            Ok(count)
+        });
+        match filled {
             Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection")),
             Ok(_) => Ok(true),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
@@ -93,9 +110,15 @@ impl Lane {
         if !self.replies.is_empty() {
             return Ok(Some(self.replies.move_to(place)));
         }
-        match rustix::io::read(&self.stream, place).map_err(io::Error::from) {
+        if self.is_drained {
+            return Ok(None);
+        }
+        match rustix::io::read(&self.stream, &mut *place).map_err(io::Error::from) {
             Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it left within a reply")),
-            Ok(count) => Ok(Some(count)),
+            Ok(count) => {
+                self.is_drained = count < place.len();
+                Ok(Some(count))
+            }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(Some(0)),
             Err(error) => Err(error),

@@ -22,7 +22,7 @@ use nbd_wire::numbers::{command, command_flag, error, export};
 use nbd_wire::reply::{Extent, Style};
 use nbd_wire::request::Request;
 use outage::{Outage, Times};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::Timespec;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::sync::Arc;
@@ -144,20 +144,12 @@ impl Link {
     }
 
     fn wait(&mut self) {
-        let mut fds = vec![PollFd::new(&self.calls.wake, PollFlags::IN)];
         let mut timeout = None;
-        for lane in &self.lanes {
-            let writes = if lane.sends() { PollFlags::OUT } else { PollFlags::empty() };
-            fds.push(PollFd::new(&lane.stream, PollFlags::IN | writes));
-        }
         if let (true, Some(outage)) = (self.lanes.is_empty(), &self.outage) {
             let left = outage.next_try.saturating_duration_since(Instant::now());
             timeout = Timespec::try_from(left).ok();
         }
-        // Whatever it says, all are looked at.
-        let _ = poll(&mut fds, timeout.as_ref());
-        drop(fds);
-        self.calls.calm();
+        self.calls.wait(self.lanes.iter().map(Lane::interest).collect(), timeout);
     }
 
     /// An error names the connection.
@@ -305,6 +297,9 @@ impl Link {
 
     fn receive(&mut self, index: usize) -> io::Result<()> {
         let broken = |error: WireError| io::Error::new(io::ErrorKind::InvalidData, error);
+        if let Some(lane) = self.lanes.get_mut(index) {
+            lane.is_drained = false;
+        }
         while let Some(lane) = self.lanes.get_mut(index) {
             if lane.data.is_some() {
                 if !self.receive_data(index)? {

@@ -29,17 +29,19 @@ pub(crate) enum Said {
 
 #[derive(Debug)]
 pub(crate) struct Replies {
+    /// The room. What has arrived and was not looked at is from `start` to `end`.
     bytes: Vec<u8>,
     start: usize,
+    end: usize,
 }
 
 impl Replies {
     pub(crate) fn new() -> Self {
-        Self { bytes: Vec::new(), start: 0 }
+        Self { bytes: Vec::new(), start: 0, end: 0 }
     }
 
     fn rest(&self) -> &[u8] {
-        self.bytes.get(self.start..).unwrap_or_default()
+        self.bytes.get(self.start..self.end).unwrap_or_default()
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -48,13 +50,17 @@ impl Replies {
 
     /// Receives more; returns how much.
     pub(crate) fn fill(&mut self, read: impl FnOnce(&mut [u8]) -> io::Result<usize>) -> io::Result<usize> {
-        self.bytes.drain(..self.start.min(self.bytes.len()));
-        self.start = 0;
-        let here = self.bytes.len();
-        self.bytes.resize(here.saturating_add(ROOM_BYTES), 0);
-        let count = read(self.bytes.get_mut(here..).unwrap_or_default());
-        self.bytes.truncate(here.saturating_add(*count.as_ref().unwrap_or(&0)));
-        count
+        if self.start > 0 {
+            self.bytes.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end.saturating_sub(self.start));
+        }
+        let room_end = self.end.saturating_add(ROOM_BYTES);
+        if self.bytes.len() < room_end {
+            self.bytes.resize(room_end, 0);
+        }
+        let count = read(self.bytes.get_mut(self.end..room_end).unwrap_or_default())?;
+        self.end = self.end.saturating_add(count).min(room_end);
+        Ok(count)
     }
 
     /// Moves data that have arrived to their place; returns how many bytes.
@@ -73,7 +79,7 @@ impl Replies {
         let said = Self::read(&mut reader, style)?;
         if said.is_some() {
             let left = reader.rest().len();
-            self.start = self.bytes.len().saturating_sub(left);
+            self.start = self.end.saturating_sub(left);
         }
         Ok(said)
     }

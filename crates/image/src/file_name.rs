@@ -66,9 +66,15 @@ impl FileName {
             }
             Some((protocol, _)) => {
                 let (text, known) = (shown(text), Self::PROTOCOLS.join(", "));
-                Err(bad(format!(
-                    "Unknown protocol '{protocol}' (known are {known}; a file of that name is './{text}')"
-                )))
+                let right = match protocol {
+                    // QEMU's old names: nbd:HOST:PORT and nbd:unix:PATH.
+                    "nbd" | "nbd+unix" | "nbds" | "nbds+unix" => {
+                        "an NBD disk is named as nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH".to_owned()
+                    }
+                    "http" | "https" => "a file on a web server is named as https://HOST/FILE".to_owned(),
+                    _ => format!("known are {known}"),
+                };
+                Err(bad(format!("Unknown protocol '{protocol}' ({right}; a file of that name is './{text}')")))
             }
         }
     }
@@ -286,6 +292,16 @@ mod tests {
         ] {
             assert_eq!(FileName::parse(text).unwrap(), name, "{text}");
         }
+    }
+
+    #[test]
+    fn a_name_of_a_known_protocol_that_lacks_its_slashes_is_shown_the_right_way() {
+        let said = |text: &str| FileName::parse(text).unwrap_err().to_string();
+        for text in ["nbd:localhost:10809:exportname=x", "nbd:unix:/run/s", "nbds:h"] {
+            assert!(said(text).contains("named as nbd://HOST:PORT/EXPORT") && !said(text).contains("known are"));
+        }
+        assert!(said("https:h/x").contains("https://HOST/FILE"));
+        assert!(said("ftp:h/x").contains("known are file,"));
     }
 
     #[test]

@@ -12,8 +12,10 @@ use std::time::{Duration, Instant};
 const HELD_BYTES_MAX: usize = 1 << 20;
 /// What lies here on its way out.
 const SENDING_BYTES_MAX: usize = 1 << 20;
-/// What is taken from either side at once. (The session itself would take 4 KiB of the peer's with a call.)
-const READ_BYTES: usize = 256 << 10;
+/// What is taken at once to be encrypted: so little that the peer has a part to work on meanwhile.
+const PLAIN_BYTES: usize = 64 << 10;
+/// What is taken of the peer's at once. (The session itself would take 4 KiB with a call.)
+const ARRIVED_BYTES: usize = 256 << 10;
 
 /// How long a peer may take for what it is still to be told, when there is nobody behind it any more.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -37,11 +39,11 @@ pub fn relay(session: Connection, outer: UnixStream, inner: UnixStream) -> io::R
 }
 
 fn relay_and_drain(session: Connection, outer: UnixStream, inner: UnixStream, drain: Duration) -> io::Result<()> {
-    let mut relay = Relay::new(session, outer, inner, drain)?;
-    while !relay.has_ended() {
-        relay.turn()?;
-    }
-    Ok(())
+    Relay::new(session, outer, inner, drain)?.run()
+}
+
+fn is_gone(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
 }
 
 struct Relay {
@@ -83,8 +85,8 @@ impl Relay {
             session,
             outer,
             inner,
-            plain: vec![0; READ_BYTES],
-            arrived: vec![0; READ_BYTES],
+            plain: vec![0; PLAIN_BYTES],
+            arrived: vec![0; ARRIVED_BYTES],
             rest: 0..0,
             held: Vec::new(),
             filled: 0,
@@ -97,6 +99,17 @@ impl Relay {
         relay.decrypt()?;
         relay.give()?;
         Ok(relay)
+    }
+
+    fn run(&mut self) -> io::Result<()> {
+        while !self.has_ended() {
+            match self.turn() {
+                // Nobody is left to be told that this side has ended.
+                Err(error) if self.inner_ended && is_gone(&error) => break,
+                turned => turned?,
+            }
+        }
+        Ok(())
     }
 
     fn waiting(&self) -> usize {
@@ -350,6 +363,30 @@ mod tests {
             next = next.wrapping_add(1);
         }
         assert!(relay.held.len() < 4 << 20, "it holds {} bytes", relay.held.len());
+    }
+
+    #[test]
+    fn a_peer_that_has_gone_when_this_side_ends_is_no_error() {
+        let directory = tempfile::tempdir().unwrap();
+        certificates(directory.path());
+        let credentials = Credentials::in_directory(directory.path());
+        let (mut to_server, mut to_client) = UnixStream::pair().unwrap();
+        let (server, inner) = UnixStream::pair().unwrap();
+        let config = credentials.server(false).unwrap();
+        let mut ours = Connection::Server(rustls::ServerConnection::new(config).unwrap());
+        let shaken = std::thread::spawn(move || {
+            shake_hands(&mut ours, &mut to_client).unwrap();
+            (ours, to_client)
+        });
+        shake_hands(&mut credentials.connect("localhost").unwrap(), &mut to_server).unwrap();
+        let (session, outer) = shaken.join().unwrap();
+        let mut relay = Relay::new(session, outer, inner, DRAIN).unwrap();
+        // As an NBD client and its server end: one says goodbye, and the other closes at once.
+        (&server).write_all(b"goodbye").unwrap();
+        relay.turn().unwrap();
+        assert!(to_server.read(&mut [0; 4096]).unwrap() > 0);
+        drop((to_server, server));
+        relay.run().unwrap();
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! `cargo xtask bench --nbd`: disks for NBD clients, beside nbdkit's file plugin and qemu-nbd, and with TLS beside without.
-//! The same client (fio's nbd engine, one connection) for every server, interleaved, each server on one core and the client
-//! on the other, over one raw file: in memory, and on the disk by way of the page cache.
+//! The same client for every server, interleaved, each server on one core and the client on the other, over one raw file:
+//! in memory, and on the disk by way of the page cache. Each load runs with two clients, over one connection: fio's nbd
+//! engine, which others know, and our own, which takes less processor time for a request and so leaves more to the server.
 
 use super::BenchArguments;
 use super::measure::{CLIENT_CORE, SERVER_CORE, Tools, json_of, number, pinned, socket_path, version, with_server};
@@ -52,18 +53,35 @@ static LOADS: [Load; 3] = [
     },
 ];
 
-/// The servers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Side {
+enum Server {
     Ringdisk,
     Nbdkit,
     Qemu,
-    /// Ringdisk with our own client: fio cannot name certificates.
-    Clear,
+    /// Ringdisk with TLS.
     Tls,
 }
 
-const SIDES: [Side; 5] = [Side::Ringdisk, Side::Nbdkit, Side::Qemu, Side::Clear, Side::Tls];
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Client {
+    Fio,
+    Own,
+}
+
+/// What is measured. fio cannot name certificates.
+const SIDES: [(Client, Server); 7] = [
+    (Client::Fio, Server::Ringdisk),
+    (Client::Fio, Server::Nbdkit),
+    (Client::Fio, Server::Qemu),
+    (Client::Own, Server::Ringdisk),
+    (Client::Own, Server::Nbdkit),
+    (Client::Own, Server::Qemu),
+    (Client::Own, Server::Tls),
+];
+/// Where a client's sides begin.
+const FIO: usize = 0;
+const OWN: usize = 3;
+const TLS: usize = 6;
 
 struct Places {
     memory: tempfile::TempDir,
@@ -108,26 +126,26 @@ fn make_certificates(directory: &Path) -> Result<()> {
     ])
 }
 
-fn server(side: Side, tools: &Tools, file: &Path, certificates: &Path, socket: &Path) -> Command {
+fn server(server: Server, tools: &Tools, file: &Path, certificates: &Path, socket: &Path) -> Command {
     let ours = || {
         let mut command = pinned(SERVER_CORE, tools.ringdisk());
         let drive = format!("file={},format=raw,cache=writeback,name=disk", file.display());
         command.args(["nbd", "--reactors", "1", "--drive", &drive, "--socket"]).arg(socket);
         command
     };
-    match side {
-        Side::Ringdisk | Side::Clear => ours(),
-        Side::Tls => {
+    match server {
+        Server::Ringdisk => ours(),
+        Server::Tls => {
             let mut command = ours();
             command.args(["--tls-verify-peer", "off", "--tls-creds"]).arg(certificates);
             command
         }
-        Side::Nbdkit => {
+        Server::Nbdkit => {
             let mut command = pinned(SERVER_CORE, Path::new("nbdkit"));
             command.arg("--foreground").arg("--unix").arg(socket).arg("file").arg(file);
             command
         }
-        Side::Qemu => {
+        Server::Qemu => {
             let mut command = pinned(SERVER_CORE, Path::new("qemu-nbd"));
             command.args(["--persistent", "--format=raw", "--aio=io_uring", "--cache=writeback", "--socket"]);
             command.arg(socket).arg(file);
@@ -141,28 +159,38 @@ struct Sample {
     iops: f64,
     /// CPU time of the server, user and system.
     cpu_us_per_request: f64,
+    /// CPU time of our own client.
+    client_us_per_request: f64,
 }
 
-fn measure(load: &Load, side: Side, tools: &Tools, file: &Path, certificates: &Path, seconds: f64) -> Result<Sample> {
+fn measure(
+    load: &Load,
+    (client, kind): (Client, Server),
+    tools: &Tools,
+    file: &Path,
+    certificates: &Path,
+    seconds: f64,
+) -> Result<Sample> {
     let socket = socket_path();
-    let command = server(side, tools, file, certificates, &socket);
+    let command = server(kind, tools, file, certificates, &socket);
     with_server(command, &socket, |pid| {
         let before = cpu_us(pid)?;
-        let (iops, requests) = match side {
-            Side::Clear => own_client(load, tools, &format!("nbd+unix:///?socket={}", socket.display()), seconds)?,
-            Side::Tls => {
-                let directory = certificates.display();
-                let uri = format!("nbds+unix:///?socket={}&tls-certificates={directory}", socket.display());
+        let place = format!("unix:///?socket={}", socket.display());
+        let (mut sample, requests) = match (client, kind) {
+            (Client::Fio, _) => fio_client(load, &format!("nbd+{place}"), seconds)?,
+            (_, Server::Tls) => {
+                let uri = format!("nbds+{place}&tls-certificates={}", certificates.display());
                 own_client(load, tools, &uri, seconds)?
             }
-            _ => fio_client(load, &format!("nbd+unix:///?socket={}", socket.display()), seconds)?,
+            _ => own_client(load, tools, &format!("nbd+{place}"), seconds)?,
         };
-        Ok(Sample { iops, cpu_us_per_request: (cpu_us(pid)? - before) / requests })
+        sample.cpu_us_per_request = (cpu_us(pid)? - before) / requests;
+        Ok(sample)
     })
 }
 
-/// Runs fio. Returns requests a second, and the number of requests.
-fn fio_client(load: &Load, uri: &str, seconds: f64) -> Result<(f64, f64)> {
+/// Runs fio. Returns what it measured, and the number of requests.
+fn fio_client(load: &Load, uri: &str, seconds: f64) -> Result<(Sample, f64)> {
     let mut fio = pinned(CLIENT_CORE, Path::new("fio"));
     fio.args(["--name=client", "--thread", "--output-format=json", "--time_based", "--randrepeat=0", "--ioengine=nbd"])
         .arg(format!("--uri={uri}"))
@@ -174,17 +202,20 @@ fn fio_client(load: &Load, uri: &str, seconds: f64) -> Result<(f64, f64)> {
     let way = if load.fio.iter().any(|word| word.contains("write")) { &job["write"] } else { &job["read"] };
     let requests = number(&way["total_ios"])?;
     ensure!(number(&job["error"])? == 0.0 && requests > 0.0, "the client had errors: {report}");
-    Ok((number(&way["iops"])?, requests))
+    Ok((Sample { iops: number(&way["iops"])?, ..Sample::default() }, requests))
 }
 
 /// The same with our own client.
-fn own_client(load: &Load, tools: &Tools, uri: &str, seconds: f64) -> Result<(f64, f64)> {
+fn own_client(load: &Load, tools: &Tools, uri: &str, seconds: f64) -> Result<(Sample, f64)> {
     let mut client = pinned(CLIENT_CORE, tools.ringdisk());
     client.args(["bench", "--output", "json", "--warmup", "0", "--time", &seconds.to_string()]).args(load.own);
-    client.args(["--drive", &format!("file={uri},format=raw")]);
-    let iops = number(&json_of(client)?["iops"])?;
+    // Its threads share a core: one that spins would keep it from the other.
+    client.args(["--poll-max-us", "0", "--drive", &format!("file={uri},format=raw")]);
+    let report = json_of(client)?;
+    let iops = number(&report["iops"])?;
     ensure!(iops > 0.0, "the client had no request");
-    Ok((iops, iops * seconds))
+    let client_us_per_request = number(&report["client_us_per_request"])?;
+    Ok((Sample { iops, client_us_per_request, ..Sample::default() }, iops * seconds))
 }
 
 /// Returns the CPU time of a process so far, in microseconds.
@@ -199,7 +230,7 @@ fn cpu_us(pid: u32) -> Result<f64> {
 struct Row {
     load: &'static Load,
     place: &'static str,
-    samples: [Vec<Sample>; 5],
+    samples: [Vec<Sample>; SIDES.len()],
 }
 
 impl Row {
@@ -212,8 +243,13 @@ impl Row {
         Spread::of_ratios(&self.rates(side), &self.rates(other))
     }
 
-    fn cpu(&self, side: usize) -> f64 {
-        median(&self.samples[side].iter().map(|sample| sample.cpu_us_per_request).collect::<Vec<_>>())
+    /// Returns the ratios of Ringdisk to nbdkit and to qemu-nbd with a client.
+    fn to_peers(&self, client: usize) -> [Spread; 2] {
+        [self.ratio(client, client + 1), self.ratio(client, client + 2)]
+    }
+
+    fn median_of(&self, side: usize, figure: impl Fn(&Sample) -> f64) -> f64 {
+        median(&self.samples[side].iter().map(figure).collect::<Vec<_>>())
     }
 }
 
@@ -235,7 +271,7 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
                 row.samples[side].push(least_stolen(STOLEN_ATTEMPTS, once)?);
                 Ok(())
             })?;
-            let (to_nbdkit, to_qemu, tls) = (row.ratio(0, 1), row.ratio(0, 2), row.ratio(4, 3));
+            let ([to_nbdkit, to_qemu], tls) = (row.to_peers(OWN), row.ratio(TLS, OWN));
             println!("{}, {place}: {to_nbdkit} of nbdkit, {to_qemu} of qemu-nbd, TLS {tls}", load.name);
             rows.push(row);
         }
@@ -243,41 +279,57 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
     put_page(&page(&rows, rounds, arguments.seconds)?, "benchmarks-nbd.md", arguments)
 }
 
-fn page(rows: &[Row], rounds: usize, seconds: f64) -> Result<String> {
-    let mut text = "# NBD: figures\n\n".to_owned();
-    writeln!(
-        text,
-        "`cargo xtask bench --nbd` has written this page. Each load ran {rounds} times for {seconds} s on each server, in\n\
-         turn, with the same client: fio's nbd engine, one connection over a Unix socket, on a core of its own. Each server\n\
-         had one core, and a raw file of {} MiB, in memory (tmpfs) or on the disk by way of the page cache, which\n\
-         all of them use (`cache=writeback`), and which has all of it. The peers are {} with its file plugin\n\
-         and {} with io_uring.\n\n\
-         Requests a second are medians. Ratios are medians of the rounds, with the least and the most.\n",
-        FILE_BYTES >> 20,
-        version("nbdkit"),
-        version("qemu-nbd"),
-    )?;
-    text += "| load | file | Ringdisk | nbdkit | qemu-nbd | to nbdkit | goal | to qemu-nbd | goal |\n|---|---|---|---|---|---|---|---|---|\n";
+/// A table of the rates with one client.
+fn put_rates(text: &mut String, rows: &[Row], client: usize) -> Result<()> {
+    *text += "| load | file | Ringdisk | nbdkit | qemu-nbd | to nbdkit | goal | to qemu-nbd | goal |\n|---|---|---|---|---|---|---|---|---|\n";
     for row in rows {
         let Load { name, goals: [first, second], .. } = row.load;
-        let [own, nbdkit, qemu] = [0, 1, 2].map(|side| median(&row.rates(side)));
-        let (to_nbdkit, to_qemu) = (row.ratio(0, 1), row.ratio(0, 2));
+        let [own, nbdkit, qemu] = [0, 1, 2].map(|server| median(&row.rates(client + server)));
+        let [to_nbdkit, to_qemu] = row.to_peers(client);
         writeln!(
             text,
             "| {name} | {} | {own:.0} | {nbdkit:.0} | {qemu:.0} | {to_nbdkit} | {first} | {to_qemu} | {second} |",
             row.place
         )?;
     }
-    text += "\nCPU time of the server for each request, in microseconds, and what TLS with\ncertificates leaves of the rate. fio cannot name certificates, so there `ringdisk bench` is the client, with TLS and without:\n\n";
-    text += "| load | file | Ringdisk | nbdkit | qemu-nbd | clear, own client | TLS, own client | TLS to clear |\n|---|---|---|---|---|---|---|---|\n";
+    Ok(())
+}
+
+fn page(rows: &[Row], rounds: usize, seconds: f64) -> Result<String> {
+    let mut text = "# NBD: figures\n\n".to_owned();
+    writeln!(
+        text,
+        "`cargo xtask bench --nbd` has written this page. Each load ran {rounds} times for {seconds} s on each server, in\n\
+         turn, with the same client, one connection over a Unix socket, on a core of its own. Each server had one core, and\n\
+         a raw file of {} MiB, in memory (tmpfs) or on the disk by way of the page cache, which all of them use\n\
+         (`cache=writeback`), and which has all of it. The peers are {} with its file plugin\n\
+         and {} with io_uring.\n\n\
+         Requests a second are medians. Ratios are medians of the rounds, with the least and the most.\n\n\
+         With `ringdisk bench` as the client:\n",
+        FILE_BYTES >> 20,
+        version("nbdkit"),
+        version("qemu-nbd"),
+    )?;
+    put_rates(&mut text, rows, OWN)?;
+    text += "\nWith fio's nbd engine as the client. It makes a system call for each request, and takes longer for short ones\nthan Ringdisk does:\n\n";
+    put_rates(&mut text, rows, FIO)?;
+    text += "\nCPU time for each request with `ringdisk bench`, in microseconds, of the server and of the client. A reactor of\nRingdisk without work spins for a while, which counts, too:\n\n";
+    text += "| load | file | Ringdisk | nbdkit | qemu-nbd | client of Ringdisk | of nbdkit | of qemu-nbd |\n|---|---|---|---|---|---|---|---|\n";
     for row in rows {
-        let [own, nbdkit, qemu, clear, tls] = [0, 1, 2, 3, 4].map(|side| row.cpu(side));
-        let (name, ratio) = (row.load.name, row.ratio(4, 3));
-        writeln!(
-            text,
-            "| {name} | {} | {own:.1} | {nbdkit:.1} | {qemu:.1} | {clear:.1} | {tls:.1} | {ratio} |",
-            row.place
-        )?;
+        let servers = [0, 1, 2].map(|server| row.median_of(OWN + server, |sample| sample.cpu_us_per_request));
+        let clients = [0, 1, 2].map(|server| row.median_of(OWN + server, |sample| sample.client_us_per_request));
+        write!(text, "| {} | {}", row.load.name, row.place)?;
+        servers.into_iter().chain(clients).try_for_each(|figure| write!(text, " | {figure:.1}"))?;
+        text += " |\n";
+    }
+    text += "\nWhat TLS with certificates leaves of the rate, with `ringdisk bench` (goal: 0.5):\n\n";
+    text += "| load | file | clear | TLS | TLS to clear | server CPU, us | client CPU, us |\n|---|---|---|---|---|---|---|\n";
+    for row in rows {
+        let [clear, tls] = [OWN, TLS].map(|side| median(&row.rates(side)));
+        let server = row.median_of(TLS, |sample| sample.cpu_us_per_request);
+        let client = row.median_of(TLS, |sample| sample.client_us_per_request);
+        let (name, ratio) = (row.load.name, row.ratio(TLS, OWN));
+        writeln!(text, "| {name} | {} | {clear:.0} | {tls:.0} | {ratio} | {server:.1} | {client:.1} |", row.place)?;
     }
     Ok(text)
 }

@@ -6,7 +6,7 @@ use crate::lane::Lane;
 use block::{IoError, LogLimit};
 use nbd_wire::numbers::export;
 use nbd_wire::reply::Style;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::Timespec;
 use std::io;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
@@ -105,15 +105,8 @@ impl Link {
                 tracing::warn!("'{}': the server does not answer on its other connections", self.uri);
                 break;
             }
-            let mut fds = vec![PollFd::new(&self.calls.wake, PollFlags::IN)];
-            for lane in open.iter().filter_map(|lane| self.lanes.get(*lane)) {
-                let writes = if lane.sends() { PollFlags::OUT } else { PollFlags::empty() };
-                fds.push(PollFd::new(&lane.stream, PollFlags::IN | writes));
-            }
-            // Whatever it says, all are looked at.
-            let _ = poll(&mut fds, Timespec::try_from(left).ok().as_ref());
-            drop(fds);
-            self.calls.calm();
+            let fds = open.iter().filter_map(|lane| self.lanes.get(*lane)).map(Lane::interest);
+            self.calls.wait(fds.collect(), Timespec::try_from(left).ok());
         }
         self.drains = false;
     }

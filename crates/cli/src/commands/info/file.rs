@@ -12,6 +12,17 @@ pub(super) fn human_disk_size(disk_bytes: Option<u64>) -> String {
     disk_bytes.map_or_else(|| "unavailable".to_owned(), human_size)
 }
 
+/// Returns QEMU's word for where a file lies that is not one of the host.
+fn protocol_of(name: &str) -> &'static str {
+    match name.split_once(':') {
+        Some(("nbd" | "nbd+unix" | "nbds" | "nbds+unix", _)) => "nbd",
+        Some(("http", _)) => "http",
+        Some(("https", _)) => "https",
+        Some(("rbd", _)) => "rbd",
+        _ => "vhost-user",
+    }
+}
+
 pub(super) struct ImageFile {
     name: String,
     protocol: &'static str,
@@ -31,7 +42,7 @@ impl ImageFile {
         // QEMU counts in sectors.
         let length_bytes = length_bytes.next_multiple_of(SECTOR_BYTES);
         let protocol = match meta {
-            None => "vhost-user",
+            None => protocol_of(&name),
             Some(meta) if meta.file_type().is_block_device() => "host_device",
             Some(_) => "file",
         };
