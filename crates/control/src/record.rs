@@ -334,9 +334,17 @@ impl Records {
 
     /// Changes the record. When this returns without an error, the change is durable.
     pub(crate) fn change(&self, change: impl FnOnce(&mut Record)) -> Result<()> {
+        self.try_change(|record| {
+            change(record);
+            Ok(())
+        })
+    }
+
+    /// As [`Records::change`]. A change that fails leaves the record as it is.
+    pub(crate) fn try_change(&self, change: impl FnOnce(&mut Record) -> Result<()>) -> Result<()> {
         let mut may_differ = lock(&self.changing);
         let mut record = Record::clone(&self.current());
-        change(&mut record);
+        change(&mut record)?;
         if record == *self.current() && !*may_differ {
             return Ok(());
         }

@@ -158,11 +158,7 @@ impl Manager {
             })
             .collect();
         let options = absolute_file(after.clone())?;
-        self.records.change(|record| {
-            if let Some(disk) = record.disk_mut(name) {
-                disk.set_options(options);
-            }
-        })?;
+        self.record_of(name, node).change(|disk| disk.set_options(options))?;
         throttles.iter().zip(limits).for_each(|(throttle, limits)| throttle.group().set_limits(limits));
         self.events.publish(EventKind::DiskChanged, Some(name), None, None);
         Ok(())

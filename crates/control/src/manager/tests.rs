@@ -1,5 +1,5 @@
 use super::*;
-use crate::api::{CommitDisk, Reloaded};
+use crate::api::{ChangeDisk, CommitDisk, Reloaded};
 use crate::config::Config;
 use image::{CreateOptions, Opener as _, Role};
 use std::sync::Barrier;
@@ -208,6 +208,23 @@ fn a_file_with_layers_of_a_disk_that_would_be_forgotten_is_not_opened_for_writin
     let managed = managed.again();
     managed.manager.restore(&given(&format!("file={},name=web", other.display()))).unwrap();
     assert_eq!(managed.manager.disks().len(), 1);
+}
+
+#[test]
+fn a_call_that_ends_late_changes_no_other_disk_of_the_same_name() {
+    let managed = Managed::new();
+    let (one, other) = (managed.image("one", None), managed.image("other", None));
+    managed.add(&one, &[]).unwrap();
+    let before = managed.recorded();
+    managed.manager.restore(&given(&format!("file={},name=other", other.display()))).unwrap();
+    // As if the disk had been removed while the call waits for its storage, and another one had got its name.
+    managed.manager.records.is_of("web", managed.manager.node("other").unwrap());
+    let error = managed.snapshot("web", &one.with_file_name("top")).unwrap_err().to_string();
+    assert!(error.contains("'web'") && error.contains("removed meanwhile"), "{error}");
+    assert_eq!(managed.recorded(), before);
+    let change: ChangeDisk = serde_json::from_str(r#"{"options": {"lock-timeout-s": "7"}}"#).unwrap();
+    managed.manager.change_disk("web", &change).unwrap();
+    assert_eq!(managed.recorded(), before);
 }
 
 #[test]
