@@ -113,19 +113,17 @@ fn keep_layers(record: &mut Record, given: &Configured, keys: &[String]) {
 /// Refuses that another disk writes to a file that `disk` has left, when `disk` is no longer configured. What its guest
 /// wrote since would be missing there, and its layers would be destroyed.
 pub(super) fn refuse_left_files(disk: &RecordedDisk, configured: &[Configured]) -> Result<()> {
-    let file_of = |given: &Configured| {
-        let options = Options::parse(&given.text).and_then(absolute_file).ok()?;
-        options.get("file").map(str::to_owned)
-    };
     if configured.iter().filter_map(file_of).any(|file| disk.has_top(&file)) {
         return Ok(());
     }
-    let writes = |given: &&Configured| !given.drive.disk.read_only && !given.drive.disk.snapshot;
-    // Who gives a disk of the same name another file means it.
-    let others = configured.iter().filter(|given| given.name() != Some(&disk.name));
-    let Some(file) = others.filter(writes).filter_map(file_of).find(|file| disk.has_left(file)) else {
-        return Ok(());
-    };
+    configured.iter().try_for_each(|given| refuse_left_file(disk, given))
+}
+
+/// Refuses that `given` writes to a file that `disk` has left, unless it gives a disk of the same name: who does that
+/// means it.
+pub(super) fn refuse_left_file(disk: &RecordedDisk, given: &Configured) -> Result<()> {
+    let writes = given.name() != Some(&disk.name) && !given.drive.disk.read_only && !given.drive.disk.snapshot;
+    let Some(file) = file_of(given).filter(|file| writes && disk.has_left(file)) else { return Ok(()) };
     let (name, top) = (&disk.name, disk.options.get("file").unwrap_or_default());
     let message = format!(
         "'{file}' was the image of the disk '{name}', whose guest has written to '{top}' since: to go on with that, give \
@@ -133,4 +131,9 @@ pub(super) fn refuse_left_files(disk: &RecordedDisk, configured: &[Configured]) 
          this state directory"
     );
     Err(Error::new(ErrorKind::BadOption, message))
+}
+
+fn file_of(given: &Configured) -> Option<String> {
+    let options = Options::parse(&given.text).and_then(absolute_file).ok()?;
+    options.get("file").map(str::to_owned)
 }

@@ -228,6 +228,27 @@ fn a_call_that_ends_late_changes_no_other_disk_of_the_same_name() {
 }
 
 #[test]
+fn a_reload_does_not_write_below_the_layers_of_a_disk_that_could_not_be_opened() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    let (top, away) = (root.with_file_name("top"), root.with_file_name("away"));
+    let drive = |name: &str| format!("[[drive]]\nname = '{name}'\nexport = false\nfile = '{}'\n", root.display());
+    managed.configured_by(&drive("web"));
+    managed.snapshot("web", &top).unwrap();
+    std::fs::rename(&top, &away).unwrap();
+    let managed = managed.again();
+    managed.configured_by(&drive("web"));
+    for _ in 0..2 {
+        let failed: Vec<_> = managed.reload(&drive("www")).failed.into_iter().map(|failed| failed.name).collect();
+        assert_eq!(failed, ["web", "www"]);
+        assert!(managed.manager.disks().is_empty());
+    }
+    std::fs::rename(&away, &top).unwrap();
+    assert_eq!(managed.reload(&drive("web")).failed, Vec::new());
+    assert_eq!(managed.manager.disk("web").unwrap().file, top.display().to_string());
+}
+
+#[test]
 fn a_reload_does_not_rename_a_disk_and_leave_its_layers() {
     let managed = Managed::new();
     let root = managed.image("root", None);
