@@ -2,7 +2,7 @@
 
 use super::{Configured, Manager, absolute_file, lock};
 use crate::options::Options;
-use crate::record::{Record, RecordedDisk};
+use crate::record::{Record, RecordedDisk, whole_name};
 use block::{Error, ErrorKind, Result};
 use daemon::absolute;
 use drive::{DiskOptions, ExportOptions};
@@ -95,11 +95,9 @@ fn keep_layers(record: &mut Record, given: &Configured, keys: &[String]) {
     if record.disks.iter().any(|disk| disk.configured.as_ref() == Some(&key)) {
         return;
     }
-    // Kept overlays of several disks may lie on one file.
-    let is_kept_there = |disk: &RecordedDisk| disk.kept_in.is_none() || disk.kept_in.as_deref() == options.get("keep");
     let is_it = |disk: &&mut RecordedDisk| {
         let is_known = disk.configured.as_ref().is_none_or(|key| keys.contains(key));
-        let is_called_so = given.name().map_or_else(|| is_kept_there(disk), |name| name == disk.name);
+        let is_called_so = given.name().map_or_else(|| disk.keeps_in(options.get("keep")), |name| name == disk.name);
         !is_known && is_called_so && disk.has_layers_on(options.get("file"))
     };
     if let Some(disk) = record.disks.iter_mut().find(is_it) {
@@ -122,8 +120,8 @@ pub(super) fn refuse_left_files(disk: &RecordedDisk, configured: &[Configured]) 
 /// Refuses that `given` writes to a file that `disk` has left, unless it gives a disk of the same name: who does that
 /// means it.
 pub(super) fn refuse_left_file(disk: &RecordedDisk, given: &Configured) -> Result<()> {
-    let writes = given.name() != Some(&disk.name) && !given.drive.disk.read_only && !given.drive.disk.snapshot;
-    let Some(file) = file_of(given).filter(|file| writes && disk.has_left(file)) else { return Ok(()) };
+    let is_another = given.name() != Some(&disk.name);
+    let Some(file) = written_by(given).filter(|file| is_another && disk.has_left(file)) else { return Ok(()) };
     let (name, top) = (&disk.name, disk.options.get("file").unwrap_or_default());
     let message = format!(
         "'{file}' was the image of the disk '{name}', whose guest has written to '{top}' since: to go on with that, give \
@@ -136,4 +134,13 @@ pub(super) fn refuse_left_file(disk: &RecordedDisk, given: &Configured) -> Resul
 fn file_of(given: &Configured) -> Option<String> {
     let options = Options::parse(&given.text).and_then(absolute_file).ok()?;
     options.get("file").map(str::to_owned)
+}
+
+/// Returns the file that `given` writes to: its image or its kept scratch overlay.
+fn written_by(given: &Configured) -> Option<String> {
+    let disk = &given.drive.disk;
+    match disk.snapshot {
+        true => drive::kept_overlay(disk).ok()?.map(|index| whole_name(&index)),
+        false => file_of(given).filter(|_| !disk.read_only),
+    }
 }

@@ -249,6 +249,29 @@ fn a_reload_does_not_write_below_the_layers_of_a_disk_that_could_not_be_opened()
 }
 
 #[test]
+fn a_kept_overlay_below_a_layer_is_known_by_any_name_of_its_directory_and_not_written_to() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    let (kept, link, top) = (root.with_file_name("kept"), root.with_file_name("link"), root.with_file_name("top"));
+    std::fs::create_dir(&kept).unwrap();
+    std::os::unix::fs::symlink(&kept, &link).unwrap();
+    let [root, kept, link] = [&root, &kept, &link].map(|path| path.display().to_string());
+    let on = |keep: &str, others: &str| given(&format!("file={root},snapshot=on,keep={keep}{others}"));
+    managed.manager.restore(&on(&kept, "")).unwrap();
+    managed.snapshot("disk0", &top).unwrap();
+    let mut managed = managed;
+    for keep in [format!("{kept}/"), link, kept.clone()] {
+        managed = managed.again();
+        managed.manager.restore(&on(&keep, "")).unwrap();
+        assert_eq!(managed.manager.disk("disk0").unwrap().file, top.display().to_string(), "{keep}");
+    }
+    let managed = managed.again();
+    // A disk of this name keeps its overlay in the same file.
+    let error = managed.manager.restore(&on(&kept, ",name=root")).unwrap_err().to_string();
+    assert!(error.contains("root.scratch") && error.contains("'disk0'"), "{error}");
+}
+
+#[test]
 fn a_reload_does_not_rename_a_disk_and_leave_its_layers() {
     let managed = Managed::new();
     let root = managed.image("root", None);
