@@ -1,4 +1,15 @@
 //! What a daemon serves when it starts: recorded disks and configured disks.
+//!
+//! Which recorded disk a configured drive is:
+//!
+//! 1. The disk that was given in the same words.
+//! 2. Else the disk of its name, if it gives the file with which that disk was added.
+//! 3. Without a name: the disk that was added with its file, and whose kept scratch overlay is in its `keep` directory,
+//!    unless another drive gives the name or the top file of that disk.
+//!
+//! By 2 and 3, a drive is only a disk that has layers or has moved to a copy, and that no drive gives in the same words.
+//! A configured disk that no drive gives is forgotten. That fails if a drive would write to a file that the disk has
+//! left, unless some drive gives its top file or that drive has its name.
 
 use super::{Configured, Manager, absolute_file, lock};
 use crate::options::Options;
@@ -18,11 +29,11 @@ impl Manager {
     pub fn restore(&self, configured: &[Configured]) -> Result<()> {
         let keys: Vec<String> = configured.iter().map(Configured::key).collect();
         let mut kept = Record::clone(&self.records.current());
-        configured.iter().for_each(|given| keep_layers(&mut kept, given, &keys));
+        configured.iter().for_each(|given| keep_layers(&mut kept, given, configured));
         let is_forgotten = |disk: &&RecordedDisk| disk.configured.as_ref().is_some_and(|key| !keys.contains(key));
         kept.disks.iter().filter(is_forgotten).try_for_each(|disk| refuse_left_files(disk, configured))?;
         self.records.change(|record| {
-            configured.iter().for_each(|given| keep_layers(record, given, &keys));
+            configured.iter().for_each(|given| keep_layers(record, given, configured));
             record.forget_unconfigured(&keys);
         })?;
         self.remove_unfinished()?;
@@ -89,15 +100,20 @@ pub(super) fn keep_usual_socket(export: &mut ExportOptions, given: &DiskOptions)
 
 /// Keeps the layers of a disk that is given in other words than before: a guest that went on with the file below them
 /// would lose its writes and destroy the layers. A disk that is given without a name is known by its file.
-fn keep_layers(record: &mut Record, given: &Configured, keys: &[String]) {
+fn keep_layers(record: &mut Record, given: &Configured, configured: &[Configured]) {
     let Ok(options) = Options::parse(&given.text).and_then(absolute_file) else { return };
     let key = given.key();
     if record.disks.iter().any(|disk| disk.configured.as_ref() == Some(&key)) {
         return;
     }
+    let is_given = |disk: &RecordedDisk| {
+        configured.iter().any(|other| other.name() == Some(&disk.name)) || gives_top(configured, disk)
+    };
     let is_it = |disk: &&mut RecordedDisk| {
-        let is_known = disk.configured.as_ref().is_none_or(|key| keys.contains(key));
-        let is_called_so = given.name().map_or_else(|| disk.keeps_in(options.get("keep")), |name| name == disk.name);
+        let is_known = disk.configured.as_ref().is_none_or(|key| configured.iter().any(|other| other.key() == *key));
+        let is_called_so = given
+            .name()
+            .map_or_else(|| disk.keeps_in(options.get("keep")) && !is_given(disk), |name| name == disk.name);
         !is_known && is_called_so && disk.has_layers_on(options.get("file"))
     };
     if let Some(disk) = record.disks.iter_mut().find(is_it) {
@@ -111,7 +127,7 @@ fn keep_layers(record: &mut Record, given: &Configured, keys: &[String]) {
 /// Refuses that another disk writes to a file that `disk` has left, when `disk` is no longer configured. What its guest
 /// wrote since would be missing there, and its layers would be destroyed.
 pub(super) fn refuse_left_files(disk: &RecordedDisk, configured: &[Configured]) -> Result<()> {
-    if configured.iter().filter_map(file_of).any(|file| disk.has_top(&file)) {
+    if gives_top(configured, disk) {
         return Ok(());
     }
     configured.iter().try_for_each(|given| refuse_left_file(disk, given))
@@ -143,4 +159,8 @@ fn written_by(given: &Configured) -> Option<String> {
         true => drive::kept_overlay(disk).ok()?.map(|index| whole_name(&index)),
         false => file_of(given).filter(|_| !disk.read_only),
     }
+}
+
+fn gives_top(configured: &[Configured], disk: &RecordedDisk) -> bool {
+    configured.iter().filter_map(file_of).any(|file| disk.has_top(&file))
 }

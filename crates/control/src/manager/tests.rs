@@ -46,6 +46,14 @@ impl Managed {
         self.manager.is_configured_by(path, config);
     }
 
+    /// Serves a disk of the command line, and records that it has moved to a copy.
+    fn moved(&self, text: &str, copy: &str) {
+        self.manager.restore(&given(text)).unwrap();
+        let disk = self.manager.disks().remove(0).name;
+        let record = self.manager.record_of(&disk, self.manager.node(&disk).unwrap());
+        record.change(|disk| disk.move_to(copy, "qcow2", None)).unwrap();
+    }
+
     /// Changes the configuration file and has it read again.
     fn reload(&self, text: &str) -> Reloaded {
         self.configure(text);
@@ -269,6 +277,25 @@ fn a_kept_overlay_below_a_layer_is_known_by_any_name_of_its_directory_and_not_wr
     // A disk of this name keeps its overlay in the same file.
     let error = managed.manager.restore(&on(&kept, ",name=root")).unwrap_err().to_string();
     assert!(error.contains("root.scratch") && error.contains("'disk0'"), "{error}");
+}
+
+#[test]
+fn a_disk_without_a_name_does_not_take_the_record_of_a_disk_that_is_given() {
+    for (name, is_first) in [("", true), ("", false), (",name=web", true), (",name=web", false)] {
+        let managed = Managed::new();
+        let [root, copy] = ["root", "copy"].map(|name| managed.image(name, None).display().to_string());
+        managed.moved(&format!("file={root}{name}"), &copy);
+        let managed = managed.again();
+        let mut drives = vec![given(&format!("file={copy}{name}")), given(&format!("file={root},readonly=on"))];
+        if !is_first {
+            drives.reverse();
+        }
+        managed.manager.restore(&drives.concat()).unwrap();
+        let mut files: Vec<_> = managed.manager.disks().into_iter().map(|disk| disk.file).collect();
+        files.sort();
+        assert_eq!(files, [copy, root]);
+        assert!(managed.manager.failed_disks().is_empty());
+    }
 }
 
 #[test]
