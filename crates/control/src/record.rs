@@ -154,6 +154,13 @@ impl RecordedDisk {
         former.chain(self.moved_from.as_deref()).any(|former| is_same_file(former, file))
     }
 
+    /// Whether it has gone to a copy, and the file of that copy is gone. What it has left is no layer of it.
+    pub(crate) fn is_gone_copy(&self) -> bool {
+        let top = self.options.get("file").and_then(|file| FileName::parse(file).ok());
+        let is_gone = top.as_ref().and_then(FileName::path).is_some_and(|path| matches!(path.try_exists(), Ok(false)));
+        is_gone && self.files().count() == 1
+    }
+
     /// Whether this is the file of its top layer.
     pub(crate) fn has_top(&self, file: &str) -> bool {
         self.options.get("file").is_some_and(|top| is_same_file(top, file))

@@ -9,7 +9,8 @@
 //!
 //! By 2 and 3, a drive is only a disk that has layers or has moved to a copy, and that no drive gives in the same words.
 //! A configured disk that no drive gives is forgotten. That fails if a drive would write to a file that the disk has
-//! left, unless some drive gives its top file or that drive has its name.
+//! left, unless that drive has its name, some drive gives its top file, or it has moved to a full copy that is gone. Where
+//! a layer is gone, its file system may only not be mounted.
 
 use super::{Configured, Manager, absolute_file, lock};
 use crate::options::Options;
@@ -127,7 +128,7 @@ fn keep_layers(record: &mut Record, given: &Configured, configured: &[Configured
 /// Refuses that another disk writes to a file that `disk` has left, when `disk` is no longer configured. What its guest
 /// wrote since would be missing there, and its layers would be destroyed.
 pub(super) fn refuse_left_files(disk: &RecordedDisk, configured: &[Configured]) -> Result<()> {
-    if gives_top(configured, disk) {
+    if gives_top(configured, disk) || disk.is_gone_copy() {
         return Ok(());
     }
     configured.iter().try_for_each(|given| refuse_left_file(disk, given))
@@ -141,8 +142,8 @@ pub(super) fn refuse_left_file(disk: &RecordedDisk, given: &Configured) -> Resul
     let (name, top) = (&disk.name, disk.options.get("file").unwrap_or_default());
     let message = format!(
         "'{file}' was the image of the disk '{name}', whose guest has written to '{top}' since: to go on with that, give \
-         '{file}' with name={name}, or give '{top}'; to go on with '{file}' alone, add readonly=on, or serve it without \
-         this state directory"
+         '{file}' with name={name}, or give '{top}'; to go on with '{file}' alone, leave it out of one start or reload, \
+         which forgets '{name}' and its layers"
     );
     Err(Error::new(ErrorKind::BadOption, message))
 }

@@ -299,6 +299,30 @@ fn a_disk_without_a_name_does_not_take_the_record_of_a_disk_that_is_given() {
 }
 
 #[test]
+fn the_former_file_of_a_disk_whose_copy_is_gone_is_free_but_not_what_may_lie_below_a_layer() {
+    let managed = Managed::new();
+    let [root, copy] = ["root", "copy"].map(|name| managed.image(name, None));
+    let web = format!("file={},name=web", root.display());
+    managed.moved(&web, &copy.display().to_string());
+    let managed = managed.again();
+    let other = given(&format!("file={},name=other", root.display()));
+    let error = managed.manager.restore(&other).unwrap_err().to_string();
+    assert!(error.contains("one start or reload, which forgets 'web'"), "{error}");
+    std::fs::remove_file(&copy).unwrap();
+    managed.manager.restore(&other).unwrap();
+    assert_eq!(managed.manager.disks().len(), 1);
+
+    let managed = managed.again();
+    managed.manager.restore(&given(&web)).unwrap();
+    let top = root.with_file_name("top");
+    managed.snapshot("web", &top).unwrap();
+    let managed = managed.again();
+    // Its file system may not be mounted.
+    std::fs::remove_file(&top).unwrap();
+    managed.manager.restore(&other).unwrap_err();
+}
+
+#[test]
 fn a_reload_does_not_rename_a_disk_and_leave_its_layers() {
     let managed = Managed::new();
     let root = managed.image("root", None);
