@@ -75,7 +75,8 @@ impl Manager {
                 Ok(false) => {}
                 Err(error) => {
                     fail(&mut outcome, name, error);
-                    present.drives.push(old.clone());
+                    // A disk that could not be closed is gone, too.
+                    present.drives.extend(Some(old).filter(|_| self.knows(name)).cloned());
                 }
             }
         }
@@ -103,9 +104,12 @@ impl Manager {
             return Ok(false);
         }
         let key = self.records.current().disk(name).and_then(|disk| disk.configured.clone());
-        self.remove_disk(name, true)?;
+        let removed = self.remove_disk(name, true);
+        if removed.is_err() && self.knows(name) {
+            return removed.map(|()| true);
+        }
         self.records.change(|record| record.removed.retain(|removed| Some(removed) != key.as_ref()))?;
-        Ok(true)
+        removed.map(|()| true)
     }
 
     fn bring_to(&self, old: Option<&Configured>, new: &Configured, outcome: &mut Reloaded) -> Result<()> {
@@ -191,7 +195,14 @@ impl Manager {
         let name = new.name().unwrap_or_default();
         let recorded = self.records.current().disk(name).map(|disk| disk.exports.clone()).unwrap_or_default();
         let of_calls: Vec<AddExport> = recorded.into_iter().filter(|export| !old.exports.contains(export)).collect();
-        self.daemon.remove_disk(self.node(name)?, true)?;
+        let node = self.node(name)?;
+        if let Err(error) = self.daemon.remove_disk(node, true) {
+            if self.daemon.disk_named(name) == Some(node) {
+                return Err(error);
+            }
+            // A disk that could not be closed is gone, too.
+            tracing::error!(disk = name, "could not be closed: {error}");
+        }
         self.forget_ended_exports();
         self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
         self.open_configured(new).map_err(|error| match self.open_configured(old) {
