@@ -144,16 +144,18 @@ impl Manager {
         drive.disk.bases = request.bases;
         let tops = request.former_tops;
         let Some(overlay) = request.overlay else {
-            return self.add(&drive, Some(options), request.export, None, &tops);
+            let node = self.add(&drive, Some(options), request.export, None, &tops)?;
+            return self.disk(&self.name_of(node)?);
         };
-        let name = self.add(&drive, Some(options), false, None, &tops)?.name;
+        let node = self.add(&drive, Some(options), false, None, &tops)?;
+        let name = self.name_of(node)?;
         let put_on = self.snapshot(&[Overlay { disk: name.clone(), overlay }]);
         let served = put_on.and_then(|_| match request.export {
             true => self.export_as_added(&name, &drive),
             false => Ok(()),
         });
         if let Err(error) = served {
-            self.undo_add_of(&name);
+            self.undo_add_of(&name, node);
             return Err(error);
         }
         self.disk(&name)
@@ -183,7 +185,7 @@ impl Manager {
         export: bool,
         configured: Option<&str>,
         former_tops: &[FormerTop],
-    ) -> Result<Disk> {
+    ) -> Result<NodeId> {
         let name = drive.disk.name.as_deref();
         if let Some(name) = name.filter(|name| lock(&self.failed).contains_key(*name)) {
             let message = format!("there is a disk '{name}' already, which could not be opened: remove it first");
@@ -229,7 +231,7 @@ impl Manager {
             lock(&self.exports).insert(id, None);
             self.events.publish(EventKind::ExportAdded, Some(&name), Some(id.number()), None);
         }
-        self.disk(&name)
+        Ok(node)
     }
 
     /// Refuses former tops that are not the layers below: those are open for writing now, and have not been written to.
@@ -253,10 +255,15 @@ impl Manager {
         Ok(())
     }
 
-    fn undo_add_of(&self, name: &str) {
-        if let Err(error) = self.remove_disk(name, true) {
+    /// Also a disk that another call removes, or the end of the daemon, leaves the record: half of what was asked for
+    /// must not come back.
+    fn undo_add_of(&self, name: &str, node: NodeId) {
+        self.undo_add(node);
+        self.forget_ended_exports();
+        if let Err(error) = self.forget(name, Some(node), None) {
             tracing::error!("{error}");
         }
+        self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
     }
 
     fn undo_add(&self, node: NodeId) {

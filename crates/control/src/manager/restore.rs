@@ -61,8 +61,8 @@ impl Manager {
     pub(super) fn add_configured(&self, given: &Configured) -> Result<()> {
         // A disk whose names JSON cannot hold is served, but not recorded: the next start gives it again.
         let options = Options::parse(&given.text).and_then(absolute_file).ok();
-        let disk = self.add(&given.drive, options, given.serve, Some(&given.key()), &[])?;
-        given.exports_of(&disk.name).try_for_each(|export| self.add_export(export).map(drop))
+        let node = self.add(&given.drive, options, given.serve, Some(&given.key()), &[])?;
+        given.exports_of(&self.name_of(node)?).try_for_each(|export| self.add_export(export).map(drop))
     }
 
     fn bring_back(&self, disk: &RecordedDisk, given: Option<&Configured>) -> Result<()> {

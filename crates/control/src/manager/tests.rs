@@ -286,7 +286,7 @@ fn a_disk_without_a_name_does_not_take_the_record_of_a_disk_that_is_given() {
         let [root, copy] = ["root", "copy"].map(|name| managed.image(name, None).display().to_string());
         managed.moved(&format!("file={root}{name}"), &copy);
         let managed = managed.again();
-        let mut drives = vec![given(&format!("file={copy}{name}")), given(&format!("file={root},readonly=on"))];
+        let mut drives = [given(&format!("file={copy}{name}")), given(&format!("file={root},readonly=on"))];
         if !is_first {
             drives.reverse();
         }
@@ -320,6 +320,17 @@ fn the_former_file_of_a_disk_whose_copy_is_gone_is_free_but_not_what_may_lie_bel
     // Its file system may not be mounted.
     std::fs::remove_file(&top).unwrap();
     managed.manager.restore(&other).unwrap_err();
+}
+
+#[test]
+fn half_of_an_addition_is_forgotten_although_its_disk_is_going() {
+    let managed = Managed::new();
+    let one = managed.image("one", None);
+    managed.add(&one, &[]).unwrap();
+    let node = managed.manager.node("web").unwrap();
+    managed.manager.daemon.end_disks().unwrap();
+    managed.manager.undo_add_of("web", node);
+    assert_eq!(managed.recorded(), None);
 }
 
 #[test]
