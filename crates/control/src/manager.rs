@@ -27,7 +27,7 @@ use crate::options::Options;
 use crate::record::{Record, RecordedDisk, Records, Top, whole_name};
 use crate::routes::StorageCalls;
 use block::{Error, ErrorKind, Result};
-use daemon::{Daemon, DaemonConfig, ExportId, JobId, NodeId, absolute};
+use daemon::{Daemon, DaemonConfig, DiskStatus, ExportId, JobId, NodeId, absolute};
 use drive::DriveOptions;
 use image::FileName;
 use std::collections::BTreeMap;
