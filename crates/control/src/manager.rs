@@ -161,11 +161,11 @@ impl Manager {
 
     /// Adds the export of the disk's own options.
     fn export_as_added(&self, name: &str, drive: &DriveOptions) -> Result<()> {
-        let id = self.daemon.add_export(self.node(name)?, &drive.export)?;
+        let node = self.node(name)?;
+        let id = self.daemon.add_export(node, &drive.export)?;
         let export = self.daemon.exports().into_iter().find(|export| export.id == id);
         let socket = export.map(|export| export.attachment.socket);
-        self.records.change(|record| {
-            let Some(disk) = record.disk_mut(name) else { return };
+        self.record_of(name, node).change(|disk| {
             disk.own_export = true;
             if let Some(socket) = &socket {
                 disk.options.set("socket", socket.to_string_lossy());
@@ -325,13 +325,19 @@ impl Manager {
         let nodes = wanted.iter().map(|(name, path)| Ok((self.node(name)?, path.as_path())));
         let nodes = nodes.collect::<Result<Vec<(NodeId, &Path)>>>()?;
         let put_on = |record: &mut Record| {
-            for (name, path) in &wanted {
+            for ((name, path), (node, _)) in wanted.iter().zip(&nodes) {
+                // The call may have waited for storage longer than the disk was there.
+                if self.records.node_of(name) != Some(*node) {
+                    let message = format!("the disk '{name}' was removed meanwhile, and another one has its name");
+                    return Err(Error::new(ErrorKind::Locked, message));
+                }
                 if let Some(disk) = record.disk_mut(name) {
                     disk.put_on(&path.to_string_lossy());
                 }
             }
+            Ok(())
         };
-        let result = self.daemon.put_overlays_with(&nodes, || self.records.change(put_on));
+        let result = self.daemon.put_overlays_with(&nodes, || self.records.try_change(put_on));
         // Once the layers are recorded, they are in place, and an error concerns a former top only. If they could not
         // be recorded, the directory may name them all the same.
         if result.is_err()
@@ -353,14 +359,12 @@ impl Manager {
         let node = self.node(&request.disk)?;
         let request = with_absolute_paths(request);
         let id = self.begin_export(node, &request)?;
-        let record = |record: &mut Record| {
-            if let Some(disk) = record.disk_mut(&request.disk) {
-                // An export that failed at the start is already in the record.
-                disk.exports.retain(|other| *other != request);
-                disk.exports.push(request.clone());
-            }
+        let record = |disk: &mut RecordedDisk| {
+            // An export that failed at the start is already in the record.
+            disk.exports.retain(|other| *other != request);
+            disk.exports.push(request.clone());
         };
-        self.records.change(record).inspect_err(|_| {
+        self.record_of(&request.disk, node).change(record).inspect_err(|_| {
             if let Err(error) = self.daemon.remove_export(id) {
                 tracing::error!("{error}");
             }
@@ -387,12 +391,9 @@ impl Manager {
         let how = lock(&self.exports).get(&export.id).cloned().flatten();
         self.daemon.remove_export(export.id)?;
         lock(&self.exports).remove(&export.id);
-        self.records.change(|record| {
-            let Some(disk) = record.disk_mut(&disk) else { return };
-            match &how {
-                Some(how) => disk.exports.retain(|other| other != how),
-                None => disk.own_export = false,
-            }
+        self.record_of(&disk, export.node).change(|disk| match &how {
+            Some(how) => disk.exports.retain(|other| other != how),
+            None => disk.own_export = false,
         })?;
         self.events.publish(EventKind::ExportRemoved, Some(&disk), Some(number), None);
         Ok(())

@@ -154,6 +154,13 @@ impl RecordedDisk {
         former.chain(self.moved_from.as_deref()).any(|former| is_same_file(former, file))
     }
 
+    /// Whether it has gone to a copy, and the file of that copy is gone. What it has left is no layer of it.
+    pub(crate) fn is_gone_copy(&self) -> bool {
+        let top = self.options.get("file").and_then(|file| FileName::parse(file).ok());
+        let is_gone = top.as_ref().and_then(FileName::path).is_some_and(|path| matches!(path.try_exists(), Ok(false)));
+        is_gone && self.files().count() == 1
+    }
+
     /// Whether this is the file of its top layer.
     pub(crate) fn has_top(&self, file: &str) -> bool {
         self.options.get("file").is_some_and(|top| is_same_file(top, file))
@@ -177,10 +184,15 @@ impl RecordedDisk {
                 None => options.remove(&[key]),
             }
         }
-        if self.kept_in.is_some() && self.kept_in.as_deref() == options.get("keep") {
+        if self.kept_in.is_some() && self.keeps_in(options.get("keep")) {
             options.remove(&["snapshot", "keep"]);
         }
         options
+    }
+
+    /// Whether its kept scratch overlay is in this directory, also under another name, or it has none below its layers.
+    pub(crate) fn keeps_in(&self, keep: Option<&str>) -> bool {
+        self.kept_in.as_deref().is_none_or(|kept| keep.is_some_and(|keep| is_same_file(kept, keep)))
     }
 
     /// Records a new qcow2 layer on top.
@@ -208,7 +220,7 @@ impl RecordedDisk {
         };
         let index = std::path::absolute(&index).unwrap_or(index).to_string_lossy().into_owned();
         let below = self.options.get("file").unwrap_or_default().to_owned();
-        self.kept_in = self.options.get("keep").map(str::to_owned);
+        self.kept_in = self.options.get("keep").map(|keep| whole_name(Path::new(keep)));
         self.moved_from = self.moved_from.take().or_else(|| Some(below.clone()));
         self.bases.extend([below, format!("{index}.data")]);
         self.options.remove(&["snapshot", "keep"]);
@@ -280,7 +292,8 @@ pub(crate) fn whole_name(file: &Path) -> String {
 
 /// Whether two names lead to one file, also through symbolic links.
 fn is_same_file(one: &str, other: &str) -> bool {
-    let path = |name: &str| FileName::parse(name).ok().and_then(|name| name.path()?.canonicalize().ok());
+    let whole = |path: &Path| path.canonicalize().unwrap_or_else(|_| absolute(path));
+    let path = |name: &str| FileName::parse(name).ok().and_then(|name| name.path().map(whole));
     one == other || path(one).is_some_and(|one| path(other) == Some(one))
 }
 
@@ -334,9 +347,17 @@ impl Records {
 
     /// Changes the record. When this returns without an error, the change is durable.
     pub(crate) fn change(&self, change: impl FnOnce(&mut Record)) -> Result<()> {
+        self.try_change(|record| {
+            change(record);
+            Ok(())
+        })
+    }
+
+    /// As [`Records::change`]. A change that fails leaves the record as it is.
+    pub(crate) fn try_change(&self, change: impl FnOnce(&mut Record) -> Result<()>) -> Result<()> {
         let mut may_differ = lock(&self.changing);
         let mut record = Record::clone(&self.current());
-        change(&mut record);
+        change(&mut record)?;
         if record == *self.current() && !*may_differ {
             return Ok(());
         }

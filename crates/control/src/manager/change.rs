@@ -76,12 +76,8 @@ impl Manager {
         let after = before.with_files_as(&changes.files)?;
         // The step that can fail comes first.
         self.open_files_as(node, &before, &after)?;
-        self.records
-            .change(|record| {
-                if let Some(disk) = record.disk_mut(name) {
-                    changes.note(disk, limits.as_ref().map(|(_, limits)| limits));
-                }
-            })
+        self.record_of(name, node)
+            .change(|disk| changes.note(disk, limits.as_ref().map(|(_, limits)| limits)))
             .inspect_err(|_| {
                 if let Err(error) = self.open_files_as(node, &after, &before) {
                     tracing::error!(disk = name, "its files stay opened as the record does not say: {error}");

@@ -1,10 +1,11 @@
 //! Reads the configuration file again, and adds, removes and changes what differs, while other disks run.
 
-use super::restore::{keep_usual_socket, refuse_left_files};
+use super::restore::{keep_usual_socket, refuse_left_file, refuse_left_files};
 use super::{Configured, Manager, absolute_file, lock};
 use crate::api::{AddExport, EventKind, FailedDisk, Reloaded};
 use crate::config::Config;
 use crate::options::Options;
+use crate::record::RecordedDisk;
 use block::{Error, ErrorKind, Result};
 use drive::{FilterOptions, RunningChange};
 use std::path::PathBuf;
@@ -58,14 +59,17 @@ impl Manager {
             tracing::error!(disk = name, "the configuration is not in force for a disk: {error}");
             outcome.failed.push(FailedDisk { name: name.to_owned(), error: error.to_string() });
         };
+        let recorded = self.records.current();
+        let mut stay: Vec<&RecordedDisk> = Vec::new();
         // Removals come first: new disks may need their sockets and images.
         for old in &configuration.present.drives {
             let name = old.name().unwrap_or_default();
             if new.drive(name).is_some() {
                 continue;
             }
-            let recorded = self.records.current();
-            let refused = recorded.disk(name).map_or(Ok(()), |disk| refuse_left_files(disk, &new.drives));
+            let refused = recorded
+                .disk(name)
+                .map_or(Ok(()), |disk| refuse_left_files(disk, &new.drives).inspect_err(|_| stay.push(disk)));
             match refused.and_then(|()| self.remove_configured(name)) {
                 Ok(true) => outcome.removed.push(name.to_owned()),
                 Ok(false) => {}
@@ -78,7 +82,9 @@ impl Manager {
         for given in &new.drives {
             let name = given.name().unwrap_or_default();
             let old = configuration.present.drive(name);
-            match self.bring_to(old, given, &mut outcome) {
+            // A disk that stays may not be open: nothing else keeps others from writing to what it has left.
+            let refused = stay.iter().try_for_each(|disk| refuse_left_file(disk, given));
+            match refused.and_then(|()| self.bring_to(old, given, &mut outcome)) {
                 Ok(()) => present.drives.push(given.clone()),
                 Err(error) => {
                     fail(&mut outcome, name, error);
@@ -158,11 +164,7 @@ impl Manager {
             })
             .collect();
         let options = absolute_file(after.clone())?;
-        self.records.change(|record| {
-            if let Some(disk) = record.disk_mut(name) {
-                disk.set_options(options);
-            }
-        })?;
+        self.record_of(name, node).change(|disk| disk.set_options(options))?;
         throttles.iter().zip(limits).for_each(|(throttle, limits)| throttle.group().set_limits(limits));
         self.events.publish(EventKind::DiskChanged, Some(name), None, None);
         Ok(())

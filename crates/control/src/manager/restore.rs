@@ -1,8 +1,20 @@
 //! What a daemon serves when it starts: recorded disks and configured disks.
+//!
+//! Which recorded disk a configured drive is:
+//!
+//! 1. The disk that was given in the same words.
+//! 2. Else the disk of its name, if it gives the file with which that disk was added.
+//! 3. Without a name: the disk that was added with its file, and whose kept scratch overlay is in its `keep` directory,
+//!    unless another drive gives the name or the top file of that disk.
+//!
+//! By 2 and 3, a drive is only a disk that has layers or has moved to a copy, and that no drive gives in the same words.
+//! A configured disk that no drive gives is forgotten. That fails if a drive would write to a file that the disk has
+//! left, unless that drive has its name, some drive gives its top file, or it has moved to a full copy that is gone. Where
+//! a layer is gone, its file system may only not be mounted.
 
 use super::{Configured, Manager, absolute_file, lock};
 use crate::options::Options;
-use crate::record::{Record, RecordedDisk};
+use crate::record::{Record, RecordedDisk, whole_name};
 use block::{Error, ErrorKind, Result};
 use daemon::absolute;
 use drive::{DiskOptions, ExportOptions};
@@ -18,11 +30,11 @@ impl Manager {
     pub fn restore(&self, configured: &[Configured]) -> Result<()> {
         let keys: Vec<String> = configured.iter().map(Configured::key).collect();
         let mut kept = Record::clone(&self.records.current());
-        configured.iter().for_each(|given| keep_layers(&mut kept, given, &keys));
+        configured.iter().for_each(|given| keep_layers(&mut kept, given, configured));
         let is_forgotten = |disk: &&RecordedDisk| disk.configured.as_ref().is_some_and(|key| !keys.contains(key));
         kept.disks.iter().filter(is_forgotten).try_for_each(|disk| refuse_left_files(disk, configured))?;
         self.records.change(|record| {
-            configured.iter().for_each(|given| keep_layers(record, given, &keys));
+            configured.iter().for_each(|given| keep_layers(record, given, configured));
             record.forget_unconfigured(&keys);
         })?;
         self.remove_unfinished()?;
@@ -89,17 +101,20 @@ pub(super) fn keep_usual_socket(export: &mut ExportOptions, given: &DiskOptions)
 
 /// Keeps the layers of a disk that is given in other words than before: a guest that went on with the file below them
 /// would lose its writes and destroy the layers. A disk that is given without a name is known by its file.
-fn keep_layers(record: &mut Record, given: &Configured, keys: &[String]) {
+fn keep_layers(record: &mut Record, given: &Configured, configured: &[Configured]) {
     let Ok(options) = Options::parse(&given.text).and_then(absolute_file) else { return };
     let key = given.key();
     if record.disks.iter().any(|disk| disk.configured.as_ref() == Some(&key)) {
         return;
     }
-    // Kept overlays of several disks may lie on one file.
-    let is_kept_there = |disk: &RecordedDisk| disk.kept_in.is_none() || disk.kept_in.as_deref() == options.get("keep");
+    let is_given = |disk: &RecordedDisk| {
+        configured.iter().any(|other| other.name() == Some(&disk.name)) || gives_top(configured, disk)
+    };
     let is_it = |disk: &&mut RecordedDisk| {
-        let is_known = disk.configured.as_ref().is_none_or(|key| keys.contains(key));
-        let is_called_so = given.name().map_or_else(|| is_kept_there(disk), |name| name == disk.name);
+        let is_known = disk.configured.as_ref().is_none_or(|key| configured.iter().any(|other| other.key() == *key));
+        let is_called_so = given
+            .name()
+            .map_or_else(|| disk.keeps_in(options.get("keep")) && !is_given(disk), |name| name == disk.name);
         !is_known && is_called_so && disk.has_layers_on(options.get("file"))
     };
     if let Some(disk) = record.disks.iter_mut().find(is_it) {
@@ -113,24 +128,40 @@ fn keep_layers(record: &mut Record, given: &Configured, keys: &[String]) {
 /// Refuses that another disk writes to a file that `disk` has left, when `disk` is no longer configured. What its guest
 /// wrote since would be missing there, and its layers would be destroyed.
 pub(super) fn refuse_left_files(disk: &RecordedDisk, configured: &[Configured]) -> Result<()> {
-    let file_of = |given: &Configured| {
-        let options = Options::parse(&given.text).and_then(absolute_file).ok()?;
-        options.get("file").map(str::to_owned)
-    };
-    if configured.iter().filter_map(file_of).any(|file| disk.has_top(&file)) {
+    if gives_top(configured, disk) || disk.is_gone_copy() {
         return Ok(());
     }
-    let writes = |given: &&Configured| !given.drive.disk.read_only && !given.drive.disk.snapshot;
-    // Who gives a disk of the same name another file means it.
-    let others = configured.iter().filter(|given| given.name() != Some(&disk.name));
-    let Some(file) = others.filter(writes).filter_map(file_of).find(|file| disk.has_left(file)) else {
-        return Ok(());
-    };
+    configured.iter().try_for_each(|given| refuse_left_file(disk, given))
+}
+
+/// Refuses that `given` writes to a file that `disk` has left, unless it gives a disk of the same name: who does that
+/// means it.
+pub(super) fn refuse_left_file(disk: &RecordedDisk, given: &Configured) -> Result<()> {
+    let is_another = given.name() != Some(&disk.name);
+    let Some(file) = written_by(given).filter(|file| is_another && disk.has_left(file)) else { return Ok(()) };
     let (name, top) = (&disk.name, disk.options.get("file").unwrap_or_default());
     let message = format!(
         "'{file}' was the image of the disk '{name}', whose guest has written to '{top}' since: to go on with that, give \
-         '{file}' with name={name}, or give '{top}'; to go on with '{file}' alone, add readonly=on, or serve it without \
-         this state directory"
+         '{file}' with name={name}, or give '{top}'; to go on with '{file}' alone, leave it out of one start or reload, \
+         which forgets '{name}' and its layers"
     );
     Err(Error::new(ErrorKind::BadOption, message))
+}
+
+fn file_of(given: &Configured) -> Option<String> {
+    let options = Options::parse(&given.text).and_then(absolute_file).ok()?;
+    options.get("file").map(str::to_owned)
+}
+
+/// Returns the file that `given` writes to: its image or its kept scratch overlay.
+fn written_by(given: &Configured) -> Option<String> {
+    let disk = &given.drive.disk;
+    match disk.snapshot {
+        true => drive::kept_overlay(disk).ok()?.map(|index| whole_name(&index)),
+        false => file_of(given).filter(|_| !disk.read_only),
+    }
+}
+
+fn gives_top(configured: &[Configured], disk: &RecordedDisk) -> bool {
+    configured.iter().filter_map(file_of).any(|file| disk.has_top(&file))
 }

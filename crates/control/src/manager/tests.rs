@@ -1,5 +1,5 @@
 use super::*;
-use crate::api::{CommitDisk, Reloaded};
+use crate::api::{ChangeDisk, CommitDisk, Reloaded};
 use crate::config::Config;
 use image::{CreateOptions, Opener as _, Role};
 use std::sync::Barrier;
@@ -44,6 +44,14 @@ impl Managed {
         let (path, config) = self.configure(text);
         self.manager.restore(&config.drives).unwrap();
         self.manager.is_configured_by(path, config);
+    }
+
+    /// Serves a disk of the command line, and records that it has moved to a copy.
+    fn moved(&self, text: &str, copy: &str) {
+        self.manager.restore(&given(text)).unwrap();
+        let disk = self.manager.disks().remove(0).name;
+        let record = self.manager.record_of(&disk, self.manager.node(&disk).unwrap());
+        record.change(|disk| disk.move_to(copy, "qcow2", None)).unwrap();
     }
 
     /// Changes the configuration file and has it read again.
@@ -208,6 +216,110 @@ fn a_file_with_layers_of_a_disk_that_would_be_forgotten_is_not_opened_for_writin
     let managed = managed.again();
     managed.manager.restore(&given(&format!("file={},name=web", other.display()))).unwrap();
     assert_eq!(managed.manager.disks().len(), 1);
+}
+
+#[test]
+fn a_call_that_ends_late_changes_no_other_disk_of_the_same_name() {
+    let managed = Managed::new();
+    let (one, other) = (managed.image("one", None), managed.image("other", None));
+    managed.add(&one, &[]).unwrap();
+    let before = managed.recorded();
+    managed.manager.restore(&given(&format!("file={},name=other", other.display()))).unwrap();
+    // As if the disk had been removed while the call waits for its storage, and another one had got its name.
+    managed.manager.records.is_of("web", managed.manager.node("other").unwrap());
+    let error = managed.snapshot("web", &one.with_file_name("top")).unwrap_err().to_string();
+    assert!(error.contains("'web'") && error.contains("removed meanwhile"), "{error}");
+    assert_eq!(managed.recorded(), before);
+    let change: ChangeDisk = serde_json::from_str(r#"{"options": {"lock-timeout-s": "7"}}"#).unwrap();
+    managed.manager.change_disk("web", &change).unwrap();
+    assert_eq!(managed.recorded(), before);
+}
+
+#[test]
+fn a_reload_does_not_write_below_the_layers_of_a_disk_that_could_not_be_opened() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    let (top, away) = (root.with_file_name("top"), root.with_file_name("away"));
+    let drive = |name: &str| format!("[[drive]]\nname = '{name}'\nexport = false\nfile = '{}'\n", root.display());
+    managed.configured_by(&drive("web"));
+    managed.snapshot("web", &top).unwrap();
+    std::fs::rename(&top, &away).unwrap();
+    let managed = managed.again();
+    managed.configured_by(&drive("web"));
+    for _ in 0..2 {
+        let failed: Vec<_> = managed.reload(&drive("www")).failed.into_iter().map(|failed| failed.name).collect();
+        assert_eq!(failed, ["web", "www"]);
+        assert!(managed.manager.disks().is_empty());
+    }
+    std::fs::rename(&away, &top).unwrap();
+    assert_eq!(managed.reload(&drive("web")).failed, Vec::new());
+    assert_eq!(managed.manager.disk("web").unwrap().file, top.display().to_string());
+}
+
+#[test]
+fn a_kept_overlay_below_a_layer_is_known_by_any_name_of_its_directory_and_not_written_to() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    let (kept, link, top) = (root.with_file_name("kept"), root.with_file_name("link"), root.with_file_name("top"));
+    std::fs::create_dir(&kept).unwrap();
+    std::os::unix::fs::symlink(&kept, &link).unwrap();
+    let [root, kept, link] = [&root, &kept, &link].map(|path| path.display().to_string());
+    let on = |keep: &str, others: &str| given(&format!("file={root},snapshot=on,keep={keep}{others}"));
+    managed.manager.restore(&on(&kept, "")).unwrap();
+    managed.snapshot("disk0", &top).unwrap();
+    let mut managed = managed;
+    for keep in [format!("{kept}/"), link, kept.clone()] {
+        managed = managed.again();
+        managed.manager.restore(&on(&keep, "")).unwrap();
+        assert_eq!(managed.manager.disk("disk0").unwrap().file, top.display().to_string(), "{keep}");
+    }
+    let managed = managed.again();
+    // A disk of this name keeps its overlay in the same file.
+    let error = managed.manager.restore(&on(&kept, ",name=root")).unwrap_err().to_string();
+    assert!(error.contains("root.scratch") && error.contains("'disk0'"), "{error}");
+}
+
+#[test]
+fn a_disk_without_a_name_does_not_take_the_record_of_a_disk_that_is_given() {
+    for (name, is_first) in [("", true), ("", false), (",name=web", true), (",name=web", false)] {
+        let managed = Managed::new();
+        let [root, copy] = ["root", "copy"].map(|name| managed.image(name, None).display().to_string());
+        managed.moved(&format!("file={root}{name}"), &copy);
+        let managed = managed.again();
+        let mut drives = vec![given(&format!("file={copy}{name}")), given(&format!("file={root},readonly=on"))];
+        if !is_first {
+            drives.reverse();
+        }
+        managed.manager.restore(&drives.concat()).unwrap();
+        let mut files: Vec<_> = managed.manager.disks().into_iter().map(|disk| disk.file).collect();
+        files.sort();
+        assert_eq!(files, [copy, root]);
+        assert!(managed.manager.failed_disks().is_empty());
+    }
+}
+
+#[test]
+fn the_former_file_of_a_disk_whose_copy_is_gone_is_free_but_not_what_may_lie_below_a_layer() {
+    let managed = Managed::new();
+    let [root, copy] = ["root", "copy"].map(|name| managed.image(name, None));
+    let web = format!("file={},name=web", root.display());
+    managed.moved(&web, &copy.display().to_string());
+    let managed = managed.again();
+    let other = given(&format!("file={},name=other", root.display()));
+    let error = managed.manager.restore(&other).unwrap_err().to_string();
+    assert!(error.contains("one start or reload, which forgets 'web'"), "{error}");
+    std::fs::remove_file(&copy).unwrap();
+    managed.manager.restore(&other).unwrap();
+    assert_eq!(managed.manager.disks().len(), 1);
+
+    let managed = managed.again();
+    managed.manager.restore(&given(&web)).unwrap();
+    let top = root.with_file_name("top");
+    managed.snapshot("web", &top).unwrap();
+    let managed = managed.again();
+    // Its file system may not be mounted.
+    std::fs::remove_file(&top).unwrap();
+    managed.manager.restore(&other).unwrap_err();
 }
 
 #[test]
