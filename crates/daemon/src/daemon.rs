@@ -44,7 +44,7 @@ pub struct DaemonConfig {
     /// As [`ReactorConfig::harvest_after_submit`].
     pub harvest_after_submit: bool,
     /// How long a disk that is removed, or the daemon that ends, waits for requests that the storage does not end, and for
-    /// jobs that were cancelled and move nothing.
+    /// jobs that were cancelled, and calls, that move nothing.
     pub give_up_after: Duration,
 }
 
@@ -310,20 +310,6 @@ impl Daemon {
         };
         drop(patience);
         closed
-    }
-
-    /// Waits for calls that work on a disk, at most until the `limit`; returns whether they have ended. Without a limit,
-    /// storage that does not answer them in time is given up.
-    fn wait_for_calls(&self, found: &Found, limit: Option<Duration>) -> bool {
-        if self.table.wait_for_works(found.id, Some(limit.unwrap_or(self.config.give_up_after))) {
-            return true;
-        }
-        if limit.is_none() {
-            tracing::warn!(disk = %found.name, "calls do not end: their storage is given up");
-            found.disk.image.iter().for_each(|image| image.cancel());
-            return self.table.wait_for_works(found.id, Some(HOPELESS_PATIENCE));
-        }
-        false
     }
 
     /// Returns the number of the disk with this name.

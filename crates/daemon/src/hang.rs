@@ -17,8 +17,8 @@ const CANCEL_PATIENCE: Duration = Duration::from_secs(1);
 /// How long closing a disk may take before a connection to a server is given up. It may have much to write.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(30);
 /// How long the jobs of a disk may move nothing before such a connection is given up. As long as they do, they are waited
-/// for: they may have to write as much as guests did in hours.
-const JOBS_PATIENCE: Duration = Duration::from_secs(600);
+/// for: they may have to write as much as guests did in hours. Calls that move get this time in all.
+pub(crate) const JOBS_PATIENCE: Duration = Duration::from_secs(600);
 /// How long these may take if requests were given up, because the storage most likely does not answer.
 pub(crate) const HOPELESS_PATIENCE: Duration = Duration::from_secs(2);
 

@@ -4,6 +4,7 @@
 //! their entries say so, and keep the names.
 
 use crate::attach::Attachment;
+use crate::calls::{Caller, Switches};
 use crate::front::Front;
 use crate::status::{ExportId, ExportStatus, NodeId};
 use block::{Error, ErrorKind, Result};
@@ -78,6 +79,8 @@ struct Working {
     what: String,
     /// Cancels it, if it takes long.
     watch: Option<Arc<CopyWatch>>,
+    /// Who began it. A job goes on elsewhere.
+    caller: Caller,
     /// It waits for storage that hangs, and nobody waits for it.
     is_left: bool,
 }
@@ -211,7 +214,7 @@ impl Table {
         }
         let number = state.next_work;
         state.next_work += 1;
-        state.works.insert(number, Working { node, what, watch, is_left: false });
+        state.works.insert(number, Working { node, what, watch, caller: Caller::this(), is_left: false });
         Ok(Work { table: Arc::clone(table), number })
     }
 
@@ -231,6 +234,15 @@ impl Table {
     /// Whether something is still being done to a disk that nobody waits for.
     pub(crate) fn has_left_works(&self, id: NodeId) -> bool {
         self.lock().works.values().any(|work| work.node == id && work.is_left)
+    }
+
+    /// Returns what is being done to a disk that is waited for, by number, with how often its thread has waited.
+    pub(crate) fn callers_of(&self, id: NodeId) -> Vec<(u64, Option<Switches>)> {
+        let state = self.lock();
+        let works = state.works.iter().filter(|(_, work)| work.node == id && !work.is_left);
+        let callers: Vec<(u64, Caller)> = works.map(|(number, work)| (*number, work.caller)).collect();
+        drop(state);
+        callers.into_iter().map(|(number, caller)| (number, caller.switches())).collect()
     }
 
     /// The disk has another top layer.
