@@ -51,6 +51,8 @@ struct Node {
     path: Option<PathBuf>,
     options: DiskOptions,
     disk: Phase<Arc<OpenedDisk>>,
+    /// Requests of an export that was removed were given up. They may still be in flight.
+    gave_up_requests: bool,
 }
 
 struct Exported {
@@ -148,7 +150,7 @@ impl Table {
         let path = options.file.as_ref().and_then(|file| file.path()).map(Path::to_owned);
         state.next_node += 1;
         let (file, options) = (options.display_name(), options.clone());
-        state.nodes.insert(id, Node { name, file, path, options, disk: Phase::Coming });
+        state.nodes.insert(id, Node { name, file, path, options, disk: Phase::Coming, gave_up_requests: false });
         Ok(id)
     }
 
@@ -309,12 +311,25 @@ impl Table {
         }
     }
 
-    /// Takes an export out to be ended, with what holds its requests. [`Table::forget_export`] follows when it has.
-    pub(crate) fn take_export(&self, id: ExportId) -> Result<(Front, Option<Hold>)> {
+    /// Takes an export out to be ended, with its disk and what holds its requests. [`Table::forget_export`] follows when it
+    /// has.
+    pub(crate) fn take_export(&self, id: ExportId) -> Result<(NodeId, Front, Option<Hold>)> {
         let mut state = self.lock();
         let entry = state.exports.get_mut(&id).ok_or_else(|| bad(format!("there is no export {id}")))?;
         let busy = || bad(format!("export {id} is being added or removed just now"));
-        Ok((entry.export.take().ok_or_else(busy)?, entry.hold.take()))
+        Ok((entry.node, entry.export.take().ok_or_else(busy)?, entry.hold.take()))
+    }
+
+    /// Requests of an export of this disk are given up.
+    pub(crate) fn has_given_up_requests(&self, id: NodeId) {
+        if let Some(node) = self.lock().nodes.get_mut(&id) {
+            node.gave_up_requests = true;
+        }
+    }
+
+    /// Whether requests of an export that was removed were given up.
+    pub(crate) fn gave_up_requests(&self, id: NodeId) -> bool {
+        self.lock().nodes.get(&id).is_some_and(|node| node.gave_up_requests)
     }
 
     /// Removes an export that could not begin, or has ended.
