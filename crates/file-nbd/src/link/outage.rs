@@ -169,3 +169,50 @@ impl Link {
         (self.flushes_itself, self.in_hand_bytes) = (false, 0);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::calls::Calls;
+    use crate::handshake::Stream;
+    use crate::uri::NbdUri;
+    use std::os::unix::net::UnixStream;
+    use std::sync::Arc;
+    use std::sync::mpsc::{SyncSender, channel, sync_channel};
+
+    #[test]
+    fn a_connection_that_was_begun_before_an_outage_is_never_used_whenever_it_is_made() {
+        // Without a size, none is begun here.
+        let agreed = Agreed {
+            style: Style::Simple,
+            size_bytes: 0,
+            flags: 0,
+            block_bytes: 1,
+            payload_bytes_max: 1 << 20,
+            allocation: None,
+        };
+        let uri = NbdUri::parse("nbd+unix:///?socket=none").unwrap();
+        let (stream, _peer) = UnixStream::pair().unwrap();
+        let mut link = Link::new(uri, Stream::Unix(stream), agreed, Arc::new(Calls::new().unwrap()));
+        let (work, jobs) = channel::<SyncSender<Option<Lane>>>();
+        let makes = std::thread::spawn(move || {
+            for (number, sender) in jobs.into_iter().enumerate() {
+                // At any moment of what the other thread does.
+                (0..number % 500).for_each(|_| std::hint::spin_loop());
+                sender.send(None).unwrap();
+            }
+        });
+        for round in 0..2_000 {
+            let (sender, made) = sync_channel(1);
+            (link.making, link.is_stale) = (Some(made), true);
+            work.send(sender).unwrap();
+            while link.making.is_some() {
+                link.look_for_lanes();
+            }
+            // It is set where the answer is believed.
+            assert!(!link.has_enough && !link.is_stale, "round {round}");
+        }
+        drop(work);
+        makes.join().unwrap();
+    }
+}
