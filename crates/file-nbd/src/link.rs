@@ -355,7 +355,10 @@ impl Link {
             // The next one gets all of it, from the beginning.
             return Err(WireError("it is shutting down"));
         }
-        active.error = error;
+        // What ends the reply makes nothing good that failed before.
+        if error != 0 {
+            active.error = error;
+        }
         Ok(())
     }
 
