@@ -324,3 +324,25 @@ fn an_error_in_the_midst_of_a_reply_fails_the_request_whatever_ends_the_reply() 
     ];
     assert!(ended.iter().all(Result::is_err), "{ended:?}");
 }
+
+#[test]
+fn only_time_without_a_connection_counts_until_requests_fail() {
+    let fake = Fake::start(|number, mut stream| {
+        let _ = shake_hands(&mut stream, export::SEND_FLUSH);
+        while let Some(request) = next_request(&mut stream) {
+            match (number, request.command) {
+                (0, command::FLUSH) => break,
+                // It is at what is written again for longer than requests wait for a server, and goes.
+                (1, _) => {
+                    std::thread::sleep(Duration::from_millis(4500));
+                    break;
+                }
+                _ if reply(&mut stream, request.cookie, 0) => {}
+                _ => break,
+            }
+        }
+    });
+    let file = fake.open("&reconnect-s=4", &BufferAccount::UNLIMITED);
+    write_mib(&file, 0).unwrap();
+    block_on(file.open_blocking().unwrap().start(FileOp::Flush)).unwrap();
+}
