@@ -351,7 +351,7 @@ impl Table {
         std::thread::sleep(time);
         let mut sums: BTreeMap<NodeId, QueueLatency> = BTreeMap::new();
         for entry in self.lock().exports.values() {
-            here(entry, &mut |export| sums.entry(entry.node).or_default().merge(&export.latency()));
+            here(entry, &mut |export| sums.entry(entry.node).or_default().merge(export.latency()));
         }
         sums
     }
