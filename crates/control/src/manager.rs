@@ -27,7 +27,7 @@ use crate::options::Options;
 use crate::record::{Record, RecordedDisk, Records, Top, whole_name};
 use crate::routes::StorageCalls;
 use block::{Error, ErrorKind, Result};
-use daemon::{Daemon, DaemonConfig, ExportId, JobId, NodeId, absolute};
+use daemon::{Daemon, DaemonConfig, DiskStatus, ExportId, JobId, NodeId, absolute};
 use drive::DriveOptions;
 use image::FileName;
 use std::collections::BTreeMap;
@@ -489,13 +489,18 @@ impl Manager {
     /// Returns the figures of disks and reactors.
     #[must_use]
     pub fn stats(&self) -> Stats {
+        self.stats_of(&self.daemon.disks())
+    }
+
+    /// As [`Manager::stats`], of these disks.
+    pub(crate) fn stats_of(&self, disks: &[DiskStatus]) -> Stats {
         let latencies = self.daemon.latencies();
         let exports = self.daemon.exports();
-        let disks = self.daemon.disks().into_iter().map(|disk| {
+        let disks = disks.iter().map(|disk| {
             let of_disk = exports.iter().filter(|export| export.node == disk.id);
             let connected = of_disk.clone().any(|export| export.connected);
             let counters = of_disk.map(counters_of).fold(Counters::default(), Counters::plus);
-            let tables = disk.tables.map(|tables| TableStats {
+            let tables = disk.tables.as_ref().map(|tables| TableStats {
                 hits: tables.hits,
                 misses: tables.misses,
                 evictions: tables.evictions,
@@ -506,7 +511,7 @@ impl Manager {
             let throttled_us = u64::try_from(throttled).unwrap_or(u64::MAX);
             let latency = latencies.get(&disk.id);
             DiskStats {
-                disk: disk.name,
+                disk: disk.name.clone(),
                 counters,
                 throttled_us,
                 connected,

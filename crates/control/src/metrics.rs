@@ -2,27 +2,33 @@
 
 mod libvirt;
 
-use crate::api::{Counters, Disk, DiskStats, Histogram, OperationLatency, Stats};
+use crate::api::{Counters, DiskStats, Histogram, OperationLatency, Stats};
 use crate::manager::Manager;
+use daemon::DiskStatus;
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _, NoLabelSet, text};
+use prometheus_client::encoding::{
+    DescriptorEncoder, EncodeLabelSet, EncodeMetric as _, LabelSetEncoder, NoLabelSet, text,
+};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
-use std::fmt;
+use std::fmt::{self, Write as _};
 use std::sync::Arc;
 
 #[derive(Debug)]
 struct Scrape {
     stats: Stats,
-    disks: Vec<Disk>,
+    /// The disks, in the order of their figures.
+    disks: Vec<DiskStatus>,
     failed: usize,
 }
 
 /// Returns the metrics in OpenMetrics' text format.
 pub(crate) fn render(manager: &Manager) -> Result<String, fmt::Error> {
-    let (stats, disks) = (manager.stats(), manager.disks());
+    // One look at the disks serves all: each clones their descriptions.
+    let disks = manager.daemon.disks();
+    let stats = manager.stats_of(&disks);
     let scrape = Arc::new(Scrape { stats, disks, failed: manager.failed_disks().len() });
     let mut own = Registry::with_prefix("ringdisk");
     own.register_collector(Box::new(Own(Arc::clone(&scrape))));
@@ -71,7 +77,7 @@ impl Collector for Own {
         encode_states(&mut encoder, &stats.disks)?;
         let mut family = encoder.encode_descriptor("disk_size_bytes", "Size of the disk", None, MetricType::Gauge)?;
         for disk in disks {
-            let size = i64::try_from(disk.size_bytes).unwrap_or(i64::MAX);
+            let size = i64::try_from(disk.info.size_bytes).unwrap_or(i64::MAX);
             ConstGauge::new(size).encode(family.encode_family(&[("disk", &*disk.name)])?)?;
         }
         let mut family = encoder.encode_descriptor("reactor_turns", "Turns of its loop", None, MetricType::Counter)?;
@@ -120,15 +126,15 @@ fn encode_latencies(encoder: &mut DescriptorEncoder<'_>, disks: &[DiskStats]) ->
     let help = "From a request's way out of the ring until its end is published and the guest told";
     let mut family = encoder.encode_descriptor("disk_latency_seconds", help, None, MetricType::Histogram)?;
     for_each_operation(disks, |disk, operation| {
-        let label = [("disk", disk), ("operation", &*operation.operation)];
-        encode_histogram(&operation.whole, family.encode_family(&label)?)
+        let labels = Labels::of(&[("disk", disk), ("operation", &operation.operation)]);
+        encode_histogram(&operation.whole, family.encode_family(&labels)?)
     })?;
     let help = "What that time was spent on";
     let mut family = encoder.encode_descriptor("disk_latency_part_seconds", help, None, MetricType::Histogram)?;
     for_each_operation(disks, |disk, operation| {
         operation.parts.iter().try_for_each(|part| {
-            let label = [("disk", disk), ("operation", &*operation.operation), ("part", &*part.part)];
-            encode_histogram(&part.time, family.encode_family(&label)?)
+            let labels = Labels::of(&[("disk", disk), ("operation", &operation.operation), ("part", &part.part)]);
+            encode_histogram(&part.time, family.encode_family(&labels)?)
         })
     })
 }
@@ -139,6 +145,28 @@ fn for_each_operation<'a>(
 ) -> Result<(), fmt::Error> {
     let all = disks.iter().flat_map(|disk| disk.latency.iter().map(move |operation| (&*disk.disk, operation)));
     all.into_iter().try_for_each(|(disk, operation)| encode(disk, operation))
+}
+
+/// Labels of a histogram, written out once. Each bucket is a line with all of them, and most of a scrape is buckets.
+#[derive(Debug)]
+struct Labels(String);
+
+impl Labels {
+    fn of(labels: &[(&str, &str)]) -> Self {
+        let mut text = String::with_capacity(128);
+        for (key, value) in labels {
+            let comma = if text.is_empty() { "" } else { "," };
+            text.extend([comma, key, "=\"", value, "\""]);
+        }
+        Self(text)
+    }
+}
+
+impl EncodeLabelSet for Labels {
+    fn encode(&self, encoder: &mut LabelSetEncoder<'_>) -> Result<(), fmt::Error> {
+        // The key's place takes the whole text: what follows a key is written only when its value is.
+        encoder.encode_label().encode_label_key()?.write_str(&self.0)
+    }
 }
 
 /// Encodes a histogram with bounds from a microsecond on, each twice the one before. Bounds above the slowest request

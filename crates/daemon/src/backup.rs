@@ -202,7 +202,7 @@ impl Backup {
             (copied.and(cleared), self.take_back(image, point, has_new_top, record))
         });
         drop(target);
-        fleece.let_go();
+        fleece.let_go(ended.is_ok());
         match (copied, ended) {
             (copied, Ok(())) => copied,
             (Ok(()), Err(error)) => Err(error.in_context("the backup is whole")),
@@ -299,7 +299,9 @@ impl Target {
             engine::create(path, 0)?;
             target.made = Some(path.to_owned());
         }
-        let opener = opener_for(name, &backup.found.options);
+        let direct = direct_opener_for(name, &backup.found.options);
+        let cached = EngineOpener::default().writing_behind();
+        let opener = direct.as_ref().unwrap_or(&cached);
         if !options.existing {
             let file: Arc<dyn File> = opener.open(name, Role::Writable)?;
             let create = new_target(backup, image)?;
@@ -316,7 +318,7 @@ impl Target {
             open.allow_backing = backup.policy.0.clone();
             open.listed.clone_from(&backup.policy.1);
         });
-        target.opened = Some(Opened::Image(image::open(&open, &opener)?));
+        target.opened = Some(Opened::Image(open_target(&open, opener, &cached)?));
         Ok(target)
     }
 
@@ -347,15 +349,20 @@ impl Drop for Target {
     }
 }
 
-/// What opens a target: past the page cache if the disk is and the file system can. Else much would be written back at
+/// What opens a target past the page cache if the disk is and the file system can. Else much would be written back at
 /// once, and guests of the same storage would wait.
-fn opener_for(target: &FileName, disk: &DiskOptions) -> EngineOpener {
+fn direct_opener_for(target: &FileName, disk: &DiskOptions) -> Option<EngineOpener> {
     let direct = EngineOpener::default().with_cache(CacheMode::None);
     let can_be_direct = || direct.clone().without_locks().open(target, Role::Backing).is_ok();
-    match disk.cache.is_direct() && target.path().is_some() && can_be_direct() {
-        true => direct,
-        false => EngineOpener::default().writing_behind(),
-    }
+    (disk.cache.is_direct() && target.path().is_some() && can_be_direct()).then_some(direct)
+}
+
+/// Opens a target. Where that fails, it may be because what the target rests on lies where direct I/O is impossible.
+fn open_target(options: &ImageOptions, opener: &dyn Opener, cached: &dyn Opener) -> Result<Image> {
+    image::open(options, opener).or_else(|error| match error.kind() {
+        ErrorKind::Io => image::open(options, cached),
+        _ => Err(error),
+    })
 }
 
 /// Refuses a target that is a layer of the disk: the copy would destroy the disk.
@@ -398,5 +405,45 @@ fn new_target(backup: &Backup, image: &Image) -> Result<CreateOptions> {
             Ok(CreateOptions::Qcow2(options))
         }
         other => Err(Error::new(ErrorKind::Unsupported, format!("no backup can have the format {other}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One of whose files lies where direct I/O is impossible.
+    struct Direct<'a>(&'a Path);
+
+    impl Opener for Direct<'_> {
+        fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
+            if name.path() == Some(self.0) {
+                return Err(Error::io(format!("Could not open '{name}'"), rustix::io::Errno::INVAL.into()));
+            }
+            EngineOpener::default().open(name, role)
+        }
+    }
+
+    #[test]
+    fn a_target_may_rest_on_an_image_that_cannot_be_opened_past_the_page_cache() {
+        let directory = tempfile::tempdir().unwrap();
+        let [base, target] = ["base", "target"].map(|name| directory.path().canonicalize().unwrap().join(name));
+        let create = |path: &Path, options: &CreateOptions| {
+            engine::create(path, 0).unwrap();
+            image::create(&EngineOpener::default().open(&path.into(), Role::Writable).unwrap(), options).unwrap();
+        };
+        create(&base, &CreateOptions::raw(1 << 20));
+        let over = format_qcow2::CreateOptions::default().with(|options| {
+            options.size_bytes = 1 << 20;
+            options.backing_file = Some(base.display().to_string());
+            options.backing_format = Some("raw".to_owned());
+        });
+        create(&target, &CreateOptions::Qcow2(over));
+        let options = ImageOptions::new(target.as_path()).with(|options| options.format = Some(Format::Qcow2));
+        let image = open_target(&options, &Direct(&base), &EngineOpener::default()).unwrap();
+        assert_eq!(image.layer_file_names().count(), 2);
+        image.close().unwrap();
+        std::fs::remove_file(&base).unwrap();
+        assert!(open_target(&options, &Direct(&base), &EngineOpener::default()).is_err());
     }
 }

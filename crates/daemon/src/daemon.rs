@@ -2,7 +2,7 @@
 
 use crate::attach::Attachment;
 use crate::front::Front;
-use crate::hang::{HOPELESS_PATIENCE, Patience, close_hopeless};
+use crate::hang::{CLOSE_PATIENCE, HOPELESS_PATIENCE, Patience, close_within};
 use crate::host_memory::{default_buffer_memory, default_index_memory};
 use crate::jobs::Jobs;
 use crate::nbd::{NbdOptions, Servers};
@@ -44,7 +44,7 @@ pub struct DaemonConfig {
     /// As [`ReactorConfig::harvest_after_submit`].
     pub harvest_after_submit: bool,
     /// How long a disk that is removed, or the daemon that ends, waits for requests that the storage does not end, and for
-    /// jobs that were cancelled and move nothing.
+    /// jobs that were cancelled, and calls, that move nothing.
     pub give_up_after: Duration,
 }
 
@@ -255,12 +255,19 @@ impl Daemon {
     }
 
     /// Removes an export. Its guest is disconnected when its requests in flight have ended. The disk and its other
-    /// exports stay.
+    /// exports stay. Requests that the storage does not end in time are given up ([`DaemonConfig::give_up_after`]):
+    /// their guest gets errors.
     pub fn remove_export(&self, id: ExportId) -> Result<()> {
-        let (front, hold) = self.table.take_export(id)?;
+        let (node, front, hold) = self.table.take_export(id)?;
         // Guests of other exports go on waiting.
         let _held = hold.as_ref().map(Hold::give_up);
+        let (table, has_given_up) = (Arc::clone(&self.table), Arc::clone(&self.has_given_up));
+        let patience = Patience::with_export(self.config.give_up_after, id, front.surrender(), move || {
+            has_given_up.store(true, Ordering::Release);
+            table.has_given_up_requests(node);
+        });
         front.stop();
+        drop(patience);
         self.table.forget_export(id);
         Ok(())
     }
@@ -292,17 +299,20 @@ impl Daemon {
         }
         let patience = Patience::with_end(&found);
         // Its locks go with it: whoever finds the name free finds the image free, too.
-        let closed = match given_up.load(Ordering::Acquire) || self.table.has_left_works(id) {
-            true => {
+        let hopeless = given_up.load(Ordering::Acquire) || self.table.has_left_works(id);
+        // The storage may answer again by now.
+        let doubtful = || self.table.gave_up_requests(id).then_some(CLOSE_PATIENCE + HOPELESS_PATIENCE);
+        let closed = match hopeless.then_some(HOPELESS_PATIENCE).or_else(doubtful) {
+            Some(limit) => {
                 self.has_given_up.store(true, Ordering::Release);
                 // A call that changes the image ends before.
                 let table = Arc::clone(&self.table);
-                close_hopeless(found, move |found| {
+                close_within(limit, found, move |found| {
                     table.wait_for_works(id, None);
                     close(found)
                 })
             }
-            false => {
+            None => {
                 let closed = close(&found);
                 drop(found);
                 closed
@@ -310,20 +320,6 @@ impl Daemon {
         };
         drop(patience);
         closed
-    }
-
-    /// Waits for calls that work on a disk, at most until the `limit`; returns whether they have ended. Without a limit,
-    /// storage that does not answer them in time is given up.
-    fn wait_for_calls(&self, found: &Found, limit: Option<Duration>) -> bool {
-        if self.table.wait_for_works(found.id, Some(limit.unwrap_or(self.config.give_up_after))) {
-            return true;
-        }
-        if limit.is_none() {
-            tracing::warn!(disk = %found.name, "calls do not end: their storage is given up");
-            found.disk.image.iter().for_each(|image| image.cancel());
-            return self.table.wait_for_works(found.id, Some(HOPELESS_PATIENCE));
-        }
-        false
     }
 
     /// Returns the number of the disk with this name.

@@ -4,7 +4,7 @@ use crate::change::{Made, top_of};
 use crate::table::Found;
 use block::{Error, ErrorKind, Result};
 use image::{Image, OpenedOverlay};
-use rustix::fs::{FallocateFlags, fallocate, statvfs};
+use rustix::fs::{FallocateFlags, fallocate, ftruncate, statvfs};
 use rustix::io::Errno;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileTypeExt;
@@ -60,16 +60,31 @@ impl Fleece {
         Ok((fleece, overlay))
     }
 
-    /// Closes the removed file, as the last who has it open, on a thread of its own: a file system may take seconds to give
-    /// the space back, and neither a reactor nor the job is to wait for that.
-    pub(crate) fn let_go(self) {
-        let close = move || {
-            std::thread::sleep(KEPT_OPEN);
-            drop(self.file);
-        };
-        if let Err(error) = std::thread::Builder::new().name("fleece".to_owned()).spawn(close) {
+    /// Closes the file, as the last who has it open, on a thread of its own: a file system may take seconds to give the space
+    /// back, and neither a reactor nor the job is to wait for that. `is_off` says that the disk has let go of it and nobody
+    /// needs its contents any more: its space is given back at once then.
+    pub(crate) fn let_go(self, is_off: bool) {
+        let close = std::thread::Builder::new().name("fleece".to_owned()).spawn(move || self.close_last(is_off));
+        if let Err(error) = close {
             tracing::debug!("cannot start a thread that closes a fleece: {error}");
         }
+    }
+
+    fn close_last(self, is_off: bool) {
+        if is_off && let Err(error) = self.give_space_back() {
+            tracing::debug!("the space of a fleece comes back when it is closed: {error}");
+        }
+        std::thread::sleep(KEPT_OPEN);
+    }
+
+    /// The length stays: the file may be mapped. Old requests for what lies where find that nothing does.
+    fn give_space_back(&self) -> std::io::Result<()> {
+        let length_bytes = self.file.metadata()?.len();
+        if length_bytes > 0 {
+            fallocate(&self.file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 0, length_bytes)?;
+        }
+        // What is reserved lies behind the end.
+        Ok(ftruncate(&self.file, length_bytes)?)
     }
 
     fn reserve(&mut self, quota_bytes: u64) -> Result<()> {
@@ -130,5 +145,52 @@ impl Fleece {
         let name = |number: u32| directory.join(format!("{stem}.fleece{number}"));
         let free = (0..u32::MAX).map(name).find(|path| !path.exists());
         free.ok_or_else(|| Error::new(ErrorKind::Io, "no name is free for a fleece"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::MetadataExt as _;
+    use std::time::Instant;
+
+    /// Whatever takes longer than this hangs.
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// A fleece with a quota, and another who has its file open.
+    fn fleece() -> (Fleece, File) {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("fleece");
+        let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).unwrap();
+        let other = file.try_clone().unwrap();
+        let mut fleece = Fleece { path, file, quota_bytes: Some(1 << 20), watches_space: true };
+        fleece.reserve(1 << 20).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&fleece.file, &[7; 64 << 10], 0).unwrap();
+        (fleece, other)
+    }
+
+    #[test]
+    fn the_space_of_a_fleece_is_back_though_others_still_have_it_open() {
+        let (fleece, other) = fleece();
+        if fleece.watches_space {
+            return;
+        }
+        assert!(other.metadata().unwrap().blocks() > 0);
+        fleece.let_go(true);
+        let begun = Instant::now();
+        while other.metadata().unwrap().blocks() > 0 {
+            assert!(begun.elapsed() < PATIENCE, "{} blocks are left", other.metadata().unwrap().blocks());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert_eq!(other.metadata().unwrap().len(), 64 << 10, "it may be mapped");
+    }
+
+    #[test]
+    fn a_fleece_that_stays_on_the_disk_keeps_its_contents() {
+        let (fleece, other) = fleece();
+        fleece.close_last(false);
+        let mut bytes = vec![0; 64 << 10];
+        std::os::unix::fs::FileExt::read_exact_at(&other, &mut bytes, 0).unwrap();
+        assert!(bytes.iter().all(|byte| *byte == 7));
     }
 }

@@ -4,6 +4,7 @@
 //! requests end with errors without the storage, and the guest's memory is cut off from it.
 
 use crate::front::FrontSurrender;
+use crate::status::ExportId;
 use crate::table::Found;
 use block::{Error, ErrorKind, Result};
 use image::Image;
@@ -14,11 +15,12 @@ use std::time::Duration;
 
 /// How long files get after they were asked to give up.
 const CANCEL_PATIENCE: Duration = Duration::from_secs(1);
-/// How long closing a disk may take before a connection to a server is given up. It may have much to write.
-const CLOSE_PATIENCE: Duration = Duration::from_secs(30);
+/// How long closing a disk may take before a connection to a server is given up, and for how long it is waited for if
+/// an export of the disk had requests given up before. It may have much to write.
+pub(crate) const CLOSE_PATIENCE: Duration = Duration::from_secs(30);
 /// How long the jobs of a disk may move nothing before such a connection is given up. As long as they do, they are waited
-/// for: they may have to write as much as guests did in hours.
-const JOBS_PATIENCE: Duration = Duration::from_secs(600);
+/// for: they may have to write as much as guests did in hours. Calls that move get this time in all.
+pub(crate) const JOBS_PATIENCE: Duration = Duration::from_secs(600);
 /// How long these may take if requests were given up, because the storage most likely does not answer.
 pub(crate) const HOPELESS_PATIENCE: Duration = Duration::from_secs(2);
 
@@ -60,6 +62,21 @@ impl Patience {
         })
     }
 
+    /// Guards the wait for requests in flight of one export. The disk stays, so its files are not asked to give up: they
+    /// would fail the requests of others. Calls `before` if the requests are given up.
+    pub(crate) fn with_export(
+        limit: Duration,
+        id: ExportId,
+        export: FrontSurrender,
+        before: impl FnOnce() + Send + 'static,
+    ) -> Option<Self> {
+        Self::begin(limit, move |_| {
+            tracing::warn!("requests in flight of export {id} do not end: they are given up");
+            before();
+            export.give_up();
+        })
+    }
+
     /// Guards the wait for the jobs of a disk, which have moved so many bytes.
     pub(crate) fn with_jobs(found: &Found, moved_bytes: impl Fn() -> u64 + Send + 'static) -> Option<Self> {
         let image = found.disk.image.clone();
@@ -85,8 +102,12 @@ impl Patience {
     }
 }
 
-/// Closes a disk that had requests given up, if its storage answers after all.
-pub(crate) fn close_hopeless(found: Found, close: impl FnOnce(&Found) -> Result<()> + Send + 'static) -> Result<()> {
+/// Closes a disk that had requests given up, if its storage answers after all. Waits for that until the `limit`.
+pub(crate) fn close_within(
+    limit: Duration,
+    found: Found,
+    close: impl FnOnce(&Found) -> Result<()> + Send + 'static,
+) -> Result<()> {
     let file = found.file.clone();
     let (sender, closed) = sync_channel(1);
     let end = move || {
@@ -95,7 +116,7 @@ pub(crate) fn close_hopeless(found: Found, close: impl FnOnce(&Found) -> Result<
     };
     let failed = |error| Error::io("cannot start a thread", error);
     std::thread::Builder::new().name("closing".into()).spawn(end).map_err(failed)?;
-    closed.recv_timeout(HOPELESS_PATIENCE).unwrap_or_else(|_| {
+    closed.recv_timeout(limit).unwrap_or_else(|_| {
         let message = format!(
             "the storage of '{file}' hangs: the disk is gone, but was not closed, and what was not flushed may be lost. \
              Look at the image with check when its storage answers again"

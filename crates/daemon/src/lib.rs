@@ -23,6 +23,7 @@
 mod addresses;
 mod attach;
 mod backup;
+mod calls;
 mod change;
 mod daemon;
 mod edit;

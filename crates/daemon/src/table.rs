@@ -4,6 +4,7 @@
 //! their entries say so, and keep the names.
 
 use crate::attach::Attachment;
+use crate::calls::{Caller, Switches};
 use crate::front::Front;
 use crate::status::{ExportId, ExportStatus, NodeId};
 use block::{Error, ErrorKind, Result};
@@ -50,6 +51,8 @@ struct Node {
     path: Option<PathBuf>,
     options: DiskOptions,
     disk: Phase<Arc<OpenedDisk>>,
+    /// Requests of an export that was removed were given up. They may still be in flight.
+    gave_up_requests: bool,
 }
 
 struct Exported {
@@ -78,6 +81,8 @@ struct Working {
     what: String,
     /// Cancels it, if it takes long.
     watch: Option<Arc<CopyWatch>>,
+    /// Who began it. A job goes on elsewhere.
+    caller: Caller,
     /// It waits for storage that hangs, and nobody waits for it.
     is_left: bool,
 }
@@ -145,7 +150,7 @@ impl Table {
         let path = options.file.as_ref().and_then(|file| file.path()).map(Path::to_owned);
         state.next_node += 1;
         let (file, options) = (options.display_name(), options.clone());
-        state.nodes.insert(id, Node { name, file, path, options, disk: Phase::Coming });
+        state.nodes.insert(id, Node { name, file, path, options, disk: Phase::Coming, gave_up_requests: false });
         Ok(id)
     }
 
@@ -211,7 +216,7 @@ impl Table {
         }
         let number = state.next_work;
         state.next_work += 1;
-        state.works.insert(number, Working { node, what, watch, is_left: false });
+        state.works.insert(number, Working { node, what, watch, caller: Caller::this(), is_left: false });
         Ok(Work { table: Arc::clone(table), number })
     }
 
@@ -231,6 +236,15 @@ impl Table {
     /// Whether something is still being done to a disk that nobody waits for.
     pub(crate) fn has_left_works(&self, id: NodeId) -> bool {
         self.lock().works.values().any(|work| work.node == id && work.is_left)
+    }
+
+    /// Returns what is being done to a disk that is waited for, by number, with how often its thread has waited.
+    pub(crate) fn callers_of(&self, id: NodeId) -> Vec<(u64, Option<Switches>)> {
+        let state = self.lock();
+        let works = state.works.iter().filter(|(_, work)| work.node == id && !work.is_left);
+        let callers: Vec<(u64, Caller)> = works.map(|(number, work)| (*number, work.caller)).collect();
+        drop(state);
+        callers.into_iter().map(|(number, caller)| (number, caller.switches())).collect()
     }
 
     /// The disk has another top layer.
@@ -297,12 +311,25 @@ impl Table {
         }
     }
 
-    /// Takes an export out to be ended, with what holds its requests. [`Table::forget_export`] follows when it has.
-    pub(crate) fn take_export(&self, id: ExportId) -> Result<(Front, Option<Hold>)> {
+    /// Takes an export out to be ended, with its disk and what holds its requests. [`Table::forget_export`] follows when it
+    /// has.
+    pub(crate) fn take_export(&self, id: ExportId) -> Result<(NodeId, Front, Option<Hold>)> {
         let mut state = self.lock();
         let entry = state.exports.get_mut(&id).ok_or_else(|| bad(format!("there is no export {id}")))?;
         let busy = || bad(format!("export {id} is being added or removed just now"));
-        Ok((entry.export.take().ok_or_else(busy)?, entry.hold.take()))
+        Ok((entry.node, entry.export.take().ok_or_else(busy)?, entry.hold.take()))
+    }
+
+    /// Requests of an export of this disk are given up.
+    pub(crate) fn has_given_up_requests(&self, id: NodeId) {
+        if let Some(node) = self.lock().nodes.get_mut(&id) {
+            node.gave_up_requests = true;
+        }
+    }
+
+    /// Whether requests of an export that was removed were given up.
+    pub(crate) fn gave_up_requests(&self, id: NodeId) -> bool {
+        self.lock().nodes.get(&id).is_some_and(|node| node.gave_up_requests)
     }
 
     /// Removes an export that could not begin, or has ended.
@@ -351,7 +378,7 @@ impl Table {
         std::thread::sleep(time);
         let mut sums: BTreeMap<NodeId, QueueLatency> = BTreeMap::new();
         for entry in self.lock().exports.values() {
-            here(entry, &mut |export| sums.entry(entry.node).or_default().merge(&export.latency()));
+            here(entry, &mut |export| sums.entry(entry.node).or_default().merge(export.latency()));
         }
         sums
     }

@@ -166,6 +166,37 @@ fn a_disk_whose_requests_hang_does_not_keep_the_others_from_being_closed() {
 }
 
 #[test]
+fn an_export_whose_requests_hang_is_removed_and_then_its_disk_and_the_daemon_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = DaemonConfig::default().with(|config| config.give_up_after = Duration::from_millis(200));
+    let daemon = Arc::new(Daemon::start(config).unwrap());
+    let socket = dir.path().join("hanging.sock");
+    let mut hanging = at_socket(DriveOptions::null(1 << 20), &socket);
+    hanging.disk.delay_ms = Some(u32::MAX);
+    let (node, export) = daemon.add(&hanging).unwrap();
+    std::thread::spawn(move || {
+        let (client, disk) = (Client::new(1), connect(&socket, 1));
+        run(&disk, &client.handles, &BenchSpec::default(), &Hooks::default()).map(|_| ())
+    });
+    while daemon.latencies().get(&node).is_none_or(|latency| latency.oldest_ns < 100_000_000) {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let (sender, ended) = std::sync::mpsc::channel();
+    let (its, removing) = (sender.clone(), Arc::clone(&daemon));
+    std::thread::spawn(move || its.send(removing.remove_export(export).map(|()| "export")));
+    // The disk is removed while the export is going.
+    while !daemon.exports().is_empty() {
+        std::thread::yield_now();
+    }
+    let removing = Arc::clone(&daemon);
+    std::thread::spawn(move || sender.send(removing.remove_disk(node, true).map(|()| "disk")));
+    let mut gone = [(); 2].map(|()| ended.recv_timeout(PATIENCE).expect("the storage is waited for").unwrap());
+    gone.sort_unstable();
+    assert_eq!(gone, ["disk", "export"]);
+    daemon.end_disks().unwrap();
+}
+
+#[test]
 fn what_a_filter_fails_is_an_io_error_to_the_guest_and_nothing_else_is_disturbed() {
     const BLOCK: usize = 4096;
     let dir = tempfile::tempdir().unwrap();

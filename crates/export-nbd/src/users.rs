@@ -44,7 +44,7 @@ impl Drop for Presence {
         if let Some(mut latency) = latency {
             // It has no requests in flight any more.
             latency.oldest_ns = 0;
-            state.past_latency.merge(&latency);
+            state.past_latency.merge(latency);
         }
         drop(state);
         self.users.changed.notify_all();
@@ -88,7 +88,7 @@ impl Users {
         let state = self.lock();
         let mut sum = state.past_latency.clone();
         let live = state.live.iter().filter_map(|counters| counters.latency_if_any());
-        live.for_each(|latency| sum.merge(&latency.snapshot()));
+        live.for_each(|latency| sum.merge(latency.snapshot()));
         sum
     }
 

@@ -168,6 +168,10 @@ impl Link {
     /// handshake, so a thread waits for it.
     fn look_for_lanes(&mut self) {
         self.drop_stale();
+        if self.is_stale {
+            // It may be made from here on, and leads to a server that has gone.
+            return;
+        }
         match self.making.as_ref().map(Receiver::try_recv) {
             Some(Ok(Some(lane))) if self.replay.is_none() => {
                 self.making = None;
@@ -351,7 +355,10 @@ impl Link {
             // The next one gets all of it, from the beginning.
             return Err(WireError("it is shutting down"));
         }
-        active.error = error;
+        // What ends the reply makes nothing good that failed before.
+        if error != 0 {
+            active.error = error;
+        }
         Ok(())
     }
 

@@ -3,9 +3,9 @@
 use block::{File, FileOp, FileQueue, IoResult, PastEnd, block_on};
 use memory::{AlignedBuf, BufferAccount, BufferBudget, IoBuf};
 use nbd_wire::Reader;
-use nbd_wire::numbers::{answer, command, error, export, handshake, option};
+use nbd_wire::numbers::{answer, chunk, command, error, export, handshake, option};
 use nbd_wire::option::{Info, OPTION_HEADER_BYTES, OptionHeader, put_answer, put_greeting};
-use nbd_wire::reply::simple;
+use nbd_wire::reply::{Chunk, simple};
 use nbd_wire::request::{COMPACT_BYTES, Request};
 use ringdisk_file_nbd::{NbdUri, open};
 use std::io::{Read, Write};
@@ -53,6 +53,11 @@ fn exactly(stream: &mut UnixStream, length: usize) -> Option<Vec<u8>> {
 
 /// The handshake of a server that knows simple replies only.
 fn shake_hands(stream: &mut UnixStream, flags: u16) -> Option<()> {
+    shake_hands_with(stream, flags, &[])
+}
+
+/// The handshake of a server that knows these options, too.
+fn shake_hands_with(stream: &mut UnixStream, flags: u16, options: &[u32]) -> Option<()> {
     let mut out = Vec::new();
     put_greeting(&mut out, handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
     stream.write_all(&out).ok()?;
@@ -67,7 +72,8 @@ fn shake_hands(stream: &mut UnixStream, flags: u16) -> Option<()> {
             let info = Info::Export { size_bytes: SIZE_BYTES, flags: flags | export::HAS_FLAGS };
             put_answer(&mut out, option::GO, answer::INFO, &info.to_bytes());
         }
-        put_answer(&mut out, head.option, if goes { answer::ACK } else { answer::ERR_UNSUP }, &[]);
+        let is_known = goes || options.contains(&head.option);
+        put_answer(&mut out, head.option, if is_known { answer::ACK } else { answer::ERR_UNSUP }, &[]);
         stream.write_all(&out).ok()?;
         if goes {
             return Some(());
@@ -280,4 +286,63 @@ fn a_server_that_goes_while_writes_are_repeated_loses_none() {
     block_on(queue.start(FileOp::Flush)).unwrap();
     let (before, after) = (acknowledged.load(Ordering::SeqCst), again.load(Ordering::SeqCst));
     assert_eq!((before, after), (2, 2));
+}
+
+/// A reply that is complete, has an error in its midst, and ends with a chunk that has none.
+fn answer_with_an_error(stream: &mut UnixStream, request: &Request) -> bool {
+    let Request { cookie, offset, length_bytes, .. } = *request;
+    let head = |flags, kind, length_bytes| Chunk { flags, kind, cookie, offset: 0, length_bytes }.head(false);
+    let mut out = Vec::new();
+    if request.command == command::READ {
+        out.extend_from_slice(head(0, chunk::OFFSET_DATA, 8 + length_bytes).as_bytes());
+        out.extend_from_slice(&offset.to_be_bytes());
+        out.resize(out.len() + length_bytes as usize, 0);
+    }
+    let at = if request.command == command::READ { &offset.to_be_bytes()[..] } else { &[] };
+    let kind = if at.is_empty() { chunk::ERROR } else { chunk::ERROR_OFFSET };
+    out.extend_from_slice(head(0, kind, 6 + at.len() as u64).as_bytes());
+    out.extend_from_slice(&error::ENOSPC.to_be_bytes());
+    out.extend_from_slice(&[0, 0]);
+    out.extend_from_slice(at);
+    out.extend_from_slice(head(chunk::DONE, chunk::NONE, 0).as_bytes());
+    stream.write_all(&out).is_ok()
+}
+
+#[test]
+fn an_error_in_the_midst_of_a_reply_fails_the_request_whatever_ends_the_reply() {
+    let fake = Fake::start(|_, mut stream| {
+        let _ = shake_hands_with(&mut stream, export::SEND_FLUSH | export::SEND_FUA, &[option::STRUCTURED_REPLY]);
+        while next_request(&mut stream).is_some_and(|request| answer_with_an_error(&mut stream, &request)) {}
+    });
+    let file = fake.open("", &BufferAccount::UNLIMITED);
+    let queue = file.open_blocking().unwrap();
+    let data = IoBuf::from_aligned(AlignedBuf::copy_of(&[1; 4096])).whole();
+    let ended = [
+        read_block(&queue),
+        block_on(queue.start(FileOp::Write { offset: 0, data, fua: true })),
+        block_on(queue.start(FileOp::Flush)),
+    ];
+    assert!(ended.iter().all(Result::is_err), "{ended:?}");
+}
+
+#[test]
+fn only_time_without_a_connection_counts_until_requests_fail() {
+    let fake = Fake::start(|number, mut stream| {
+        let _ = shake_hands(&mut stream, export::SEND_FLUSH);
+        while let Some(request) = next_request(&mut stream) {
+            match (number, request.command) {
+                (0, command::FLUSH) => break,
+                // It is at what is written again for longer than requests wait for a server, and goes.
+                (1, _) => {
+                    std::thread::sleep(Duration::from_millis(4500));
+                    break;
+                }
+                _ if reply(&mut stream, request.cookie, 0) => {}
+                _ => break,
+            }
+        }
+    });
+    let file = fake.open("&reconnect-s=4", &BufferAccount::UNLIMITED);
+    write_mib(&file, 0).unwrap();
+    block_on(file.open_blocking().unwrap().start(FileOp::Flush)).unwrap();
 }

@@ -42,7 +42,7 @@ pub(crate) struct Unwritten {
     /// The number of the latest durable change.
     pub(crate) durable: u64,
     /// Whether a flush is under way.
-    is_flushing: bool,
+    pub(crate) is_flushing: bool,
 }
 
 impl Unwritten {
@@ -174,6 +174,35 @@ impl Inner {
     fn leads_to_tables(&self, page: u64) -> bool {
         leads_to_tables(self.index.header_pages, page)
     }
+
+    /// See [`Scratch::flush`].
+    pub(crate) async fn flush(&self, io: &MetaIo) -> IoResult {
+        let (inner, Some(kept)) = (self, &self.kept) else { return Ok(()) };
+        let data = io.data().ok_or(IoError::EIO)?;
+        let (flush, leading) = Flush::begin(inner).await;
+        if inner.index.is_lost() {
+            return Err(IoError::EIO);
+        }
+        let tables: Vec<u64> = flush.pages.iter().copied().filter(|page| !inner.leads_to_tables(*page)).collect();
+        if tables.is_empty() {
+            data.start(FileOp::Flush).await?;
+        }
+        for batch in tables.chunks(BATCH_PAGES) {
+            // Every word in these copies was published before the data are made durable.
+            let copies = inner.copies(batch.iter().copied());
+            data.start(FileOp::Flush).await?;
+            write(io, copies).await?;
+        }
+        if !tables.is_empty() {
+            io.flush().await?;
+        }
+        if !leading.is_empty() {
+            write(io, leading).await?;
+            io.flush().await?;
+        }
+        flush.has_ended(kept);
+        Ok(())
+    }
 }
 
 impl Scratch {
@@ -205,31 +234,7 @@ impl Scratch {
 
     /// Makes every write that completed before this call durable, if the overlay is kept.
     pub async fn flush(&self, io: &MetaIo) -> IoResult {
-        let (inner, Some(kept)) = (&*self.inner, &self.inner.kept) else { return Ok(()) };
-        let data = io.data().ok_or(IoError::EIO)?;
-        let (flush, leading) = Flush::begin(inner).await;
-        if inner.index.is_lost() {
-            return Err(IoError::EIO);
-        }
-        let tables: Vec<u64> = flush.pages.iter().copied().filter(|page| !inner.leads_to_tables(*page)).collect();
-        if tables.is_empty() {
-            data.start(FileOp::Flush).await?;
-        }
-        for batch in tables.chunks(BATCH_PAGES) {
-            // Every word in these copies was published before the data are made durable.
-            let copies = inner.copies(batch.iter().copied());
-            data.start(FileOp::Flush).await?;
-            write(io, copies).await?;
-        }
-        if !tables.is_empty() {
-            io.flush().await?;
-        }
-        if !leading.is_empty() {
-            write(io, leading).await?;
-            io.flush().await?;
-        }
-        flush.has_ended(kept);
-        Ok(())
+        self.inner.flush(io).await
     }
 
     /// Makes a kept overlay forget whole parts of a range, so that the layer below shows. No request is in flight.

@@ -47,12 +47,16 @@ impl Drop for Staged {
 impl Scratch {
     /// Reserves space for the pages of a range. `None` if the range is not whole pages, or no contiguous space is
     /// ready. Does not wait.
+    ///
+    /// Also `None` in a kept overlay. It may be opened anew while the space is still being filled, and then the space
+    /// counts as free.
     #[must_use]
     pub fn try_stage(&self, offset: u64, length_bytes: u64) -> Option<Staged> {
         let inner = &self.inner;
         let end = offset.checked_add(length_bytes).filter(|end| *end <= inner.size_bytes)?;
         let is_whole = offset.is_multiple_of(PAGE_BYTES) && end.is_multiple_of(PAGE_BYTES);
-        if !is_whole || length_bytes == 0 || length_bytes > STAGED_BYTES_MAX || inner.index.is_lost() {
+        let may_go_away = inner.kept.is_some() || inner.index.is_lost();
+        if may_go_away || !is_whole || length_bytes == 0 || length_bytes > STAGED_BYTES_MAX {
             return None;
         }
         let count = length_bytes / PAGE_BYTES;
@@ -113,7 +117,7 @@ impl Scratch {
         match self.try_link(&mut state, offset / PAGE_BYTES, staged) {
             Step::Done(()) => Some(Ok(())),
             Step::Fail(error) => Some(Err(error)),
-            Step::Wait | Step::Need(_) => None,
+            Step::Wait | Step::Need(_) | Step::Flush => None,
         }
     }
 

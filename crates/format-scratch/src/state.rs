@@ -19,6 +19,14 @@ pub(crate) const INDEX_STEP_PAGES: u64 = 16;
 const LOW_PAGES: u64 = DATA_STEP_PAGES / 2;
 /// No space is reserved ahead while so much is free in pieces that are too short, or waits for requests in flight.
 const UNUSABLE_PAGES_MAX: u64 = 4096;
+/// How far a guest that frees and writes without flushing can make the data of a kept overlay grow: 64 MiB, or this part
+/// of the disk if that is more. Then it waits for a flush.
+const RETIRED_PAGES_MAX: u64 = (64 << 20) / PAGE_BYTES;
+const RETIRED_PART_OF_DISK: u64 = 8;
+/// How many retired runs become free under one lock. A flush may let very many be free at once.
+const RUNS_A_TURN: usize = 256;
+/// How often an attempt that finds no space flushes, to use what was freed.
+const RECLAIMS_MAX: u32 = 4;
 
 /// The used and the reserved pages of a file. More are reserved than used.
 #[derive(Debug, Default)]
@@ -43,6 +51,8 @@ pub(crate) struct State {
     retired: VecDeque<(u64, u64, Range<u64>)>,
     /// The number of those pages.
     retired_pages: u64,
+    /// How many may wait for a flush before the data grow.
+    retired_pages_max: u64,
     /// Whether a map found no space at hand since space was last reserved.
     missed: bool,
     /// Whether space could not be reserved ahead. Then only writes that need it ask for more.
@@ -79,6 +89,8 @@ pub(crate) enum Step<T> {
     Wait,
     /// Try again when there is space.
     Need(Need),
+    /// Try again after a flush, which frees pages.
+    Flush,
     Fail(IoError),
 }
 
@@ -163,6 +175,16 @@ impl State {
         Some(run)
     }
 
+    /// Whether a flush would let pages be free, once their epochs are over.
+    fn waits_for_flush(&self) -> bool {
+        self.retired.front().is_some_and(|(_, change, _)| *change > self.unwritten.durable)
+    }
+
+    /// Asks for a flush, or waits for the one that is under way.
+    fn flush_first(&self) -> Step<()> {
+        if self.unwritten.is_flushing { Step::Wait } else { Step::Flush }
+    }
+
     /// Takes exactly `count` contiguous pages that were used and are free.
     fn take_free(&mut self, epochs: &Epochs, count: u64) -> Option<Range<u64>> {
         // Maps of one size are often overwritten by others of that size.
@@ -170,7 +192,8 @@ impl State {
         if let Some(run) = self.take_retired(epochs, fits).or_else(|| self.free.take_whole(count)) {
             return Some(run);
         }
-        while let Some(run) = self.take_retired(epochs, |_| true) {
+        for _ in 0..RUNS_A_TURN {
+            let Some(run) = self.take_retired(epochs, |_| true) else { break };
             self.free.add(run);
         }
         self.free.take_whole(count)
@@ -233,7 +256,11 @@ impl State {
         if let Some(run) = self.free.take_part(count) {
             return Ok((run, false));
         }
-        if reserved >= MAX_DATA_PAGES {
+        let is_at_end = reserved >= MAX_DATA_PAGES;
+        if (is_at_end || self.retired_pages > self.retired_pages_max) && self.waits_for_flush() {
+            return Err(self.flush_first());
+        }
+        if is_at_end {
             return Err(Step::Fail(IoError::new(IoErrorKind::NoSpace)));
         }
         Err(self.need_data(count))
@@ -252,7 +279,8 @@ impl State {
 impl Inner {
     pub(crate) fn new(size_bytes: u64, index: Index, spaces: Spaces, kept: Option<Kept>) -> Self {
         let (unwritten, index_memory) = (Unwritten::new(kept.is_some()), kept.as_ref().map(|_| Taken::default()));
-        let state = State { unwritten, index_memory, ..State::default() };
+        let retired_pages_max = RETIRED_PAGES_MAX.max(size_bytes / PAGE_BYTES / RETIRED_PART_OF_DISK);
+        let state = State { unwritten, index_memory, retired_pages_max, ..State::default() };
         Self {
             size_bytes,
             index,
@@ -302,27 +330,53 @@ impl Inner {
         page / TABLE_WORDS
     }
 
-    /// Makes attempts until one succeeds or fails. Reserves space in between.
+    /// Makes attempts until one succeeds or fails. Reserves space and flushes in between.
     pub(crate) async fn run<T>(&self, io: &MetaIo, mut attempt: impl FnMut(&mut State) -> Step<T>) -> IoResult<T> {
+        let mut tries_left = RECLAIMS_MAX;
         loop {
-            let ready = || {
+            // The latest durable change that the attempt saw.
+            let mut durable = 0;
+            let mut ready = || {
                 if self.index.is_lost() {
                     return Some(Err(IoError::EIO));
                 }
-                match attempt(&mut self.lock()) {
+                let mut state = self.lock();
+                durable = state.unwritten.durable;
+                match attempt(&mut state) {
                     Step::Wait => None,
                     Step::Done(value) => Some(Ok(Ok(value))),
-                    Step::Need(need) => Some(Ok(Err(need))),
+                    Step::Need(need) => Some(Ok(Err(Some(need)))),
+                    Step::Flush => Some(Ok(Err(None))),
                     Step::Fail(error) => Some(Err(error)),
                 }
             };
             // The attempt borrows only from this frame.
-            let mut ready = ready;
-            match self.idle.until(&mut ready).await? {
+            let need = match self.idle.until(&mut ready).await? {
                 Ok(value) => return Ok(value),
-                Err(need) => self.reserve(io, need).await?,
+                Err(need) => need,
+            };
+            let Some(need) = need else {
+                self.reclaim(io, durable).await?;
+                continue;
+            };
+            if let Err(error) = self.reserve(io, need).await {
+                let is_full = error.kind() == IoErrorKind::NoSpace && need.which == Which::Data;
+                if !is_full || tries_left == 0 || !self.reclaim(io, durable).await? {
+                    return Err(error);
+                }
+                tries_left = tries_left.saturating_sub(1);
             }
         }
+    }
+
+    /// Flushes if that frees pages. Returns whether there was a flush since the change with this number was the latest
+    /// durable one.
+    async fn reclaim(&self, io: &MetaIo, durable: u64) -> IoResult<bool> {
+        if self.lock().waits_for_flush() {
+            // Rare, so it takes no room in each request's task.
+            Box::pin(self.flush(io)).await?;
+        }
+        Ok(self.lock().unwritten.durable > durable)
     }
 
     /// Notes that so many pages of a kept overlay's index are zeroed: durably, before the header says so.

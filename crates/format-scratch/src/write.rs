@@ -128,6 +128,7 @@ impl Step<()> {
         match self {
             Self::Done(()) | Self::Wait => Step::Wait,
             Self::Need(need) => Step::Need(need),
+            Self::Flush => Step::Flush,
             Self::Fail(error) => Step::Fail(error),
         }
     }

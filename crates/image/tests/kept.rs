@@ -407,6 +407,26 @@ fn no_space_in_either_file_fails_what_needs_it_and_nothing_else() {
 }
 
 #[test]
+fn a_guest_that_frees_and_never_flushes_gets_its_space_back_when_the_host_is_full() {
+    let chain = Chain::of(vec![Layer::Raw(SIZE)]);
+    let storage = chain.storage();
+    let mut session = Session::open(&storage, &|storage| open_on(&chain, storage), 1, 1).unwrap();
+    // There is one step of space, of 1024 pages.
+    let no_space = FaultAction::Fail(IoError::new(IoErrorKind::NoSpace));
+    storage.inject(DATA, Fault::from_nth(OpKind::WriteZeroes, 1, no_space));
+    for round in 0..2500_u32 {
+        session.call(Request::write(4096, vec![round as u8; 4096])).unwrap_or_else(|error| panic!("{round}: {error}"));
+        session.call(Request::Discard { offset: 4096, length: 4096 }).unwrap();
+    }
+    session.call(Request::write(4096, vec![7; 4096])).unwrap();
+    let disk = session.read_all().unwrap();
+    let below = storage.bytes(&name(0));
+    assert!(disk[..4096] == below[..4096] && disk[4096..8192] == [7; 4096] && disk[8192..] == below[8192..]);
+    assert!(storage.pushed(DATA, OpKind::Flush) <= 3, "{}", storage.pushed(DATA, OpKind::Flush));
+    session.close().unwrap();
+}
+
+#[test]
 fn a_flush_that_fails_is_told_and_the_next_one_takes_its_changes_along() {
     let chain = Chain::of(vec![Layer::Raw(SIZE)]);
     for (file, kind) in [(INDEX, OpKind::Write), (DATA, OpKind::Flush), (INDEX, OpKind::Flush)] {

@@ -338,6 +338,60 @@ fn a_map_that_outlives_the_layer_it_was_made_in_fails_and_is_made_again() {
     }
 }
 
+/// Files of the host, without locks: the same process opens them twice.
+struct Anew;
+
+impl Opener for Anew {
+    fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
+        let options = options(role != Role::Writable).with(|options| options.lock = false);
+        engine::open(name.path().unwrap(), &options)
+    }
+
+    fn make(&self, path: &Path) -> Result<Option<Arc<dyn File>>> {
+        if path.exists() {
+            return Ok(None);
+        }
+        std::fs::write(path, []).unwrap();
+        self.open(&path.into(), Role::Writable).map(Some)
+    }
+}
+
+/// Space that the former mapping has freed, or has given to a map, is free for the new one.
+#[test]
+fn maps_that_outlive_the_opening_of_a_disk_neither_show_nor_change_what_lies_there_now() {
+    for directory in directories() {
+        let (base, index) = (directory.path().join("base"), directory.path().join("disk.scratch"));
+        std::fs::write(&base, vec![9; SIZE as usize]).unwrap();
+        let kept = ImageOptions::new(&base).with(|options| {
+            options.format = Some(Format::Raw);
+            (options.scratch, options.keep) = (true, Some(index.clone()));
+        });
+        let disk = Arc::new(ringdisk_image::open(&kept, &Anew).unwrap());
+        let threads = reactors(1);
+        let mut harness = harness(&threads);
+        let shared = Arc::clone(&disk) as Arc<dyn Disk>;
+        let queue = harness.open(&shared, 0).unwrap();
+        call(&mut harness, queue, Request::write(0, vec![1; 65536]));
+        let read = disk.map_read(0, 65536).expect("it lies in memory");
+        let write = disk.map_write(0, 65536);
+        disk.reopen(false, || ringdisk_image::open(&kept, &Anew)).unwrap();
+        call(&mut harness, queue, Request::Discard { offset: 0, length: 65536 });
+        call(&mut harness, queue, Request::Flush);
+        call(&mut harness, queue, Request::write(65536, vec![2; 1 << 19]));
+        read.read_at(0, &mut [0; 512]).unwrap_err();
+        read.commit().unwrap_err();
+        if let Some(mut map) = write {
+            let _ = map.fill(0, 65536, CANCELLED);
+        }
+        let bytes = call(&mut harness, queue, Request::read(65536, 1 << 19));
+        assert!(bytes.iter().all(|byte| *byte == 2), "in {directory:?}");
+        assert_eq!(shown(&*disk, 0, 1024).unwrap(), [0; 1024], "maps are made anew");
+        drop(harness);
+        threads.into_iter().for_each(|thread| thread.stop().unwrap());
+        disk.close().unwrap();
+    }
+}
+
 #[test]
 fn a_disk_whose_layer_could_not_be_opened_again_says_so_and_nobody_waits_for_it() {
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();

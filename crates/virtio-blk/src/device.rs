@@ -368,7 +368,7 @@ impl Device {
     pub fn latency(&self) -> QueueLatency {
         let mut sum = QueueLatency::default();
         let queues = self.counters.iter().filter_map(|counters| counters.latency_if_any());
-        queues.for_each(|latency| sum.merge(&latency.snapshot()));
+        queues.for_each(|latency| sum.merge(latency.snapshot()));
         sum
     }
 }

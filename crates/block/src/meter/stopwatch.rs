@@ -72,6 +72,10 @@ impl Histogram {
 
     fn snapshot(&self) -> LatencyHistogram {
         let mut buckets = [0; LATENCY_BUCKETS];
+        // Most histograms are empty. A time of zero leaves the sum alone, and counts in the first bucket.
+        if self.sum_ns.get() == 0 && self.buckets.first().is_none_or(|first| first.get() == 0) {
+            return LatencyHistogram { buckets, sum_ns: 0 };
+        }
         for (bucket, counter) in buckets.iter_mut().zip(&self.buckets) {
             *bucket = counter.get();
         }
@@ -140,10 +144,10 @@ pub struct QueueLatency {
 
 impl QueueLatency {
     /// Adds the other queue's figures.
-    pub fn merge(&mut self, other: &Self) {
+    pub fn merge(&mut self, other: Self) {
         self.oldest_ns = self.oldest_ns.max(other.oldest_ns);
         if self.kinds.is_empty() {
-            self.kinds.clone_from(&other.kinds);
+            self.kinds = other.kinds;
             return;
         }
         for (mine, other) in self.kinds.iter_mut().zip(&other.kinds) {

@@ -2,6 +2,7 @@
 
 use super::Scrape;
 use crate::api::OperationLatency;
+use daemon::DiskStatus;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric as _};
 use prometheus_client::metrics::MetricType;
@@ -32,10 +33,9 @@ impl Collector for Aliases {
         for (name, help, wanted, figure) in ALIASES {
             let name = format!("libvirt_domain_block_stats_{name}");
             let mut family = encoder.encode_descriptor(&name, help, None, MetricType::Counter)?;
-            for disk in &stats.disks {
-                let file = disks.iter().find(|other| other.name == disk.disk).map_or("", |disk| &disk.file);
+            for (disk, DiskStatus { file, .. }) in stats.disks.iter().zip(disks) {
                 // The domain is the guest, which a disk does not know.
-                let labels = [("domain", ""), ("source_file", file), ("target_device", &*disk.disk)];
+                let labels = [("domain", ""), ("source_file", &**file), ("target_device", &*disk.disk)];
                 let found = disk.latency.iter().find(|operation| operation.operation == wanted);
                 ConstCounter::new(found.map_or(0.0, figure)).encode(family.encode_family(&labels)?)?;
             }

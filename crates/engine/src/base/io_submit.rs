@@ -9,6 +9,7 @@ use super::aio_abi::{self as abi, Context, ControlBlock, Event};
 use super::call::{Action, Buffers, Call};
 use super::wakeup::Wakeup;
 use block::Priority;
+use std::mem::MaybeUninit;
 use std::os::fd::AsRawFd;
 
 /// The most transfers in one call, as in a ring's batch.
@@ -46,12 +47,12 @@ impl IoSubmit {
         mut before_call: impl FnMut(),
         mut alone: impl FnMut(usize),
     ) -> usize {
-        let mut blocks = [ControlBlock::default(); MOST];
+        // Only what is used is written: a call mostly has few of them.
+        let mut blocks = [const { MaybeUninit::uninit() }; MOST];
         let mut pointers = [std::ptr::null_mut(); MOST];
         let mut count = 0;
         for (((index, call), block), pointer) in calls.zip(&mut blocks).zip(&mut pointers) {
-            *block = control_block(u64::from(index), &call, 0, signal);
-            *pointer = &raw mut *block;
+            *pointer = block.write(control_block(u64::from(index), &call, 0, signal));
             count += 1;
         }
         let (mut at, mut taken) = (0, 0);

@@ -28,8 +28,11 @@ pub(super) struct Times {
 /// Where the link is until a server carries out calls again.
 #[derive(Debug)]
 pub(super) struct Outage {
-    /// Until then calls are kept. None if there was nothing to do when the server was there.
-    pub(super) deadline: Option<Instant>,
+    /// How long calls are kept without a connection, from its loss on: what the outage has left of the time. None is all of
+    /// it: there was nothing to do when the server was there.
+    pub(super) left: Option<Duration>,
+    /// While there is no connection: until then calls are kept.
+    pub(super) deadline: Instant,
     pub(super) next_try: Instant,
     pub(super) pause: Duration,
     pub(super) has_given_up: bool,
@@ -61,9 +64,9 @@ impl Link {
         let outage = match self.outage.take() {
             // It let us in and went again, so it has a pause, as if it had not.
             Some(outage) => outage.with_a_pause(),
-            None => Outage { deadline: None, next_try: now, pause: RETRY_MIN, has_given_up: false },
+            None => Outage { left: None, deadline: now, next_try: now, pause: RETRY_MIN, has_given_up: false },
         };
-        let deadline = outage.deadline.or_else(|| now.checked_add(self.uri.reconnect)).or(Some(now));
+        let deadline = now.checked_add(outage.left.unwrap_or(self.uri.reconnect)).unwrap_or(now);
         self.outage = Some(Outage { deadline, ..outage });
     }
 
@@ -74,7 +77,7 @@ impl Link {
             && self.waiting.is_empty()
             && self.replay.is_none()
         {
-            (outage.deadline, outage.has_given_up) = (None, false);
+            (outage.left, outage.has_given_up) = (None, false);
         }
     }
 
@@ -115,15 +118,19 @@ impl Link {
         self.drop_stale();
         let Some(outage) = &mut self.outage else { return };
         let now = Instant::now();
-        let has_time = outage.deadline.is_some_and(|deadline| now < deadline);
+        let has_time = now < outage.deadline;
         if now < outage.next_try && has_time {
             return;
         }
         if now >= outage.next_try {
             // Calls that wait have an end of their own. When that is over nobody waits.
-            let until = outage.deadline.filter(|_| has_time).into_iter().chain([end_of_patience()]).min();
-            match connect(&self.uri, until.unwrap_or(now)) {
+            let deadline = outage.deadline;
+            let until = if has_time { deadline.min(end_of_patience()) } else { end_of_patience() };
+            match connect(&self.uri, until) {
                 Ok((stream, agreed)) if self.is_same(&agreed) => {
+                    // What is written again may take long. That counts for nothing if the server goes once more.
+                    let left = Some(deadline.saturating_duration_since(Instant::now()));
+                    self.outage = self.outage.take().map(|outage| Outage { left, ..outage });
                     if let Some(times) = self.times.back.admit() {
                         tracing::info!("'{}': connected again (time {times})", self.uri);
                     }
@@ -167,5 +174,52 @@ impl Link {
             call.fail(IoError::EIO);
         }
         (self.flushes_itself, self.in_hand_bytes) = (false, 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::calls::Calls;
+    use crate::handshake::Stream;
+    use crate::uri::NbdUri;
+    use std::os::unix::net::UnixStream;
+    use std::sync::Arc;
+    use std::sync::mpsc::{SyncSender, channel, sync_channel};
+
+    #[test]
+    fn a_connection_that_was_begun_before_an_outage_is_never_used_whenever_it_is_made() {
+        // Without a size, none is begun here.
+        let agreed = Agreed {
+            style: Style::Simple,
+            size_bytes: 0,
+            flags: 0,
+            block_bytes: 1,
+            payload_bytes_max: 1 << 20,
+            allocation: None,
+        };
+        let uri = NbdUri::parse("nbd+unix:///?socket=none").unwrap();
+        let (stream, _peer) = UnixStream::pair().unwrap();
+        let mut link = Link::new(uri, Stream::Unix(stream), agreed, Arc::new(Calls::new().unwrap()));
+        let (work, jobs) = channel::<SyncSender<Option<Lane>>>();
+        let makes = std::thread::spawn(move || {
+            for (number, sender) in jobs.into_iter().enumerate() {
+                // At any moment of what the other thread does.
+                (0..number % 500).for_each(|_| std::hint::spin_loop());
+                sender.send(None).unwrap();
+            }
+        });
+        for round in 0..2_000 {
+            let (sender, made) = sync_channel(1);
+            (link.making, link.is_stale) = (Some(made), true);
+            work.send(sender).unwrap();
+            while link.making.is_some() {
+                link.look_for_lanes();
+            }
+            // It is set where the answer is believed.
+            assert!(!link.has_enough && !link.is_stale, "round {round}");
+        }
+        drop(work);
+        makes.join().unwrap();
     }
 }

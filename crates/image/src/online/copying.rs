@@ -235,9 +235,10 @@ impl<F: FnMut(u64) -> bool> Pieces for Pass<'_, F> {
             return self.copying.copy_piece(at, &found.piece).await;
         };
         let end = at.saturating_add(length_bytes);
-        let _range = both.lock(at..end).await;
         let (mut at, mut moved_bytes) = (at, 0_u64);
         while at < end {
+            // For one extent only: a piece may have many, and guests wait no longer than for one.
+            let _range = both.lock(at..end).await;
             // Guests may have written since.
             let look = self.copying.look(at, end.saturating_sub(at), self.what).await;
             let piece = look.map_err(|error| self.copying.cannot_read(at, error))?;
@@ -250,5 +251,86 @@ impl<F: FnMut(u64) -> bool> Pieces for Pass<'_, F> {
     fn goes_on(&self, left_bytes: u64) -> bool {
         self.copying.watch.left(left_bytes);
         (self.goes_on.borrow_mut())(left_bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::chain::image::Image;
+    use crate::{CreateOptions, FileName, Format, ImageOptions, Opener, Role};
+    use block::{File, block_on};
+    use std::future::{Future, poll_fn};
+    use std::pin::pin;
+    use std::task::Poll;
+    use testkit::{SimFileOptions, SimStorage};
+
+    const CLUSTER_BYTES: u64 = 4096;
+
+    struct SimOpener(SimStorage);
+
+    impl Opener for SimOpener {
+        fn open(&self, name: &FileName, _role: Role) -> Result<Arc<dyn File>> {
+            Ok(self.0.file(&name.to_string()).unwrap())
+        }
+
+        fn canonical(&self, path: &std::path::Path) -> Result<std::path::PathBuf> {
+            Ok(path.to_owned())
+        }
+    }
+
+    /// A new image of one piece.
+    fn image(storage: &SimStorage, name: &str) -> Image {
+        let file: Arc<dyn File> = storage.create(name, 0, SimFileOptions::default());
+        let create = format_qcow2::CreateOptions::default().with(|options| {
+            options.size_bytes = PIECE_BYTES;
+            options.cluster_size = CLUSTER_BYTES;
+        });
+        crate::create(&file, &CreateOptions::Qcow2(create)).unwrap();
+        let options = ImageOptions::new(name).with(|options| options.format = Some(Format::Qcow2));
+        crate::open(&options, &SimOpener(storage.clone())).unwrap()
+    }
+
+    async fn contents(of: &Shared) -> Vec<u8> {
+        let data = IoBuf::zeroed(PIECE_BYTES as usize).whole();
+        of.read(0, data.clone(), Priority::NONE).await.unwrap();
+        data.to_vec()
+    }
+
+    #[test]
+    fn a_write_of_a_guest_waits_for_one_extent_of_a_piece_and_not_for_all() {
+        let storage = SimStorage::new(1);
+        let (disk, target) = (image(&storage, "disk"), image(&storage, "target"));
+        let (chain, next, watch) = (disk.chain(), target.chain(), CopyWatch::default());
+        let copying = Copying::new(&chain.layers, &next, &watch).unwrap();
+        let both = BothSides::with(Arc::clone(&next), None, None);
+        block_on(async {
+            for at in (0..PIECE_BYTES).step_by(2 * CLUSTER_BYTES as usize) {
+                let data = IoBuf::zeroed(CLUSTER_BYTES as usize).whole();
+                data.fill(7);
+                copying.from.write(at, data, Priority::NONE).await.unwrap();
+            }
+            let range = 0..PIECE_BYTES;
+            let earlier = both.lock(range.clone()).await;
+            let ranges = [range.clone()];
+            let mut copy = pin!(copying.copy(&ranges, What::All { skip_zeros: false }, Some(&both), |_| true));
+            let mut guest = pin!(both.lock(range));
+            poll_fn(|context| {
+                assert!(copy.as_mut().poll(context).is_pending() && guest.as_mut().poll(context).is_pending());
+                Poll::Ready(())
+            })
+            .await;
+            drop(earlier);
+            let guest = poll_fn(|context| {
+                assert!(copy.as_mut().poll(context).is_pending(), "all was copied while the guest waited");
+                guest.as_mut().poll(context)
+            })
+            .await;
+            let (first, rest) = (CLUSTER_BYTES as usize, contents(&copying.to).await);
+            assert_eq!(rest.iter().filter(|byte| **byte != 0).count(), first);
+            drop(guest);
+            assert!(copy.await.unwrap().is_empty());
+            assert_eq!(contents(&copying.to).await, contents(&copying.from).await);
+        });
     }
 }

@@ -43,7 +43,8 @@ pub(super) async fn copy_in_lanes(
     let course = Course::new(ranges, watch);
     while course.place().is_some() && !course.is_over.get() {
         course.rests.set(false);
-        let count = if watch.has_to_wait() { 1 } else { LANES };
+        course.is_alone.set(watch.has_to_wait());
+        let count = if course.is_alone.get() { 1 } else { LANES };
         let lanes = (0..count).map(|_| Box::pin(course.lane(pieces)) as Lane<'_>).collect();
         calls.awaiting(all(lanes)).await;
         if let Some(error) = course.error.take() {
@@ -71,6 +72,7 @@ struct Course<'a> {
     /// The range of the next piece, and how much of that is taken.
     next: Cell<(usize, u64)>,
     left_bytes: Cell<u64>,
+    /// What was moved under a limit, and is not paid for.
     moved_bytes: Cell<u64>,
     is_finding: Cell<bool>,
     found: WaitList,
@@ -78,6 +80,8 @@ struct Course<'a> {
     is_over: Cell<bool>,
     /// No more pieces begin before the copy has waited.
     rests: Cell<bool>,
+    /// There is one lane. After each piece the copy looks whether that is still right.
+    is_alone: Cell<bool>,
     error: RefCell<Option<Error>>,
 }
 
@@ -93,6 +97,7 @@ impl<'a> Course<'a> {
             found: WaitList::default(),
             is_over: Cell::new(false),
             rests: Cell::new(false),
+            is_alone: Cell::new(false),
             error: RefCell::default(),
         }
     }
@@ -151,7 +156,6 @@ impl<'a> Course<'a> {
 
     fn note(&self, pieces: &impl Pieces, length_bytes: u64, moved_bytes: u64) {
         self.left_bytes.set(self.left_bytes.get().saturating_sub(length_bytes));
-        self.moved_bytes.set(self.moved_bytes.get().saturating_add(moved_bytes));
         self.watch.done(length_bytes);
         if let Some(give_up) = self.watch.given_up_by() {
             give_up.tidy();
@@ -159,7 +163,11 @@ impl<'a> Course<'a> {
         if !pieces.goes_on(self.left_bytes.get()) {
             self.is_over.set(true);
         }
-        if self.watch.has_to_wait() {
+        let has_to_wait = self.watch.has_to_wait();
+        if has_to_wait {
+            self.moved_bytes.set(self.moved_bytes.get().saturating_add(moved_bytes));
+        }
+        if has_to_wait || self.is_alone.get() {
             self.rests.set(true);
         }
     }
@@ -196,16 +204,21 @@ mod tests {
     use block::{ErrorKind, block_on, yield_now};
 
     #[derive(Default)]
-    struct Seen {
+    struct Seen<'a> {
         done: RefCell<Vec<Range<u64>>>,
         under_way: Cell<usize>,
         most: Cell<usize>,
         stops_at_bytes: u64,
         fails_at: Option<u64>,
+        /// Its limit is lifted while the first piece is copied.
+        lifts_limit_of: Option<&'a CopyWatch>,
     }
 
-    impl Pieces for Seen {
-        type Found<'a> = u64;
+    impl Pieces for Seen<'_> {
+        type Found<'a>
+            = u64
+        where
+            Self: 'a;
 
         async fn find(&self, at: u64, length_bytes: u64) -> Result<(u64, u64)> {
             yield_now().await;
@@ -217,6 +230,9 @@ mod tests {
             assert_eq!(at, found);
             self.under_way.set(self.under_way.get() + 1);
             self.most.set(self.most.get().max(self.under_way.get()));
+            if let Some(watch) = self.lifts_limit_of {
+                watch.set_rate(0);
+            }
             for _ in 0..5 + at % 50 {
                 yield_now().await;
             }
@@ -233,7 +249,7 @@ mod tests {
         }
     }
 
-    fn copy(seen: &Seen, watch: &CopyWatch) -> Result<Vec<Range<u64>>> {
+    fn copy(seen: &Seen<'_>, watch: &CopyWatch) -> Result<Vec<Range<u64>>> {
         let rest = block_on(copy_in_lanes(seen, &JobCalls::new(None), &[0..200, 200..200, 300..650], watch));
         assert_eq!(seen.under_way.get(), 0);
         rest
@@ -259,6 +275,28 @@ mod tests {
         watch.set_rate(1 << 30);
         assert!(copy(&seen, &watch).unwrap().is_empty());
         assert_eq!((seen.most.get(), watch.done_bytes()), (1, 550));
+    }
+
+    #[test]
+    fn a_limit_that_comes_later_counts_from_then_on() {
+        let (seen, watch) = (Seen::default(), CopyWatch::default());
+        let course = Course::new(&[], &watch);
+        (0..70).for_each(|_| course.note(&seen, 7, 7));
+        assert!(!course.rests.get());
+        watch.set_rate(100);
+        (0..2).for_each(|_| course.note(&seen, 7, 7));
+        assert!(course.rests.get());
+        assert_eq!(course.moved_bytes.get(), 14);
+    }
+
+    #[test]
+    fn a_copy_whose_limit_is_lifted_has_several_pieces_under_way() {
+        let watch = CopyWatch::default();
+        watch.set_rate(1 << 30);
+        let seen = Seen { lifts_limit_of: Some(&watch), ..Seen::default() };
+        assert!(copy(&seen, &watch).unwrap().is_empty());
+        assert!(seen.most.get() > LANES / 2, "{}", seen.most.get());
+        assert_eq!(watch.done_bytes(), 550);
     }
 
     #[test]

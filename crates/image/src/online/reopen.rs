@@ -39,6 +39,12 @@ impl Image {
             }
             tracing::warn!("{error}; it is given up, because the disk is opened anew by force");
         }
+        // A new mapping uses freed space again. Whoever looks at the disk without a request fails, or asks the next chain.
+        if let Some(epochs) =
+            chain.layers.first().filter(|_| !chain.disk.read_only).and_then(|top| top.mapping.epochs())
+        {
+            epochs.close();
+        }
         // The new chain has the same indexes.
         chain.layers.iter().for_each(|layer| layer.mapping.count_index_memory(false));
         match self.replacement(&chain, &barrier, open).await {

@@ -1,0 +1,95 @@
+//! The space of a kept overlay whose guest frees pages and never flushes.
+#![allow(clippy::unwrap_used)]
+
+use block::{File, IoErrorKind, IoResult, MetaIo, block_on};
+use ringdisk_format_scratch::{Header, Prepared, Scratch, create_kept};
+use testkit::{OpKind, SimFileOptions, SimStorage};
+
+const INDEX: &str = "disk.scratch";
+const DATA: &str = "disk.scratch.data";
+const DISK: u64 = 1 << 20;
+const PAGE: u64 = 4096;
+/// How far the data of so small a disk may grow beyond it: what waits for a flush, and one step of space.
+const BEYOND: u64 = (64 << 20) + (4 << 20);
+
+struct Kept {
+    storage: SimStorage,
+    io: MetaIo,
+    scratch: Scratch,
+}
+
+impl Kept {
+    fn new(data: SimFileOptions) -> Self {
+        let storage = SimStorage::new(1);
+        storage.create(INDEX, 0, SimFileOptions::default());
+        storage.create(DATA, 0, data);
+        let queue = |name| storage.file(name).unwrap().open_blocking().unwrap();
+        let io = MetaIo::new(queue(INDEX)).with_data(queue(DATA));
+        let header = Header {
+            size_bytes: DISK,
+            backing_file: "below".to_owned(),
+            backing_format: None,
+            data_file: DATA.to_owned(),
+        };
+        block_on(create_kept(&io, INDEX, &header)).unwrap();
+        let length = storage.bytes(INDEX).len() as u64;
+        let scratch = block_on(Scratch::open_kept(&io, INDEX, length, false)).unwrap();
+        Self { storage, io, scratch }
+    }
+
+    fn write(&self, offset: u64, length: u64) -> IoResult {
+        let mut done = 0;
+        while done < length {
+            done += match block_on(self.scratch.prepare_write(&self.io, offset + done, length - done))? {
+                Prepared::InPlace { length_bytes, .. } => length_bytes,
+                Prepared::New(allocation) => {
+                    let length_bytes = allocation.length_bytes;
+                    self.scratch.commit_write(allocation)?;
+                    length_bytes
+                }
+            };
+        }
+        Ok(())
+    }
+
+    fn discard(&self, offset: u64, length: u64) {
+        block_on(self.scratch.discard(&self.io, offset, length)).unwrap();
+    }
+
+    fn flushes(&self) -> u64 {
+        self.storage.pushed(DATA, OpKind::Flush)
+    }
+}
+
+#[test]
+fn a_guest_that_frees_and_never_flushes_waits_for_a_flush_before_its_data_grow_without_bound() {
+    let kept = Kept::new(SimFileOptions::default());
+    for round in 0..1000 {
+        // Whole disks, and now and then one page: the runs differ.
+        let length = if round % 10 == 9 { PAGE } else { DISK };
+        kept.write(0, length).unwrap();
+        kept.discard(0, length);
+        assert!(kept.scratch.used_bytes() <= DISK + BEYOND, "round {round}: {}", kept.scratch.used_bytes());
+    }
+    let length = kept.storage.file(DATA).unwrap().storage().bytes(DATA).len() as u64;
+    assert!(length <= DISK + BEYOND, "{length}");
+    assert!((10..=20).contains(&kept.flushes()), "{}", kept.flushes());
+}
+
+#[test]
+fn where_the_host_is_full_what_was_freed_and_not_flushed_is_flushed_and_used_again() {
+    const ROOM: u64 = 16;
+    let kept = Kept::new(SimFileOptions { max_length_bytes: ROOM * PAGE, ..SimFileOptions::default() });
+    for round in 0..10_000 {
+        kept.write(0, PAGE).unwrap_or_else(|error| panic!("round {round}: {error}"));
+        kept.discard(0, PAGE);
+    }
+    assert!(kept.flushes() <= 10_000 / ROOM + 1, "{}", kept.flushes());
+    // What is in use is no room, however often it is flushed.
+    kept.write(0, ROOM * PAGE).unwrap();
+    let flushes = kept.flushes();
+    assert_eq!(kept.write(ROOM * PAGE, PAGE).unwrap_err().kind(), IoErrorKind::NoSpace);
+    assert_eq!(kept.flushes(), flushes);
+    kept.discard(0, PAGE);
+    kept.write(ROOM * PAGE, PAGE).unwrap();
+}
