@@ -27,6 +27,8 @@ fn is_disconnected(stream: &mut UnixStream) -> bool {
         match stream.read(&mut sink) {
             Ok(0) => return true,
             Ok(_) => {}
+            // A socket with a time limit is not read on by itself after a signal.
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
             Err(error) => return error.kind() == std::io::ErrorKind::ConnectionReset,
         }
     }
@@ -43,6 +45,13 @@ fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
 
 /// Runs `attack` while another client writes and reads what it wrote.
 fn beside_a_good_client(served: &Served, attack: impl FnOnce()) {
+    /// Set also if the attack panics, so that the client ends and the test fails at once.
+    struct Over<'a>(&'a AtomicBool);
+    impl Drop for Over<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::SeqCst);
+        }
+    }
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let good = scope.spawn(|| {
@@ -58,8 +67,9 @@ fn beside_a_good_client(served: &Served, attack: impl FnOnce()) {
                 rounds += 1;
             }
         });
+        let is_over = Over(&over);
         attack();
-        over.store(true, Ordering::SeqCst);
+        drop(is_over);
         good.join().unwrap();
     });
 }
