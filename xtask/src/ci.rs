@@ -227,7 +227,7 @@ fn guests() -> Result<Counts> {
     let kernel = packages::guest_kernel()?;
     count(
         Program::cargo()
-            .args(["test", "--package", "ringdisk", "--test", "guests", "--"])
+            .args(["test", "--package", "ringdisk", "--test", "guests", "--test", "guests_rbd", "--"])
             .args(["--ignored", "--test-threads=2", "--nocapture"])
             .env("RINGDISK_GUEST_KERNEL", kernel)
             .limit(GUESTS_LIMIT),

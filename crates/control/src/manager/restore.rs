@@ -9,7 +9,7 @@
 //!
 //! By 2 and 3, a drive is only a disk that has layers or has moved to a copy, and that no drive gives in the same words.
 //! A configured disk that no drive gives is forgotten. That fails if a drive would write to a file that the disk has
-//! left, unless that drive has its name, some drive gives its top file, or it has moved to a full copy that is gone. Where
+//! left, unless that drive has its name, or the disk has moved to a full copy that some drive gives or that is gone. Where
 //! a layer is gone, its file system may only not be mounted.
 
 use super::{Configured, Manager, absolute_file, lock};
@@ -128,7 +128,8 @@ fn keep_layers(record: &mut Record, given: &Configured, configured: &[Configured
 /// Refuses that another disk writes to a file that `disk` has left, when `disk` is no longer configured. What its guest
 /// wrote since would be missing there, and its layers would be destroyed.
 pub(super) fn refuse_left_files(disk: &RecordedDisk, configured: &[Configured]) -> Result<()> {
-    if gives_top(configured, disk) || disk.is_gone_copy() {
+    let is_full_copy = disk.files().count() == 1;
+    if disk.is_gone_copy() || (is_full_copy && gives_top(configured, disk)) {
         return Ok(());
     }
     configured.iter().try_for_each(|given| refuse_left_file(disk, given))

@@ -299,6 +299,28 @@ fn a_disk_without_a_name_does_not_take_the_record_of_a_disk_that_is_given() {
 }
 
 #[test]
+fn nobody_writes_below_a_layer_because_another_drive_gives_the_layer() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    let top = root.with_file_name("top");
+    let [root, shown] = [&root, &top].map(|path| path.display().to_string());
+    let before = given(&format!("file={root}"));
+    managed.manager.restore(&before).unwrap();
+    managed.snapshot("disk0", &top).unwrap();
+    let mut drives = [given(&format!("file={root},cache=none")), given(&format!("file={shown},readonly=on"))];
+    let mut managed = managed;
+    for _ in 0..2 {
+        managed = managed.again();
+        let error = managed.manager.restore(&drives.concat()).unwrap_err().to_string();
+        assert!(error.contains("'disk0'"), "{error}");
+        drives.reverse();
+    }
+    let managed = managed.again();
+    managed.manager.restore(&before).unwrap();
+    assert_eq!(managed.manager.disk("disk0").unwrap().file, shown);
+}
+
+#[test]
 fn the_former_file_of_a_disk_whose_copy_is_gone_is_free_but_not_what_may_lie_below_a_layer() {
     let managed = Managed::new();
     let [root, copy] = ["root", "copy"].map(|name| managed.image(name, None));

@@ -34,12 +34,28 @@ impl Collector for Aliases {
             let name = format!("libvirt_domain_block_stats_{name}");
             let mut family = encoder.encode_descriptor(&name, help, None, MetricType::Counter)?;
             for (disk, DiskStatus { file, .. }) in stats.disks.iter().zip(disks) {
-                // The domain is the guest, which a disk does not know.
-                let labels = [("domain", ""), ("source_file", &**file), ("target_device", &*disk.disk)];
+                // The domain is the guest, which a disk does not know. A path may hold any character, other labels not.
+                let file = escaped(file);
+                let labels = [("domain", ""), ("source_file", &*file), ("target_device", &*disk.disk)];
                 let found = disk.latency.iter().find(|operation| operation.operation == wanted);
                 ConstCounter::new(found.map_or(0.0, figure)).encode(family.encode_family(&labels)?)?;
             }
         }
         Ok(())
+    }
+}
+
+/// Escapes a label's value as OpenMetrics wants it.
+fn escaped(value: &str) -> String {
+    value.replace('\\', r"\\").replace('"', "\\\"").replace('\n', r"\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_label_keeps_its_line_whatever_it_holds() {
+        assert_eq!(escaped("/img/a\"b\\c\nd"), r#"/img/a\"b\\c\nd"#);
     }
 }
