@@ -8,10 +8,11 @@ mod common;
 use block::PastEnd;
 use common::{reactor, skip, with_queue};
 use memory::Mapping;
-use ringdisk_engine::{EngineKind, OpenOptions};
+use ringdisk_engine::{EngineKind, OpenOptions, ReactorThread};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 const PAGE: usize = 4096;
@@ -79,6 +80,22 @@ fn waits() -> i64 {
     }
 }
 
+/// Reads and writes pages all over the file on a reactor; returns how many of the reactor's page faults waited for storage.
+fn carry(reactor: &ReactorThread, file: &Arc<dyn block::File>) -> i64 {
+    with_queue(reactor, file, move |queue| async move {
+        let before = waits();
+        for _ in 0..20 {
+            for offset in (0..FILE_BYTES as u64).step_by(FILE_BYTES / 8) {
+                let page = common::read(&queue, offset, PAGE, PastEnd::Fails).await.unwrap();
+                assert!(page == [7; PAGE], "at {offset}");
+                common::write(&queue, offset + 100, &[7; 1000]).await.unwrap();
+            }
+        }
+        queue.start(block::FileOp::Flush).await.unwrap();
+        waits() - before
+    })
+}
+
 #[test]
 fn on_a_host_with_swap_workers_carry_out_what_a_file_in_memory_is_asked_for_and_its_name_says_so() {
     let Ok(memory) = tempfile::tempdir_in("/dev/shm") else { return skip("there is no tmpfs at /dev/shm") };
@@ -96,24 +113,15 @@ fn on_a_host_with_swap_workers_carry_out_what_a_file_in_memory_is_asked_for_and_
         };
         let words = &file.info().engine;
         assert_eq!(words.contains("the host has swap"), engine != EngineKind::Threads, "{words}");
+        let reactor = reactor("memory");
+        // The first round brings in what the requests run through, so that only the file can be waited for in the second.
+        carry(&reactor, &file);
         if !swap.takes(&path) {
             return skip("the kernel does not swap out what it is told to");
         }
-        let reactor = reactor("memory");
-        with_queue(&reactor, &file, |queue| async move {
-            let before = waits();
-            for _ in 0..20 {
-                for offset in (0..FILE_BYTES as u64).step_by(FILE_BYTES / 8) {
-                    let page = common::read(&queue, offset, PAGE, PastEnd::Fails).await.unwrap();
-                    assert!(page == [7; PAGE], "at {offset}");
-                    common::write(&queue, offset + 100, &[7; 1000]).await.unwrap();
-                }
-            }
-            queue.start(block::FileOp::Flush).await.unwrap();
-            assert_eq!(waits(), before);
-        });
+        assert_eq!(carry(&reactor, &file), 0);
         let stats = reactor.stats();
-        assert_eq!((stats.completions, stats.worker_calls), (321, 321), "engine={engine}: {stats:?}");
+        assert_eq!((stats.completions, stats.worker_calls), (642, 642), "engine={engine}: {stats:?}");
         reactor.stop().unwrap();
     }
 }
