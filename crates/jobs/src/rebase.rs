@@ -6,6 +6,7 @@
 
 use crate::Control;
 use crate::closed::closed;
+use crate::failure::failed;
 use crate::kept_snapshots::keep_snapshots;
 use crate::pack::{Packer, Packing};
 use crate::pipeline::{Pipeline, Spread, Worker};
@@ -356,8 +357,4 @@ impl Rebaser {
         };
         written.map_err(|error| failed("writing", at, error))
     }
-}
-
-fn failed(what: &str, offset: u64, error: IoError) -> Error {
-    Error::with_source(ErrorKind::Io, format!("error while {what} at byte {offset}"), error)
 }
