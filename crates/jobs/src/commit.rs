@@ -11,7 +11,7 @@ use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::rate::RateLimit;
 use crate::shared_opener::SharedOpener;
 use crate::{Control, JobDisk};
-use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, OpFlags, ReactorHandle, Result, StatusQuery};
+use block::{Disk, DiskIo, Error, ErrorKind, Op, OpFlags, ReactorHandle, Result, StatusQuery};
 use image::{BackingPolicy, FileName, Format, GrowBy, Image, ImageOptions, Opener, Role};
 use memory::AlignedBuf;
 use std::ops::Range;

@@ -6,7 +6,7 @@ use crate::pack::{Packer, Packing};
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::sources::{Salvage, Sources, places};
 use crate::{Control, JobDisk};
-use block::{DiskIo, Error, ErrorKind, IoError, Op, OpFlags, ReactorCtx, ReactorHandle, Result};
+use block::{DiskIo, Error, ErrorKind, Op, OpFlags, ReactorCtx, ReactorHandle, Result};
 use image::CopyOffload;
 use memory::AlignedBuf;
 use std::cell::Cell;

@@ -3,7 +3,7 @@
 use crate::failure::failed;
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::{Control, JobDisk};
-use block::{DiskIo, Error, ErrorKind, IoError, ReactorHandle, Result};
+use block::{DiskIo, Error, ErrorKind, ReactorHandle, Result};
 use memory::AlignedBuf;
 use std::ops::Range;
 use std::rc::Rc;

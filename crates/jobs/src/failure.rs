@@ -1,7 +1,6 @@
 //! The error of a request that a job made.
 
-use block::IoError;
-use image::{Error, ErrorKind};
+use block::{Error, ErrorKind, IoError};
 
 /// A request failed: `what` it did ("reading"), and the byte at which it began.
 pub(crate) fn failed(what: &str, offset: u64, error: IoError) -> Error {

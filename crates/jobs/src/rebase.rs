@@ -12,7 +12,7 @@ use crate::pack::{Packer, Packing};
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::runs::Cursor;
 use crate::shared_opener::SharedOpener;
-use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, OpFlags, ReactorHandle, Result, Run, StatusQuery};
+use block::{Disk, DiskIo, Error, ErrorKind, Op, OpFlags, ReactorHandle, Result, Run, StatusQuery};
 use image::{Backing, BackingPolicy, FileName, Format, Image, ImageOptions, Opener, Role};
 use memory::AlignedBuf;
 use std::ops::Range;
