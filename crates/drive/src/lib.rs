@@ -48,7 +48,8 @@ pub use keyval::{KeyValue, asks_for_help, escape, parse as parse_key_values, par
 pub use memory::Placement;
 pub use opener::{EngineOpener, LOCK_TIMEOUT_S, OpenedDisk, kept_overlay, open_again, open_disk, open_disk_with};
 pub use options::{
-    DiskOptions, DriveFormat, DriveOptions, ExportOptions, LOCK_TIMEOUT_MAX_S, ParsedDrive, socket_beside,
+    DiskOptions, DriveFormat, DriveOptions, ExportOptions, LOCK_TIMEOUT_MAX_S, ParsedDrive, parse_socket_group,
+    parse_socket_mode, socket_beside,
 };
 pub use passed::PassedDescriptors;
 pub use running::{RunningChange, THROTTLING};

@@ -3,7 +3,7 @@
 use crate::export::NbdExport;
 use crate::handshake::{Handshake, Step};
 use crate::input::Input;
-use crate::limits::{Account, Grant, Limits, Total};
+use crate::limits::{Account, Grant, Limits, PayloadMemory};
 use crate::output::Output;
 use crate::status::{Mailbox, StatusThread};
 use crate::transmission::{Next, Transmission};
@@ -60,7 +60,7 @@ pub(crate) struct Setup<G> {
     pub(crate) socket: OwnedFd,
     pub(crate) choice: Choice,
     pub(crate) limits: Limits,
-    pub(crate) total: Arc<Total>,
+    pub(crate) payload: PayloadMemory,
     pub(crate) link: Arc<Link>,
     /// Counts the connection as long as anything of it lives.
     pub(crate) guard: G,
@@ -88,7 +88,7 @@ pub(crate) struct Connection<G> {
     incoming: Incoming,
     /// For the handshake.
     deadline: Timer,
-    account: Rc<Account>,
+    payload: PayloadMemory,
     limits: Limits,
     /// Nothing when an export is chosen: whoever uses one disk keeps no other open. Dropped after the phase, which has
     /// them, too.
@@ -111,7 +111,7 @@ enum Outcome {
 impl<G: Clone + Send + 'static> Connection<G> {
     /// Begins to serve a client, on the reactor's own thread.
     pub(crate) fn start(ctx: &Rc<dyn ReactorCtx>, setup: Setup<G>) -> block::Result<()> {
-        let Setup { socket, choice, limits, total, link, guard } = setup;
+        let Setup { socket, choice, limits, payload, link, guard } = setup;
         let mut greeting = Vec::new();
         let handshake = Handshake::begin(Arc::clone(&choice.exports), limits.payload_bytes, &mut greeting);
         let mut output = Output::default();
@@ -127,7 +127,7 @@ impl<G: Clone + Send + 'static> Connection<G> {
             output,
             incoming: Incoming::Header,
             deadline,
-            account: Account::new(&limits, total),
+            payload,
             limits,
             choice: Some(choice),
             link,
@@ -236,7 +236,7 @@ impl<G: Clone + Send + 'static> Connection<G> {
                         let presence = export.users.enter(&self.link).ok_or_else(gone)?;
                         tracing::debug!(export = %export.name, "an NBD client connected");
                         let queue = export.disk.open_queue(&self.ctx).map_err(io::Error::other)?;
-                        let account = Rc::clone(&self.account);
+                        let account = Account::new(&self.limits, self.payload.clone(), export.users.share());
                         let transmission = Transmission::new(export, agreed, queue, account, &self.limits, presence);
                         self.deadline.clear();
                         self.phase = Phase::Transmission(Box::new(transmission));

@@ -2,11 +2,12 @@
 
 use crate::connection::{Choice, Connection, Link, Setup};
 use crate::export::NbdExport;
-use crate::limits::{Limits, Total};
+use crate::limits::{Limits, PayloadMemory};
 use crate::tls::Tls;
 use crate::users::HOPELESS_PATIENCE;
 use block::{Error, ErrorKind, LogLimit, ReactorHandle, Result};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::net::{AddressFamily, SocketType, sockopt};
 use std::collections::BTreeMap;
 use std::io;
 use std::net::TcpListener;
@@ -30,6 +31,25 @@ pub enum NbdListener {
 }
 
 impl NbdListener {
+    /// Takes over a listening stream socket, Unix or TCP, that another program made (a service manager). Refuses others.
+    pub fn adopt(socket: OwnedFd) -> Result<Self> {
+        let no =
+            |why: &str| Error::new(ErrorKind::BadOption, format!("the socket that was passed cannot be used: {why}"));
+        let unreadable = |error| no(&format!("it does not say what it is: {error}"));
+        let domain = sockopt::socket_domain(&socket).map_err(unreadable)?;
+        if sockopt::socket_type(&socket).map_err(unreadable)? != SocketType::STREAM {
+            return Err(no("it is no stream socket"));
+        }
+        if !sockopt::socket_acceptconn(&socket).map_err(unreadable)? {
+            return Err(no("nobody listens on it; a socket unit of systemd needs Accept=no"));
+        }
+        match domain {
+            AddressFamily::UNIX => Ok(Self::Unix(socket.into())),
+            AddressFamily::INET | AddressFamily::INET6 => Ok(Self::Tcp(socket.into())),
+            _ => Err(no("it is neither a Unix nor a TCP socket")),
+        }
+    }
+
     fn set_nonblocking(&self) -> io::Result<()> {
         match self {
             Self::Unix(listener) => listener.set_nonblocking(true),
@@ -72,6 +92,8 @@ impl AsFd for NbdListener {
 pub struct ServerOptions {
     /// What clients can make it hold.
     pub limits: Limits,
+    /// Memory for payload that it shares with others; by default it has its own, as its limits say.
+    pub payload: Option<PayloadMemory>,
     /// Certificates, if clients may or must use TLS.
     pub tls: Option<Tls>,
 }
@@ -97,7 +119,7 @@ struct Shared {
     reactors: Vec<Arc<dyn ReactorHandle>>,
     limits: Limits,
     tls: Option<Tls>,
-    total: Arc<Total>,
+    payload: PayloadMemory,
     stopping: AtomicBool,
     /// Connections may never end.
     has_given_up: AtomicBool,
@@ -241,7 +263,7 @@ impl Shared {
             socket,
             choice: Choice { exports, guard: guard_of_choice },
             limits: self.limits.clone(),
-            total: Arc::clone(&self.total),
+            payload: self.payload.clone(),
             link,
             guard,
         };
@@ -281,13 +303,14 @@ impl NbdServer {
         listener.set_nonblocking().map_err(|error| failed("set the socket up", error))?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| failed("make an event descriptor", error.into()))?;
+        let own_payload = PayloadMemory::new(options.limits.total_bytes);
         let shared = Arc::new(Shared {
             listener,
             exports: Mutex::new(exports.into()),
             reactors,
             limits: options.limits,
             tls: options.tls,
-            total: Arc::default(),
+            payload: options.payload.unwrap_or(own_payload),
             stopping: AtomicBool::new(false),
             has_given_up: AtomicBool::new(false),
             wake,

@@ -1,7 +1,7 @@
 //! Connecting, and what is agreed on with the server.
 
 use crate::uri::{NbdUri, Place};
-use block::{Error, ErrorKind, Result};
+use block::{Error, ErrorKind, LogLimit, Result};
 use nbd_tls::{Credentials, in_words, relay, shake_hands, widen};
 use nbd_wire::Reader;
 use nbd_wire::numbers::{BASE_ALLOCATION, PAYLOAD_BYTES_MAX, answer, handshake, info, option};
@@ -249,7 +249,10 @@ impl Talk<'_> {
         let carry = move || {
             let ended = relay(session, outer, inner);
             if let (Err(error), true) = (&ended, says.load(Ordering::Acquire)) {
-                tracing::warn!("'{name}': TLS: {}", in_words(error));
+                static TIMES: LogLimit = LogLimit::new();
+                if let Some(times) = TIMES.admit() {
+                    tracing::warn!(times, "'{name}': TLS: {}", in_words(error));
+                }
             }
             ended
         };

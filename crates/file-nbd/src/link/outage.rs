@@ -23,6 +23,9 @@ const DRAIN_PATIENCE: Duration = Duration::from_secs(2);
 pub(super) struct Times {
     gone: LogLimit,
     back: LogLimit,
+    silent: LogLimit,
+    other: LogLimit,
+    over: LogLimit,
 }
 
 /// Where the link is until a server carries out calls again.
@@ -105,7 +108,9 @@ impl Link {
                 break;
             }
             if left.is_zero() {
-                tracing::warn!("'{}': the server does not answer on its other connections", self.uri);
+                if let Some(times) = self.times.silent.admit() {
+                    tracing::warn!(times, "'{}': the server does not answer on its other connections", self.uri);
+                }
                 break;
             }
             let fds = open.iter().filter_map(|lane| self.lanes.get(*lane)).map(Lane::interest);
@@ -139,7 +144,11 @@ impl Link {
                     self.replay = Some(0);
                     return;
                 }
-                Ok(_) => tracing::error!("'{}': the server has another disk there, which is not used", self.uri),
+                Ok(_) => {
+                    if let Some(times) = self.times.other.admit() {
+                        tracing::error!(times, "'{}': the server has another disk there, which is not used", self.uri);
+                    }
+                }
                 Err(error) => tracing::debug!("{error}"),
             }
             self.outage = self.outage.take().map(Outage::with_a_pause);
@@ -167,7 +176,9 @@ impl Link {
             && !outage.has_given_up
         {
             outage.has_given_up = true;
-            tracing::error!("'{}': the server does not come back, requests fail", self.uri);
+            if let Some(times) = self.times.over.admit() {
+                tracing::error!(times, "'{}': the server does not come back, requests fail", self.uri);
+            }
         }
         let active = std::mem::take(&mut self.active);
         for call in active.into_values().map(|active| active.call).chain(self.waiting.drain(..)) {
