@@ -8,6 +8,7 @@
 //! * [`NbdExport`]: a disk, with the name and the description that clients see.
 //! * `users`: the connections of an export, which can be removed, and their counters.
 //! * [`Limits`]: bounds the memory that clients can make the server hold. [`PayloadMemory`]: a part of it that servers share.
+//! * [`Tls`]: a thread for each client up to the end of its TLS handshake; `under_tls`: its bytes from then on, on its reactor.
 //! * [`Handshake`]: the negotiation with a client, without a socket.
 //! * `connection`: one client on one reactor; `requests`: its requests in flight; `output`: its replies; `status`:
 //!   answers queries for block status and bitmaps, on a thread of the connection's own.
@@ -45,6 +46,7 @@ mod server;
 mod status;
 mod tls;
 mod transmission;
+mod under_tls;
 mod users;
 
 pub use block::meter::{QueueLatency, RingStats};

@@ -1,15 +1,13 @@
 //! One connection: bytes on their way to the server, and those that arrive.
 
 use crate::calls::Payload;
-use crate::handshake::Stream;
 use crate::replies::Replies;
-use memory::{SocketPart, send_parts};
+use crate::stream::Stream;
 use nbd_wire::numbers::command;
 use nbd_wire::request::Request;
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::PollFd;
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::AsFd;
 
 /// Data on their way to a call.
 #[derive(Debug, Clone, Copy)]
@@ -40,8 +38,7 @@ impl Lane {
 
     /// What is waited for.
     pub(crate) fn interest(&self) -> PollFd<'_> {
-        let writes = if self.sends() { PollFlags::OUT } else { PollFlags::empty() };
-        PollFd::new(&self.stream, PollFlags::IN | writes)
+        self.stream.interest(self.sends())
     }
 
     /// A request goes out next.
@@ -58,6 +55,10 @@ impl Lane {
 
     /// Sends what the socket takes.
     pub(crate) fn send(&mut self) -> io::Result<()> {
+        match self.stream.send_rest() {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+            sent => sent?,
+        }
         while !self.sending.is_empty() {
             let mut skip = self.sent;
             let parts = self.sending.iter().flat_map(|(head, payload)| {
@@ -65,9 +66,8 @@ impl Lane {
                 let payload = payload.as_ref().map_or(&[][..], |payload| payload);
                 let in_payload = skipped.saturating_sub(head.len());
                 [head.get(skipped..).unwrap_or_default(), payload.get(in_payload..).unwrap_or_default()]
-                    .map(SocketPart::Bytes)
             });
-            match send_parts(self.stream.as_fd(), parts) {
+            match self.stream.send(parts) {
                 Ok(count) => self.sent = self.sent.saturating_add(count),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -90,10 +90,10 @@ impl Lane {
         if self.is_drained {
             return Ok(false);
         }
-        let (stream, is_drained) = (&self.stream, &mut self.is_drained);
+        let (stream, is_drained) = (&mut self.stream, &mut self.is_drained);
         let filled = self.replies.fill(|room| {
-            let count = rustix::io::read(stream, &mut *room)?;
-            *is_drained = count < room.len();
+            let count;
+            (count, *is_drained) = stream.receive(room)?;
             Ok(count)
         });
         match filled {
@@ -113,10 +113,10 @@ impl Lane {
         if self.is_drained {
             return Ok(None);
         }
-        match rustix::io::read(&self.stream, &mut *place).map_err(io::Error::from) {
-            Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it left within a reply")),
-            Ok(count) => {
-                self.is_drained = count < place.len();
+        match self.stream.receive(place) {
+            Ok((0, _)) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it left within a reply")),
+            Ok((count, is_drained)) => {
+                self.is_drained = is_drained;
                 Ok(Some(count))
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
@@ -130,5 +130,6 @@ impl Lane {
         let request = Request { flags: 0, command: command::DISC, cookie: 0, offset: 0, length_bytes: 0 };
         self.put(&request, extended, None);
         let _ = self.send();
+        self.stream.close();
     }
 }

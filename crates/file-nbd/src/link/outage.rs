@@ -192,7 +192,7 @@ impl Link {
 mod tests {
     use super::*;
     use crate::calls::Calls;
-    use crate::handshake::Stream;
+    use crate::stream::Stream;
     use crate::uri::NbdUri;
     use std::os::unix::net::UnixStream;
     use std::sync::Arc;
