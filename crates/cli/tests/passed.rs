@@ -263,7 +263,7 @@ fn nbd_clients_come_in_at_sockets_that_were_passed() {
     assert!(greets(&nbd));
     assert_eq!((disk_bytes(&guest), disk_bytes(&late)), (1 << 20, 2 << 20));
     let call = ["ctl", "--control", path_str(&control), "export", "extra", "--socket", "fd:nobody"];
-    assert!(common::run_fails(2, &call).contains("nobody"));
+    assert!(run_fails(1, &call).contains("nobody"));
     let own = at(&dir, "own");
     let group = std::os::unix::fs::MetadataExt::gid(&std::fs::metadata(dir.path()).unwrap());
     let call = ["ctl", "--control", path_str(&control), "export", "extra", "--socket", path_str(&own)];

@@ -8,6 +8,7 @@ use super::wire::{Wire, code, words32, words64};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{Ordering, fence};
 use std::time::Instant;
 
 /// Descriptor flags of a packed ring.
@@ -49,13 +50,21 @@ impl PackedRequests {
         if sum >= size { (((sum - size) % size) as u16, !odd) } else { (sum as u16, odd) }
     }
 
-    /// Puts one descriptor at the next place and makes it available, right or wrong.
-    fn put(&mut self, ground: &Ground, address: u64, length: u32, id: u16, flags: u16) {
+    /// Puts one descriptor at a place and makes it available there, right or wrong.
+    fn put_at(&self, ground: &Ground, place: Place, (address, length, flags): (u64, u32, u16), id: u16) {
         let mut bytes = address.to_le_bytes().to_vec();
         bytes.extend(length.to_le_bytes());
         bytes.extend(id.to_le_bytes());
-        bytes.extend((flags | if self.avail.1 { AVAIL } else { USED }).to_le_bytes());
-        ground.write(self.ring + 16 * u64::from(self.avail.0), &bytes);
+        let at = self.ring + 16 * u64::from(place.0);
+        ground.write(at, &bytes);
+        // The flags say that the rest is there.
+        fence(Ordering::SeqCst);
+        ground.write(at + 14, &(flags | if place.1 { AVAIL } else { USED }).to_le_bytes());
+    }
+
+    /// Puts one descriptor at the next place and makes it available, right or wrong.
+    fn put(&mut self, ground: &Ground, address: u64, length: u32, id: u16, flags: u16) {
+        self.put_at(ground, self.avail, (address, length, flags), id);
         self.avail = self.step(self.avail, 1);
     }
 
@@ -75,10 +84,12 @@ impl PackedRequests {
             1
         } else {
             let last = buffers.len() - 1;
-            for (at, (address, length, writable)) in buffers.iter().enumerate() {
+            // The first one shows the others, so it comes last.
+            for (at, (address, length, writable)) in buffers.iter().enumerate().rev() {
                 let flags = if at == last { 0 } else { NEXT } | if *writable { WRITE } else { 0 };
-                self.put(ground, *address, *length, id, flags);
+                self.put_at(ground, self.step(self.avail, at as u16), (*address, *length, flags), id);
             }
+            self.avail = self.step(self.avail, buffers.len() as u16);
             buffers.len() as u16
         };
         if let Some(chain) = self.chains.get_mut(usize::from(id)) {
