@@ -187,7 +187,7 @@ fn what_is_wrong_with_a_call_is_said() {
     assert!(said.contains("missing.qcow2"), "{said}");
     assert!(run_fails(2, &daemon.arguments(&["add", "format=null,sise=1G"])).contains("did you mean 'size'"));
     daemon.ctl(&["add", &format!("format=null,size=1G,name=a,socket={}", daemon.path("a.sock").display())]);
-    let guest = Driver::connect(&daemon.path("a.sock"), DriverOptions::default()).unwrap();
+    let guest = Driver::connect(daemon.path("a.sock"), DriverOptions::default()).unwrap();
     let said = run_fails(1, &daemon.arguments(&["remove", "a"]));
     assert!(said.contains("where a guest is connected: end that first"), "{said}");
     assert!(run_fails(1, &daemon.arguments(&["resize", "a", "2G"])).contains("not an image"));

@@ -99,35 +99,35 @@ fn every_call_can_be_made_by_curl_while_a_guest_works() {
     let mut listener = listener.stdout(events).stdin(Stdio::null()).spawn().unwrap();
     assert_eq!(curl.get("/v1/version")["api"], 1);
     let options = json!({
-        "file": file("root.qcow2"), "name": "root", "socket": file("root.sock"), "queues": 1, "on-error": "hold",
+        "file": file("root.qcow2"), "name": "first", "socket": file("root.sock"), "queues": 1, "on-error": "hold",
         "filter": "throttle:iops-total=1000000",
     });
     curl.post("/v1/disks", &json!({ "options": options }));
     let guest = Guest::begin(&daemon.path("root.sock"));
-    curl.call("PATCH", "/v1/disks/root", &json!({ "options": { "throttling.iops-total": "500000" } }));
-    assert_eq!(curl.post("/v1/disks/root/resize", &json!({ "size_bytes": 80 << 20 }))["size_bytes"], 80 << 20);
-    curl.post("/v1/disks/root/reopen", &json!({}));
-    curl.post("/v1/disks/root/resume", &Value::Null);
-    assert_eq!(curl.get("/v1/disks")["disks"][0]["name"], "root");
-    assert_eq!(curl.get("/v1/disks/root")["exports"][0]["connected"], true);
+    curl.call("PATCH", "/v1/disks/first", &json!({ "options": { "throttling.iops-total": "500000" } }));
+    assert_eq!(curl.post("/v1/disks/first/resize", &json!({ "size_bytes": 80 << 20 }))["size_bytes"], 80 << 20);
+    curl.post("/v1/disks/first/reopen", &json!({}));
+    curl.post("/v1/disks/first/resume", &Value::Null);
+    assert_eq!(curl.get("/v1/disks")["disks"][0]["name"], "first");
+    assert_eq!(curl.get("/v1/disks/first")["exports"][0]["connected"], true);
 
-    curl.post("/v1/disks/root/bitmaps", &json!({ "actions": [{ "action": "add", "bitmap": "daily" }] }));
-    assert_eq!(curl.get("/v1/disks/root/bitmaps")["bitmaps"][0]["recording"], true);
+    curl.post("/v1/disks/first/bitmaps", &json!({ "actions": [{ "action": "add", "bitmap": "daily" }] }));
+    assert_eq!(curl.get("/v1/disks/first/bitmaps")["bitmaps"][0]["recording"], true);
     let backup = json!({ "target": file("backup.qcow2"), "bitmap": "daily", "mode": "full" });
-    curl.job("/v1/disks/root/backup", &backup, "done");
-    curl.post("/v1/disks/root/bitmaps", &json!({ "actions": [{ "action": "remove", "bitmap": "daily" }] }));
-    curl.post("/v1/disks/root/snapshots", &json!({ "name": "one" }));
-    assert_eq!(curl.get("/v1/disks/root/snapshots")["snapshots"][0]["name"], "one");
-    curl.call("DELETE", "/v1/disks/root/snapshots/one", &Value::Null);
+    curl.job("/v1/disks/first/backup", &backup, "done");
+    curl.post("/v1/disks/first/bitmaps", &json!({ "actions": [{ "action": "remove", "bitmap": "daily" }] }));
+    curl.post("/v1/disks/first/snapshots", &json!({ "name": "one" }));
+    assert_eq!(curl.get("/v1/disks/first/snapshots")["snapshots"][0]["name"], "one");
+    curl.call("DELETE", "/v1/disks/first/snapshots/one", &Value::Null);
 
     let put_on =
-        |name: &str| curl.post("/v1/snapshots", &json!({ "overlays": [{ "disk": "root", "overlay": file(name) }] }));
+        |name: &str| curl.post("/v1/snapshots", &json!({ "overlays": [{ "disk": "first", "overlay": file(name) }] }));
     put_on("top.qcow2");
-    curl.job("/v1/disks/root/commit", &json!({ "within_ms": 30_000 }), "done");
+    curl.job("/v1/disks/first/commit", &json!({ "within_ms": 30_000 }), "done");
     put_on("next.qcow2");
-    curl.job("/v1/disks/root/rebase", &json!({ "base": file("root.qcow2"), "format": "qcow2" }), "done");
-    curl.job("/v1/disks/root/stream", &json!({}), "done");
-    curl.job("/v1/disks/root/compact", &json!({}), "done");
+    curl.job("/v1/disks/first/rebase", &json!({ "base": file("root.qcow2"), "format": "qcow2" }), "done");
+    curl.job("/v1/disks/first/stream", &json!({}), "done");
+    curl.job("/v1/disks/first/compact", &json!({}), "done");
 
     // A disk that no guest uses: its snapshot can be applied, and its jobs can take their time.
     let other = json!({ "options": { "file": file("backup.qcow2"), "name": "other" }, "export": false });
@@ -156,7 +156,7 @@ fn every_call_can_be_made_by_curl_while_a_guest_works() {
     assert_eq!(curl.post("/v1/reload", &Value::Null)["added"], json!(["more"]));
     curl.call("DELETE", "/v1/disks/data", &Value::Null);
     assert!(!curl.get("/v1/stats")["disks"][0]["latency"].as_array().unwrap().is_empty());
-    assert!(curl.text("GET", "/metrics", None).contains("ringdisk_disk_requests_total{disk=\"root\"}"));
+    assert!(curl.text("GET", "/metrics", None).contains("ringdisk_disk_requests_total{disk=\"first\"}"));
     guest.end();
     let left = curl.left();
     assert_eq!(left, ["get /v1/events", "post /v1/shutdown"], "all others were made");

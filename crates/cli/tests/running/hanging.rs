@@ -73,7 +73,7 @@ fn the_daemon_ends_and_closes_the_other_disks_while_a_call_hangs() {
     guest.end();
     assert!(daemon.ctl(&["snapshot-list", "far"]).contains("one"));
     // It keeps the disk from being removed.
-    let monitor = driver::Driver::connect(&daemon.path("far.sock"), driver::DriverOptions::default()).unwrap();
+    let monitor = driver::Driver::connect(daemon.path("far.sock"), driver::DriverOptions::default()).unwrap();
     nbd.signal("STOP");
     let list = || {
         let mut command = ringdisk();
