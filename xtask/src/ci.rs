@@ -2,7 +2,7 @@
 
 use crate::command::{Program, built_with_tests};
 use crate::counts::Counts;
-use crate::{arrows, documents, folder_arrows, packages, packaging, tidy};
+use crate::{arrows, documents, folder_arrows, packages, packaging, tidy, try_package};
 use anyhow::{Result, bail};
 use std::time::{Duration, Instant};
 
@@ -50,6 +50,8 @@ const STEPS: &[Step] = &[
     Step { name: "schedules", about: "seeded schedules of what queues share, under shuttle", run: schedules },
     Step { name: "fuzz", about: "a few seconds of each fuzzer, always with the same inputs", run: fuzz },
     Step { name: "slow", about: "the tests that are too slow for every day", run: slow },
+    Step { name: "again", about: "disks changed a hundred times, and daemons killed at fifty moments", run: again },
+    Step { name: "package", about: "the Debian package, installed and tried in a new Debian", run: package },
     Step { name: "guests", about: "real Linux guests under User Mode Linux and QEMU", run: guests },
 ];
 
@@ -203,6 +205,33 @@ fn slow() -> Result<Counts> {
     let chosen = format!("not test(/{}/)", NOT_SLOW.join("|"));
     let arguments = ["nextest", "run", "--workspace", "--no-fail-fast", "--run-ignored", "only", "-E", &chosen];
     count(Program::cargo().args(arguments).limit(TESTS_LIMIT))
+}
+
+/// Runs tests that change running disks in their long form.
+fn again() -> Result<Counts> {
+    let program = if has_nextest() {
+        let chosen = "package(ringdisk) & binary(running) & test(/again_and_again|killed_at_any_moment/)";
+        Program::cargo().args(["nextest", "run", "--workspace", "--no-fail-fast", "-E", chosen])
+    } else {
+        let chosen = ["--test", "running", "--", "again_and_again", "killed_at_any_moment"];
+        Program::cargo().args(["test", "--package", "ringdisk", "--no-fail-fast"]).args(chosen)
+    };
+    count(program.env("RINGDISK_CHANGES", "100").env("RINGDISK_KILL9_MOMENTS", "50").limit(TESTS_LIMIT))
+}
+
+/// Packs the tests' own build of the program, and tries the package. By hand, this is skipped where it cannot be done.
+fn package() -> Result<Counts> {
+    let missing = packaging::missing_for_a_trial();
+    if let (false, Some(missing)) = (std::env::var_os("CI").is_some(), &missing) {
+        println!("SKIPPED: {missing}");
+        return Ok(Counts { skipped: 1, ..Counts::default() });
+    }
+    if !packaging::has_builder() {
+        Program::cargo().args(["install", "--locked", "cargo-deb"]).watch()?;
+    }
+    let package = packaging::deb(Some(&built_with_tests("ringdisk")?))?;
+    try_package::run(&package)?;
+    Ok(Counts::one(true))
 }
 
 /// Whether cargo-nextest is installed, which runs each test in a process of its own, with a time limit.

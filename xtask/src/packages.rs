@@ -36,6 +36,8 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("systemd-socket-activate", "systemd"),
     ("bwrap", "bubblewrap"),
     ("prlimit", "util-linux"),
+    ("debootstrap", "debootstrap"),
+    ("../lib/python3/dist-packages/jsonschema/__init__.py", "python3-jsonschema"),
 ];
 
 /// The keys that sign Debian's archive.

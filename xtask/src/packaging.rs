@@ -1,6 +1,7 @@
 //! The Debian package, and the checks of what goes into it.
 
 use crate::command::Program;
+use crate::packages;
 use crate::workspace;
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
@@ -14,7 +15,7 @@ const IGNORED: &str = "ignoring";
 
 /// Builds the package below the build directory, and returns where it is. The program is a release build, or `binary`.
 pub(crate) fn deb(binary: Option<&Path>) -> Result<PathBuf> {
-    if !Program::cargo().args(["deb", "--version"]).succeeds() {
+    if !has_builder() {
         bail!("cargo-deb builds the package: cargo install --locked cargo-deb");
     }
     let program = workspace::target().join("release/ringdisk");
@@ -39,6 +40,22 @@ pub(crate) fn deb(binary: Option<&Path>) -> Result<PathBuf> {
     let is_package = |line: &&String| line.trim_end().ends_with(".deb");
     let package = packed.lines.iter().rev().find(is_package).context("cargo deb did not say what it wrote")?;
     Ok(PathBuf::from(package.trim()))
+}
+
+/// Whether cargo-deb is installed.
+pub(crate) fn has_builder() -> bool {
+    Program::cargo().args(["deb", "--version"]).succeeds()
+}
+
+/// Says what is missing to build the package and try it, if something is.
+pub(crate) fn missing_for_a_trial() -> Option<&'static str> {
+    if !rustix::process::geteuid().is_root() {
+        return Some("only root can try the package in a Debian of its own");
+    }
+    if packages::find_program("debootstrap").is_none() {
+        return Some("debootstrap is not installed");
+    }
+    (!has_builder()).then_some("cargo-deb is not installed")
 }
 
 /// Puts a program where cargo would. The next build of cargo's puts its own there again.

@@ -47,10 +47,12 @@ systemd-analyze security --offline=true --threshold=15 ringdisk@vm1.service | ta
 say "the example, served as its user"
 install -d -o ringdisk -g kvm -m 0750 /var/lib/ringdisk /run/ringdisk/vm1
 DISKS=$(sed -n 's/^DISKS=//p' /opt/vm1.conf)
+UNIT=$(dpkg -L ringdisk | grep 'ringdisk@.service$')
+SERVE=$(sed -n 's/^ExecStart=//p' "$UNIT" | sed "s/%i/vm1/g; s/ \$DISKS//")
 setpriv --reuid=ringdisk --regid=kvm --clear-groups ringdisk create -q -f qcow2 /var/lib/ringdisk/vm1.qcow2 1G
 # shellcheck disable=SC2086 # Words are parted by blanks, as in the unit.
 setpriv --reuid=ringdisk --regid=kvm --clear-groups --no-new-privs --bounding-set=-all \
-    ringdisk serve $DISKS --control /run/ringdisk/vm1/control &
+    $SERVE $DISKS &
 server=$!
 for _ in $(seq 600); do
     [ -S /run/ringdisk/vm1/control ] && break

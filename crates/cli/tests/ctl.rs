@@ -187,10 +187,28 @@ fn what_is_wrong_with_a_call_is_said() {
     assert!(said.contains("missing.qcow2"), "{said}");
     assert!(run_fails(2, &daemon.arguments(&["add", "format=null,sise=1G"])).contains("did you mean 'size'"));
     daemon.ctl(&["add", &format!("format=null,size=1G,name=a,socket={}", daemon.path("a.sock").display())]);
-    assert!(run_fails(1, &daemon.arguments(&["remove", "a"])).contains("end that first"));
+    let guest = Driver::connect(daemon.path("a.sock"), DriverOptions::default()).unwrap();
+    let said = run_fails(1, &daemon.arguments(&["remove", "a"]));
+    assert!(said.contains("where a guest is connected: end that first"), "{said}");
     assert!(run_fails(1, &daemon.arguments(&["resize", "a", "2G"])).contains("not an image"));
     assert!(run_fails(1, &daemon.arguments(&["set", "a", "serial=b"])).contains("serial: cannot be changed"));
     assert!(run_fails(2, &daemon.arguments(&["snapshot", "a"])).contains("OVERLAY-FILE"));
+    // For scripts.
+    let json = |call: &[&str]| {
+        let said = run_fails(1, &daemon.arguments(&[call, &["--output=json"]].concat()));
+        serde_json::from_str::<Value>(&said).unwrap_or_else(|error| panic!("{error}: {said}"))["error"].clone()
+    };
+    assert_eq!(json(&["show", "nothing"])["kind"], "not-found");
+    assert_eq!(json(&["remove", "a"])["kind"], "in-use");
+    assert_eq!(json(&["set", "a", "serial=b"])["field"], "options");
+    drop(guest);
+    // A disk whose guest has gone is not in use any more.
+    let deadline = std::time::Instant::now() + common::PATIENCE;
+    while daemon.json(&["show", "a"])["exports"][0]["connected"] == true {
+        assert!(std::time::Instant::now() < deadline, "the guest stays connected");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(daemon.json(&["remove", "a"]), serde_json::json!({}));
     server.stop();
     assert!(!daemon.control.exists());
     assert!(run_fails(1, &daemon.arguments(&["list"])).contains("--control"));
@@ -309,6 +327,30 @@ fn events_are_told_as_they_happen() {
     let known = ["disk-added", "export-added", "disk-removed"];
     assert!(kinds.iter().all(|kind| known.contains(&kind.as_str())), "{said}");
     server.stop();
+}
+
+#[test]
+fn a_watcher_knows_whether_the_daemon_ended_in_order() {
+    let daemon = Daemon::new();
+    for (is_killed, code) in [(false, 0), (true, 1)] {
+        let server = daemon.start(&[]);
+        let said = daemon.path("said");
+        let out = std::fs::File::create(&said).unwrap();
+        let mut watcher = ringdisk().args(daemon.arguments(&["watch"])).stdout(out).spawn().unwrap();
+        // It may not have begun yet: disks come until it has seen one.
+        let deadline = std::time::Instant::now() + common::PATIENCE;
+        while std::fs::read_to_string(&said).unwrap().is_empty() {
+            assert!(std::time::Instant::now() < deadline, "no event is seen");
+            daemon.ctl(&["add", "format=null,size=1G,name=a", "--no-export"]);
+            daemon.ctl(&["remove", "a"]);
+        }
+        if is_killed {
+            server.kill()
+        } else {
+            server.stop()
+        }
+        assert_eq!(watcher.wait().unwrap().code(), Some(code));
+    }
 }
 
 /// Waits until `ctl list` names these disks.

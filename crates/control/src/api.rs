@@ -122,7 +122,6 @@ pub struct Disk {
     /// One line for each layer, the top first: format, file, engine.
     pub layers: Vec<String>,
     /// The options that it was added with; `file` is its current top layer.
-    #[schema(value_type = std::collections::BTreeMap<String, serde_json::Value>)]
     pub options: Options,
     /// Its exports.
     pub exports: Vec<Export>,
@@ -146,7 +145,6 @@ pub struct Held {
 #[serde(deny_unknown_fields)]
 pub struct AddDisk {
     /// The options of a drive, as `--drive` takes them: `{"file": "/images/a.qcow2", "cache": "none"}`.
-    #[schema(value_type = std::collections::BTreeMap<String, serde_json::Value>)]
     pub options: Options,
     /// Whether to serve it, too, at `socket` or beside its image.
     #[serde(default = "yes")]
@@ -184,7 +182,8 @@ fn yes() -> bool {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ChangeDisk {
-    /// Options and their new values.
+    /// Options and their new values: `cache`, `engine`, `throttling.iops-total` and others that can change in a running
+    /// disk.
     #[schema(value_type = std::collections::BTreeMap<String, serde_json::Value>)]
     pub options: Options,
 }

@@ -1,6 +1,6 @@
 //! A client of the control interface that blocks: for `ringdisk ctl`, for tests and for programs.
 
-use crate::api::{ErrorBody, ErrorDetail, Event};
+use crate::api::{ErrorBody, ErrorDetail, Event, EventKind};
 use block::{Error, ErrorKind, Result};
 use http_body_util::{BodyExt as _, Full};
 use hyper::body::{Bytes, Incoming};
@@ -101,11 +101,12 @@ impl Client {
         serde_json::from_slice(text).map_err(|error| self.no_answer(error))
     }
 
-    /// Calls `each` with every event until it returns false or the daemon ends.
+    /// Calls `each` with every event until it returns false or the daemon ends. A daemon that does not say first that it
+    /// ends is an error.
     pub fn watch(&self, mut each: impl FnMut(Event) -> bool) -> Result<(), CallError> {
         self.runtime.block_on(async {
             let mut body = self.request(Method::GET, "/v1/events", Bytes::new()).await?.into_body();
-            let mut text = Vec::new();
+            let (mut text, mut is_ending) = (Vec::new(), false);
             while let Some(frame) = body.frame().await {
                 // The daemon's end ends the stream.
                 let Ok(frame) = frame else { break };
@@ -114,13 +115,17 @@ impl Client {
                 while let Some(end) = text.iter().position(|byte| *byte == b'\n') {
                     let line: Vec<u8> = text.drain(..=end).collect();
                     let Some(data) = line.strip_prefix(b"data:") else { continue };
-                    let event = serde_json::from_slice(data).map_err(|error| self.no_answer(error))?;
+                    let event: Event = serde_json::from_slice(data).map_err(|error| self.no_answer(error))?;
+                    is_ending |= event.kind == EventKind::ShuttingDown;
                     if !each(event) {
                         return Ok(());
                     }
                 }
             }
-            Ok(())
+            match is_ending {
+                true => Ok(()),
+                false => Err(self.no_answer("the events ended, and the daemon did not say that it ends")),
+            }
         })
     }
 

@@ -57,14 +57,17 @@ pub struct Settings {
     pub allow_backing: Option<BackingPolicy>,
     /// Files that images may use as a backing file.
     pub backing: Vec<PathBuf>,
+    /// The name of the machine that the disks belong to, for the names of metrics that libvirt's exporters use.
+    pub domain: Option<String>,
 }
 
-const KEYS: [&str; 13] = [
+const KEYS: [&str; 14] = [
     "allow-backing",
     "backing",
     "buffer-memory",
     "control",
     "defaults",
+    "domain",
     "drive",
     "drives",
     "export",
@@ -171,6 +174,7 @@ impl<'i> Reader<'i> {
             "control" => settings.control = Some(self.path(key, value)?),
             "state-dir" => settings.state_dir = Some(self.path(key, value)?),
             "pidfile" => settings.pidfile = Some(self.path(key, value)?),
+            "domain" => settings.domain = Some(self.scalar(key, value)?),
             "reactors" => settings.reactors = u16::try_from(self.number(key, value, 1..=REACTORS_MAX)?).ok(),
             "poll-max-us" => settings.poll_max_us = u32::try_from(self.number(key, value, 0..=1_000_000)?).ok(),
             "buffer-memory" => {

@@ -13,7 +13,7 @@ mod restore;
 #[cfg(test)]
 mod tests;
 
-use self::answers::{counters_of, to_disk, to_job};
+use self::answers::{counters_of, to_counters, to_disk, to_job};
 use self::exports::{refuse_number_of_passed, to_export, with_absolute_paths};
 use self::held::Holding;
 use self::reload::Configuration;
@@ -33,7 +33,7 @@ use image::FileName;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use tokio::sync::broadcast;
 
 /// A disk that the command line or a configuration file gives.
@@ -96,6 +96,8 @@ pub struct Manager {
     holds: Sender<Holding>,
     /// The configuration file, if there is one. Locked while it is read again.
     configuration: Mutex<Option<Configuration>>,
+    /// The machine that the disks belong to.
+    pub(crate) domain: OnceLock<String>,
     ending: Mutex<bool>,
     asked_to_end: Condvar,
 }
@@ -125,6 +127,7 @@ impl Manager {
             events,
             storage_calls: Arc::default(),
             configuration: Mutex::default(),
+            domain: OnceLock::new(),
             ending: Mutex::new(false),
             asked_to_end: Condvar::new(),
         })
@@ -134,6 +137,11 @@ impl Manager {
     #[must_use]
     pub fn daemon(&self) -> &Daemon {
         &self.daemon
+    }
+
+    /// Names the machine that the disks belong to, for metrics. Only the first name counts.
+    pub fn is_of_domain(&self, name: &str) {
+        let _ = self.domain.set(name.to_owned());
     }
 
     /// Opens a disk and, unless `request` says otherwise, serves it.
@@ -272,7 +280,8 @@ impl Manager {
         }
     }
 
-    /// Closes a disk. A disk with exports or jobs is refused, unless `force` ends them first.
+    /// Closes a disk, with the exports that nobody uses. A disk with guests, clients or jobs is refused, unless `force`
+    /// ends them first.
     pub fn remove_disk(&self, name: &str, force: bool) -> Result<()> {
         let mut closed = Ok(());
         // From here on, another disk may get the name at any time.
@@ -304,7 +313,9 @@ impl Manager {
             if self.records.node_of(name) == node {
                 record.disks.retain(|disk| disk.name != name);
             }
-        })
+        })?;
+        node.iter().for_each(|node| self.records.is_gone(name, *node));
+        Ok(())
     }
 
     /// Reopens the files of a disk, because one was replaced, or changed behind the disk.
@@ -410,8 +421,19 @@ impl Manager {
     }
 
     pub(crate) fn node(&self, name: &str) -> Result<NodeId> {
-        let none = || Error::new(ErrorKind::BadOption, format!("there is no disk '{name}'"));
-        self.daemon.disk_named(name).ok_or_else(none)
+        self.daemon.disk_named(name).ok_or_else(|| self.absence_of(name))
+    }
+
+    /// Says why a disk cannot be used now.
+    fn absence_of(&self, name: &str) -> Error {
+        if let Some(error) = lock(&self.failed).get(name) {
+            let message = format!("the disk '{name}' could not be opened, so it can only be removed: {error}");
+            return Error::new(ErrorKind::Unsupported, message);
+        }
+        match self.daemon.disk_named(name) {
+            Some(_) => Error::new(ErrorKind::Locked, format!("the disk '{name}' is being added or removed just now")),
+            None => Error::new(ErrorKind::BadOption, format!("there is no disk '{name}'")),
+        }
     }
 
     fn name_of(&self, node: NodeId) -> Result<String> {
@@ -426,8 +448,7 @@ impl Manager {
 
     /// Returns the disk of this name.
     pub fn disk(&self, name: &str) -> Result<Disk> {
-        let none = || Error::new(ErrorKind::BadOption, format!("there is no disk '{name}'"));
-        self.disks().into_iter().find(|disk| disk.name == name).ok_or_else(none)
+        self.disks().into_iter().find(|disk| disk.name == name).ok_or_else(|| self.absence_of(name))
     }
 
     /// Returns all served disks, in the order in which they were added.
@@ -502,7 +523,7 @@ impl Manager {
         let disks = disks.iter().map(|disk| {
             let of_disk = exports.iter().filter(|export| export.node == disk.id);
             let connected = of_disk.clone().any(|export| export.connected);
-            let counters = of_disk.map(counters_of).fold(Counters::default(), Counters::plus);
+            let counters = of_disk.map(counters_of).fold(to_counters(&disk.past), Counters::plus);
             let tables = disk.tables.as_ref().map(|tables| TableStats {
                 hits: tables.hits,
                 misses: tables.misses,

@@ -22,6 +22,8 @@ struct Scrape {
     /// The disks, in the order of their figures.
     disks: Vec<DiskStatus>,
     failed: usize,
+    /// The machine that the disks belong to, if its name is known.
+    domain: String,
 }
 
 /// Returns the metrics in OpenMetrics' text format.
@@ -29,7 +31,8 @@ pub(crate) fn render(manager: &Manager) -> Result<String, fmt::Error> {
     // One look at the disks serves all: each clones their descriptions.
     let disks = manager.daemon.disks();
     let stats = manager.stats_of(&disks);
-    let scrape = Arc::new(Scrape { stats, disks, failed: manager.failed_disks().len() });
+    let domain = manager.domain.get().cloned().unwrap_or_default();
+    let scrape = Arc::new(Scrape { stats, disks, failed: manager.failed_disks().len(), domain });
     let mut own = Registry::with_prefix("ringdisk");
     own.register_collector(Box::new(Own(Arc::clone(&scrape))));
     let mut aliases = Registry::default();
@@ -71,7 +74,7 @@ struct Own(Arc<Scrape>);
 
 impl Collector for Own {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let Scrape { stats, disks, failed } = &*self.0;
+        let Scrape { stats, disks, failed, .. } = &*self.0;
         encode_counters(&mut encoder, &stats.disks)?;
         encode_latencies(&mut encoder, &stats.disks)?;
         encode_states(&mut encoder, &stats.disks)?;

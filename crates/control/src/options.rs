@@ -6,6 +6,9 @@ use serde::de::{Error as _, MapAccess, Visitor};
 use serde::ser::SerializeMap;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
+use utoipa::openapi::RefOr;
+use utoipa::openapi::schema::{AdditionalProperties, AnyOfBuilder, ArrayBuilder, ObjectBuilder, Schema, Type};
+use utoipa::{PartialSchema, ToSchema};
 
 /// Options of a drive, in the order in which they were given. In JSON they are an object whose values are strings.
 /// Numbers are accepted, too, and `true` and `false` for `on` and `off`. A key that may be repeated (`filter`) takes a
@@ -72,6 +75,36 @@ impl Options {
     /// Drops every value of these keys.
     pub fn remove(&mut self, keys: &[&str]) {
         self.0.retain(|(key, _)| !keys.contains(&key.as_str()));
+    }
+}
+
+/// Other names of keys.
+const OTHER_KEYS: [(&str, &str); 2] = [("id", "the same as `name`"), ("num-queues", "the same as `queues`")];
+
+impl PartialSchema for Options {
+    fn schema() -> RefOr<Schema> {
+        let mut object = ObjectBuilder::new()
+            .description(Some(
+                "The options of a drive, as `--drive` takes them. A key that may be repeated takes a list.",
+            ))
+            .additional_properties(Some(AdditionalProperties::FreeForm(false)));
+        for (key, takes) in drive::drive_keys().iter().chain(&OTHER_KEYS) {
+            let of_type = |kind: Type| ObjectBuilder::new().schema_type(kind);
+            let value = AnyOfBuilder::new()
+                .description(Some(*takes))
+                .item(of_type(Type::String))
+                .item(of_type(Type::Integer).minimum(Some(0)))
+                .item(of_type(Type::Boolean))
+                .item(ArrayBuilder::new().items(of_type(Type::String)));
+            object = object.property(*key, value);
+        }
+        object.into()
+    }
+}
+
+impl ToSchema for Options {
+    fn name() -> std::borrow::Cow<'static, str> {
+        "DriveOptions".into()
     }
 }
 

@@ -340,6 +340,14 @@ impl Records {
         lock(&self.nodes).insert(name.to_owned(), node);
     }
 
+    /// This disk is gone, and its name is free, unless another disk has it by now.
+    pub(crate) fn is_gone(&self, name: &str, node: NodeId) {
+        let mut nodes = lock(&self.nodes);
+        if nodes.get(name) == Some(&node) {
+            nodes.remove(name);
+        }
+    }
+
     /// The disk that has the record under this name, or had it last.
     pub(crate) fn node_of(&self, name: &str) -> Option<NodeId> {
         lock(&self.nodes).get(name).copied()

@@ -1,10 +1,12 @@
 //! The paths of the interface, each with its description.
 
+mod described;
 mod points;
 mod storage_calls;
 
-pub(crate) use self::storage_calls::StorageCalls;
-use self::storage_calls::{limited, on_disk};
+use self::described::Described;
+pub(crate) use self::storage_calls::{HELD_CONNECTIONS_MAX, HELD_THREADS_MAX, StorageCalls};
+use self::storage_calls::{ending, limited, on_disk};
 
 use crate::api::{
     AddDisk, AddExport, ChangeDisk, CommitDisk, CompactDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs,
@@ -13,6 +15,7 @@ use crate::api::{
 use crate::events::now_ms;
 use crate::failure::Failure;
 use crate::manager::Manager;
+use crate::server::AtWork;
 use axum::body::Bytes;
 use axum::extract::rejection::BytesRejection;
 use axum::extract::{FromRequest, Path, Query, Request, State};
@@ -23,7 +26,7 @@ use axum::{Json, Router};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use std::convert::Infallible;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 use tokio_stream::Stream;
 use tokio_stream::StreamExt as _;
@@ -89,8 +92,10 @@ fn described() -> (Router<Arc<Manager>>, utoipa::openapi::OpenApi) {
 
 /// Returns the interface over `manager`.
 pub(crate) fn router(manager: Arc<Manager>) -> Router {
-    described()
-        .0
+    let (router, description) = described();
+    let described = Arc::new(Described::new(&description));
+    router
+        .route_layer(axum::middleware::from_fn_with_state(described, described::refuse_other))
         .fallback(async |request: Request| Failure::not_found(format!("there is no path '{}'", request.uri().path())))
         .method_not_allowed_fallback(async |request: Request| {
             let what = format!("{} is not for the path '{}'", request.method(), request.uri().path());
@@ -119,6 +124,10 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
         };
         // A missing body means no options.
         let bytes = if bytes.is_empty() { Bytes::from_static(b"{}") } else { bytes };
+        // A list would be taken as the values of the fields in their order.
+        if bytes.trim_ascii_start().first() != Some(&b'{') {
+            return Err(Failure::bad_request("the request's body is not what is asked for: an object of JSON"));
+        }
         let mut deserializer = serde_json::Deserializer::from_slice(&bytes);
         let parsed: Result<T, _> = serde_path_to_error::deserialize(&mut deserializer);
         let value = parsed.map_err(|error| {
@@ -137,6 +146,7 @@ async fn beside<T: Send + 'static>(
     manager: Arc<Manager>,
     call: impl FnOnce(&Arc<Manager>) -> Result<T, Failure> + Send + 'static,
 ) -> Result<T, Failure> {
+    let _at_work = AtWork::begin();
     let ended = tokio::task::spawn_blocking(move || call(&manager)).await;
     let panicked = |_| Err(Failure::new(crate::api::ErrorKind::Internal, "the call panicked: see the daemon's log"));
     ended.unwrap_or_else(panicked)
@@ -150,14 +160,14 @@ fn known(manager: &Manager, name: &str) -> Result<(), Failure> {
 }
 
 /// Program and version
-#[utoipa::path(get, path = "/v1/version", responses((status = 200, body = Version)))]
+#[utoipa::path(get, path = "/v1/version", responses((status = 200, body = Version), (status = "default", body = ErrorBody)))]
 async fn version() -> Json<Version> {
     let program = format!("ringdisk {}", env!("CARGO_PKG_VERSION"));
     Json(Version { program, api: VERSION, pid: std::process::id() })
 }
 
 /// All disks
-#[utoipa::path(get, path = "/v1/disks", responses((status = 200, body = Disks)))]
+#[utoipa::path(get, path = "/v1/disks", responses((status = 200, body = Disks), (status = "default", body = ErrorBody)))]
 async fn list_disks(State(manager): Shared) -> Answer<Disks> {
     beside(manager, |manager| Ok(Disks { disks: manager.disks(), failed: manager.failed_disks() })).await.map(Json)
 }
@@ -167,7 +177,7 @@ async fn list_disks(State(manager): Shared) -> Answer<Disks> {
     responses((status = 201, body = Disk), (status = "default", body = ErrorBody)))]
 async fn add_disk(State(manager): Shared, Body(request): Body<AddDisk>) -> Result<(StatusCode, Json<Disk>), Failure> {
     let disk = request.options.get("name").or(request.options.get("file")).unwrap_or_default().to_owned();
-    let added = limited(manager, disk, |manager| {
+    let added = limited(manager, vec![disk], |manager| {
         manager.add_disk(request).map_err(|error| Failure::from(error).in_field("options"))
     });
     Ok((StatusCode::CREATED, Json(added.await?)))
@@ -203,7 +213,7 @@ async fn change_disk(
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct Removal {
-    /// Whether to remove exports and cancel jobs first. Without it, a disk with exports or jobs is refused.
+    /// Whether to disconnect its guests and cancel its jobs first. Without it, a disk with either is refused.
     #[serde(default)]
     force: bool,
 }
@@ -217,7 +227,8 @@ async fn remove_disk(
     query: Result<Query<Removal>, axum::extract::rejection::QueryRejection>,
 ) -> Result<StatusCode, Failure> {
     let Query(removal) = query.map_err(|error| Failure::bad_request(error.body_text()))?;
-    let removed = beside(manager, move |manager| {
+    known(&manager, &name)?;
+    let removed = ending(manager, move |manager| {
         known(manager, &name)?;
         Ok(manager.remove_disk(&name, removal.force)?)
     });
@@ -320,8 +331,9 @@ async fn snapshot_disks(
     State(manager): Shared,
     Body(request): Body<Snapshot>,
 ) -> Result<(StatusCode, Json<Disks>), Failure> {
-    let disk = request.overlays.first().map_or_else(String::new, |overlay| overlay.disk.clone());
-    let made = limited(manager, disk, move |manager| {
+    request.overlays.iter().try_for_each(|overlay| known(&manager, &overlay.disk))?;
+    let disks = request.overlays.iter().map(|overlay| overlay.disk.clone()).collect();
+    let made = limited(manager, disks, move |manager| {
         request.overlays.iter().try_for_each(|overlay| known(manager, &overlay.disk))?;
         Ok(Disks { disks: manager.snapshot(&request.overlays)?, failed: Vec::new() })
     });
@@ -329,7 +341,7 @@ async fn snapshot_disks(
 }
 
 /// All exports
-#[utoipa::path(get, path = "/v1/exports", responses((status = 200, body = Exports)))]
+#[utoipa::path(get, path = "/v1/exports", responses((status = 200, body = Exports), (status = "default", body = ErrorBody)))]
 async fn list_exports(State(manager): Shared) -> Answer<Exports> {
     beside(manager, |manager| Ok(Exports { exports: manager.exports(), failed: manager.failed_exports() }))
         .await
@@ -352,11 +364,11 @@ async fn add_export(
     responses((status = 204), (status = "default", body = ErrorBody)))]
 async fn remove_export(State(manager): Shared, Path(id): Path<String>) -> Result<StatusCode, Failure> {
     let id = number(&id)?;
-    beside(manager, move |manager| manager.remove_export(id)).await.map(|()| StatusCode::NO_CONTENT)
+    ending(manager, move |manager| manager.remove_export(id)).await.map(|()| StatusCode::NO_CONTENT)
 }
 
 /// All jobs
-#[utoipa::path(get, path = "/v1/jobs", responses((status = 200, body = Jobs)))]
+#[utoipa::path(get, path = "/v1/jobs", responses((status = 200, body = Jobs), (status = "default", body = ErrorBody)))]
 async fn list_jobs(State(manager): Shared) -> Answer<Jobs> {
     beside(manager, |manager| Ok(Jobs { jobs: manager.jobs() })).await.map(Json)
 }
@@ -410,14 +422,15 @@ async fn limit_job(State(manager): Shared, Path(id): Path<String>, Body(request)
 }
 
 /// Figures of disks and reactors
-#[utoipa::path(get, path = "/v1/stats", responses((status = 200, body = Stats)))]
+#[utoipa::path(get, path = "/v1/stats", responses((status = 200, body = Stats), (status = "default", body = ErrorBody)))]
 async fn stats(State(manager): Shared) -> Answer<Stats> {
     beside(manager, |manager| Ok(manager.stats())).await.map(Json)
 }
 
 /// Figures for Prometheus
 #[utoipa::path(get, path = "/metrics",
-    responses((status = 200, body = String, content_type = "application/openmetrics-text; version=1.0.0")))]
+    responses((status = 200, body = String, content_type = "application/openmetrics-text; version=1.0.0"),
+        (status = "default", body = ErrorBody)))]
 async fn metrics(State(manager): Shared) -> Result<Response, Failure> {
     let render = |manager: &Arc<Manager>| {
         crate::metrics::render(manager)
@@ -429,9 +442,12 @@ async fn metrics(State(manager): Shared) -> Result<Response, Failure> {
 }
 
 /// All later events, as server-sent events; the data of each are an `Event`
-#[utoipa::path(get, path = "/v1/events", responses((status = 200, body = crate::api::Event, content_type = "text/event-stream")))]
-async fn events(State(manager): Shared) -> Sse<impl Stream<Item = Result<SseEvent, Infallible>>> {
-    let events = BroadcastStream::new(manager.events()).map(|event| {
+#[utoipa::path(get, path = "/v1/events", responses((status = 200, body = crate::api::Event, content_type = "text/event-stream"),
+        (status = "default", body = ErrorBody)))]
+async fn events(State(manager): Shared) -> Result<Sse<impl Stream<Item = Result<SseEvent, Infallible>>>, Failure> {
+    let watching = (manager.storage_calls.watch()?, AtWork::begin());
+    let events = BroadcastStream::new(manager.events()).map(move |event| {
+        let _watching = &watching;
         let event = event.unwrap_or_else(|BroadcastStreamRecvError::Lagged(count)| crate::api::Event {
             number: 0,
             time_ms: now_ms(),
@@ -443,27 +459,28 @@ async fn events(State(manager): Shared) -> Sse<impl Stream<Item = Result<SseEven
         let data = serde_json::to_string(&event).unwrap_or_default();
         Ok(SseEvent::default().id(event.number.to_string()).data(data))
     });
-    Sse::new(events).keep_alive(KeepAlive::default())
+    Ok(Sse::new(events).keep_alive(KeepAlive::default()))
 }
 
 /// Read the configuration file again, and apply the differences
 #[utoipa::path(post, path = "/v1/reload",
     responses((status = 200, body = Reloaded), (status = "default", body = ErrorBody)))]
 async fn reload(State(manager): Shared) -> Answer<Reloaded> {
-    limited(manager, "the configuration file".to_owned(), |manager| Ok(manager.reload()?)).await.map(Json)
+    limited(manager, vec!["the configuration file".to_owned()], |manager| Ok(manager.reload()?)).await.map(Json)
 }
 
 /// End the daemon
-#[utoipa::path(post, path = "/v1/shutdown", responses((status = 202)))]
+#[utoipa::path(post, path = "/v1/shutdown", responses((status = 202), (status = "default", body = ErrorBody)))]
 async fn shutdown(State(manager): Shared) -> StatusCode {
     manager.ask_to_end();
     StatusCode::ACCEPTED
 }
 
 /// This description
-#[utoipa::path(get, path = "/v1/openapi.json", responses((status = 200, body = serde_json::Value)))]
-async fn describe() -> Json<utoipa::openapi::OpenApi> {
-    Json(openapi())
+#[utoipa::path(get, path = "/v1/openapi.json", responses((status = 200, body = serde_json::Value), (status = "default", body = ErrorBody)))]
+async fn describe() -> Response {
+    static TEXT: LazyLock<Bytes> = LazyLock::new(|| serde_json::to_vec(&openapi()).unwrap_or_default().into());
+    ([(header::CONTENT_TYPE, "application/json")], TEXT.clone()).into_response()
 }
 
 fn number(text: &str) -> Result<u64, Failure> {

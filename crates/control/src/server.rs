@@ -1,12 +1,15 @@
 //! The control socket, on a thread of its own.
 
+mod connections;
+
+pub(crate) use self::connections::AtWork;
+use self::connections::{CONNECTIONS_MAX, Connections};
+
 use crate::manager::Manager;
-use crate::routes::router;
+use crate::routes::{HELD_CONNECTIONS_MAX, HELD_THREADS_MAX, router};
 use axum::Router;
 use block::{Error, ErrorKind, LogLimit, Result};
 use export_vhost_user::ListenSocket;
-use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::service::TowerToHyperService;
 use rustix::process::geteuid;
 use std::path::Path;
 use std::sync::Arc;
@@ -14,18 +17,13 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::oneshot;
 
 /// Only its owner can connect.
 const SOCKET_MODE: u32 = 0o600;
-/// Connections at one time. Others wait to be accepted.
-const CONNECTIONS_MAX: usize = 64;
-/// Calls that are carried out at one time. Others wait. More than may wait for storage.
-const CALLS_MAX: usize = 64;
-/// A client that sends its request slower than this is disconnected.
-const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longer requests are refused.
-const HEADER_MAX_BYTES: usize = 64 << 10;
+/// Threads for calls that may block: enough for those that storage may keep, and for others beside them.
+const THREADS_MAX: usize = 128;
+const _: () = assert!(HELD_THREADS_MAX + 32 <= THREADS_MAX && HELD_CONNECTIONS_MAX + 32 <= CONNECTIONS_MAX);
 /// How long connections may stay open when the server ends.
 const END_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -47,7 +45,7 @@ impl ControlServer {
         let failed = |error| Error::io(format!("cannot serve the control socket '{}'", path.display()), error);
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
-            .max_blocking_threads(CALLS_MAX)
+            .max_blocking_threads(THREADS_MAX)
             .thread_name("control-call")
             .build()
             .map_err(failed)?;
@@ -111,25 +109,18 @@ impl Drop for ControlServer {
 }
 
 async fn accept(listener: UnixListener, router: Router, mut stopped: oneshot::Receiver<()>) {
-    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
-    let mut connections = tokio::task::JoinSet::new();
+    let mut connections = Connections::default();
     loop {
-        while connections.try_join_next().is_some() {}
-        let place = tokio::select! {
-            _ = &mut stopped => break,
-            place = Arc::clone(&places).acquire_owned() => place,
-        };
         let accepted = tokio::select! {
             _ = &mut stopped => break,
             accepted = listener.accept() => accepted,
         };
         match accepted {
             Ok((stream, _)) if may_call(&stream) => {
-                let router = router.clone();
-                connections.spawn(async move {
-                    serve(stream, router).await;
-                    drop(place);
-                });
+                tokio::select! {
+                    _ = &mut stopped => break,
+                    () = connections.make_room() => connections.serve(stream, router.clone()),
+                }
             }
             Ok(_) => {
                 static TIMES: LogLimit = LogLimit::new();
@@ -147,22 +138,11 @@ async fn accept(listener: UnixListener, router: Router, mut stopped: oneshot::Re
             }
         }
     }
-    let _ = tokio::time::timeout(END_TIMEOUT, async { while connections.join_next().await.is_some() {} }).await;
+    connections.end(END_TIMEOUT).await;
 }
 
 /// Whether the peer is this user or root.
 fn may_call(stream: &UnixStream) -> bool {
     let own = geteuid().as_raw();
     stream.peer_cred().is_ok_and(|peer| peer.uid() == own || peer.uid() == 0)
-}
-
-async fn serve(stream: UnixStream, router: Router) {
-    let connection = hyper::server::conn::http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(HEADER_TIMEOUT)
-        .max_buf_size(HEADER_MAX_BYTES)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
-    if let Err(error) = connection.await {
-        tracing::debug!("a control connection ended: {error}");
-    }
 }

@@ -1,50 +1,19 @@
 //! Clients that send what they should not: each gets an answer or is dropped, and others are served meanwhile.
 
-use daemon::DaemonConfig;
+mod common;
+
+use common::{PATIENCE, Served};
 use ringdisk_control::api::{Disks, ErrorBody, ErrorKind};
-use ringdisk_control::{Client, ControlServer, Manager, openapi};
+use ringdisk_control::{Client, openapi};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
-use std::sync::Arc;
-use std::time::Duration;
-use tempfile::TempDir;
-
-struct Served {
-    _dir: TempDir,
-    socket: PathBuf,
-    manager: Arc<Manager>,
-    server: ControlServer,
-}
+use std::time::{Duration, Instant};
 
 impl Served {
-    fn new() -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let socket = dir.path().join("control");
-        let manager = Arc::new(Manager::start(DaemonConfig::default(), None).unwrap());
-        let server = ControlServer::listen(&socket, Arc::clone(&manager)).unwrap();
-        Self { _dir: dir, socket, manager, server }
-    }
-
-    /// Sends these bytes and returns all that comes back until the server closes.
-    fn raw(&self, bytes: &[u8]) -> String {
-        let mut stream = UnixStream::connect(&self.socket).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-        // The server may close before it has read everything.
-        let _ = stream.write_all(bytes);
-        let mut answer = Vec::new();
-        let _ = stream.read_to_end(&mut answer);
-        String::from_utf8_lossy(&answer).into_owned()
-    }
-
     fn call(&self, method: &str, path: &str, body: &str) -> (u16, String) {
-        let length = body.len();
-        let request = format!(
-            "{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n{body}"
-        );
-        let answer = self.raw(request.as_bytes());
-        let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no answer: {answer}"));
-        (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
+        let answer = self.ask(method, path, body);
+        (answer.status, answer.body)
     }
 
     fn error(&self, method: &str, path: &str, body: &str) -> (u16, ErrorBody) {
@@ -55,8 +24,7 @@ impl Served {
     fn end(self) {
         let disks: Disks = Client::new(&self.socket).unwrap().get("/v1/disks").unwrap();
         assert!(disks.disks.is_empty());
-        self.server.stop().unwrap();
-        Arc::into_inner(self.manager).expect("nobody else has it").shutdown().unwrap();
+        self.stop();
     }
 }
 
@@ -82,12 +50,26 @@ fn wrong_requests_get_structured_errors() {
         ("POST", "/v1/disks", "{} {}", 400),
         ("POST", "/v1/disks", "\u{0}", 400),
         ("POST", "/v1/snapshots", r#"{"overlays": []}"#, 400),
+        ("POST", "/v1/disks/none/resize", "[1024]", 400),
         ("POST", "/v1/snapshots", r#"{"overlays": [{"disk": "a", "overlay": "/x"}]}"#, 404),
         ("GET", "/v1/disks/%ff%00..%2f", "", 400),
+        ("DELETE", "/v1/disks/none/snapshots/%ff", "", 400),
+        ("GET", "/v1/disks?bogus=1", "", 400),
+        ("POST", "/v1/shutdown?now", "", 400),
+        ("POST", "/v1/shutdown", r#"{"bogus": 1}"#, 400),
+        ("POST", "/v1/shutdown", "[]", 400),
+        ("POST", "/v1/reload", r#"{"bogus": 1}"#, 400),
+        ("DELETE", "/v1/jobs/7", r#"{"bogus": 1}"#, 400),
+        ("POST", "/v1/jobs/7/cancel", "{}", 404),
+        ("GET", "/v1/version", "{}", 200),
     ] {
-        let (status, _) = served.call(method, path, body);
+        let (status, said) = served.call(method, path, body);
         assert_eq!(status, expected, "{method} {path} {body}");
+        let is_structured = status < 400 || serde_json::from_str::<ErrorBody>(&said).is_ok();
+        assert!(is_structured, "{method} {path} {body}: {said}");
     }
+    let (_, body) = served.error("GET", "/v1/disks?bogus=1", "");
+    assert_eq!(body.error.field.as_deref(), Some("bogus"));
     served.end();
 }
 
@@ -141,6 +123,90 @@ fn the_description_names_every_path_and_every_answer_is_of_its_form() {
             assert!(!body.contains("there is no path"), "{method} {path}: {body}");
             assert!(status < 400 || serde_json::from_str::<ErrorBody>(&body).is_ok(), "{method} {path}: {body}");
         }
+    }
+    served.end();
+}
+
+/// Clients that never read, that only listen, and that say half a word: more of each than the server has places for.
+#[test]
+fn whatever_clients_do_an_operator_and_a_scrape_get_through() {
+    const COUNT: usize = 600;
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
+    let served = Served::new();
+    let lists = |when: &str| {
+        let begun = Instant::now();
+        for path in ["/v1/disks", "/metrics"] {
+            assert_eq!(served.call("GET", path, "").0, 200, "{when}");
+        }
+        println!("{when}: {:?}", begun.elapsed());
+    };
+    let open = |bytes: &[u8]| {
+        let send = |_| {
+            let stream = UnixStream::connect(&served.socket).ok()?;
+            stream.set_write_timeout(Some(Duration::from_millis(100))).unwrap();
+            // It may have been dropped, or its buffer may be full.
+            let _ = (&stream).write_all(bytes);
+            Some(stream)
+        };
+        (0..COUNT).filter_map(send).collect::<Vec<UnixStream>>()
+    };
+    let silent = open(b"");
+    lists("clients that say nothing");
+    let half = open(b"POST /v1/disks HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{");
+    lists("clients with half a request");
+    let long_answers = b"GET /v1/openapi.json HTTP/1.1\r\nhost: x\r\n\r\n".repeat(20);
+    let deaf = open(&long_answers);
+    lists("clients that never read");
+    let watching = open(b"GET /v1/events HTTP/1.1\r\nhost: x\r\n\r\n");
+    lists("clients that watch");
+    // Enough may watch, and who is one too many is told.
+    let heads = watching.iter().map(|stream| {
+        let mut head = [0; 12];
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        (&*stream).read_exact(&mut head).map(|()| head)
+    });
+    let heads: Vec<[u8; 12]> = heads.filter_map(Result::ok).collect();
+    let count = |wanted: &[u8; 12]| heads.iter().filter(|head| *head == wanted).count();
+    assert_eq!(count(b"HTTP/1.1 200"), 128);
+    assert!(count(b"HTTP/1.1 409") > 0);
+    drop(watching);
+    // Their places are free again when the server has seen that they are gone.
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let mut stream = served.connect();
+        stream.write_all(b"GET /v1/events HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
+        let mut head = [0; 12];
+        stream.read_exact(&mut head).unwrap();
+        if &head == b"HTTP/1.1 200" {
+            break;
+        }
+        assert!(Instant::now() < deadline, "places are not given back");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    drop((silent, half, deaf));
+    served.end();
+}
+
+#[test]
+fn deep_and_long_values_are_refused() {
+    let served = Served::new();
+    let deep = format!("{{\"options\": {}1{}}}", "[".repeat(100_000), "]".repeat(100_000));
+    let long = "n".repeat(250 << 10);
+    for (method, path, body) in [
+        ("POST", "/v1/disks", deep.clone()),
+        ("PATCH", "/v1/disks/none", deep),
+        ("POST", "/v1/disks", format!(r#"{{"options": {{"format": "null", "size": "1M", "name": "{long}"}}}}"#)),
+        ("POST", "/v1/exports", format!(r#"{{"disk": "{long}"}}"#)),
+        ("POST", "/v1/snapshots", format!(r#"{{"overlays": [{{"disk": "{long}", "overlay": "/x"}}]}}"#)),
+        (
+            "POST",
+            "/v1/snapshots",
+            format!(r#"{{"overlays": [{}]}}"#, vec![r#"{"disk":"d","overlay":"/x"}"#; 5000].join(",")),
+        ),
+    ] {
+        let (status, _) = served.error(method, path, &body);
+        assert!((400..500).contains(&status), "{method} {path}: {status}");
     }
     served.end();
 }

@@ -1,16 +1,22 @@
 //! Calls that work on a disk which is being removed: how long they are waited for.
 //!
 //! A call is given up if its thread has not run for a time. Whatever its storage answers wakes that thread: a request that
-//! has ended, or a page that a flush has written back. The kernel finds tasks that hang in the same way.
+//! has ended, or a page that a flush has written back. The kernel finds tasks that hang in the same way. A thread that
+//! the kernel lets wait for its own storage, for a journal or a disk's cache, gets longer: one such wait can be long, and
+//! nobody can cut it short.
 
 use crate::daemon::Daemon;
 use crate::hang::{HOPELESS_PATIENCE, JOBS_PATIENCE};
 use crate::table::Found;
+use rustix::fs::{major, minor};
 use rustix::thread::{Pid, gettid};
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 /// No call is looked at more often.
 const SHORTEST: Duration = Duration::from_millis(10);
+/// How long a call may be in one wait for the kernel's own storage. The kernel, too, calls a task hung after this time.
+const KERNEL_PATIENCE: Duration = Duration::from_secs(120);
 
 /// The thread that makes a call.
 #[derive(Debug, Clone, Copy)]
@@ -20,8 +26,18 @@ pub(crate) struct Caller(Pid);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Switches {
     count: u64,
-    /// It does not wait at this moment.
-    runs: bool,
+    at: At,
+}
+
+/// What a thread does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum At {
+    /// It does not wait.
+    Work,
+    /// It waits for the kernel's own storage, and no signal ends that.
+    Storage,
+    /// It waits for another process or thread: a server, or a file system in user space.
+    Rest,
 }
 
 impl Caller {
@@ -42,7 +58,49 @@ impl Switches {
         let value = |key: &str| status.lines().find_map(|line| Some(line.strip_prefix(key)?.trim()));
         let count = |key: &str| value(key)?.parse::<u64>().ok();
         let count = count("voluntary_ctxt_switches:")?.saturating_add(count("nonvoluntary_ctxt_switches:")?);
-        Some(Self { count, runs: value("State:")?.starts_with('R') })
+        let at = match value("State:")?.chars().next()? {
+            'R' => At::Work,
+            'D' => At::Storage,
+            _ => At::Rest,
+        };
+        Some(Self { count, at })
+    }
+}
+
+/// The calls on a disk by number, with what their threads do.
+type Calls = Vec<(u64, Option<Switches>)>;
+
+/// What was seen of the calls on a disk.
+#[derive(Debug, Default)]
+struct Watched {
+    calls: Calls,
+    /// Since when each call is in the same wait.
+    since: BTreeMap<u64, Instant>,
+    /// What the devices of the disk's files have written.
+    written: u64,
+}
+
+impl Watched {
+    /// Takes another look. Returns whether a call has ended or run since the last one, or the kernel may still be at work
+    /// for one.
+    fn have_moved(&mut self, now: Instant, calls: Calls, written: u64) -> bool {
+        let have_written = written != std::mem::replace(&mut self.written, written);
+        let before = std::mem::replace(&mut self.calls, calls);
+        let mut at_work = false;
+        let mut since = BTreeMap::new();
+        for call in &self.calls {
+            let (number, switches) = call;
+            let first_seen = self.since.get(number).filter(|_| before.contains(call) && !have_written);
+            let first_seen = first_seen.copied().unwrap_or(now);
+            since.insert(*number, first_seen);
+            at_work |= match switches.map(|switches| switches.at) {
+                Some(At::Work) => true,
+                Some(At::Storage) => now.saturating_duration_since(first_seen) < KERNEL_PATIENCE,
+                Some(At::Rest) | None => false,
+            };
+        }
+        self.since = since;
+        at_work || before != self.calls
     }
 }
 
@@ -54,44 +112,59 @@ impl Daemon {
             return self.table.wait_for_works(found.id, Some(limit));
         }
         let deadline = Instant::now() + JOBS_PATIENCE;
+        let mut watched = Watched::default();
         loop {
-            if self.wait_while_calls_move(found, deadline) {
+            if self.wait_while_calls_move(found, &mut watched, deadline) {
                 return true;
             }
             tracing::warn!(disk = %found.name, "calls do not end: their storage is given up");
             found.disk.image.iter().for_each(|image| image.cancel());
-            let before = self.table.callers_of(found.id);
+            self.look_at_calls(found, &mut watched);
             if self.table.wait_for_works(found.id, Some(HOPELESS_PATIENCE)) {
                 return true;
             }
             // A call on several disks may have waited for another one, which was given up too.
-            if !have_moved(&before, &self.table.callers_of(found.id)) || Instant::now() >= deadline {
+            if !self.look_at_calls(found, &mut watched) || Instant::now() >= deadline {
                 return false;
             }
         }
     }
 
     /// Returns whether the calls on a disk have ended, once they have or do not move.
-    fn wait_while_calls_move(&self, found: &Found, deadline: Instant) -> bool {
+    fn wait_while_calls_move(&self, found: &Found, watched: &mut Watched, deadline: Instant) -> bool {
+        self.look_at_calls(found, watched);
         loop {
-            let before = self.table.callers_of(found.id);
             let left = deadline.saturating_duration_since(Instant::now());
-            if self
-                .table
-                .wait_for_works(found.id, Some(self.config.give_up_after.clamp(SHORTEST, JOBS_PATIENCE).min(left)))
-            {
+            let patience = self.config.give_up_after.clamp(SHORTEST, JOBS_PATIENCE).min(left);
+            if self.table.wait_for_works(found.id, Some(patience)) {
                 return true;
             }
-            if !have_moved(&before, &self.table.callers_of(found.id)) || Instant::now() >= deadline {
+            if !self.look_at_calls(found, watched) || Instant::now() >= deadline {
                 return false;
             }
         }
     }
+
+    fn look_at_calls(&self, found: &Found, watched: &mut Watched) -> bool {
+        watched.have_moved(Instant::now(), self.table.callers_of(found.id), written_by_devices_of(found))
+    }
 }
 
-/// Whether any of these calls has ended, or its thread has run in between.
-fn have_moved(before: &[(u64, Option<Switches>)], now: &[(u64, Option<Switches>)]) -> bool {
-    before != now || now.iter().any(|(_, switches)| switches.is_some_and(|switches| switches.runs))
+/// Returns how many writes and flushes the block devices below a disk's files have ended: of this disk or of others, which
+/// errs on the side of the data. Zero where no such device is known, as with NFS.
+fn written_by_devices_of(found: &Found) -> u64 {
+    let devices = found.disk.image.iter().flat_map(|image| image.written_files()).map(|(device, _)| {
+        let path = format!("/sys/dev/block/{}:{}/stat", major(device), minor(device));
+        std::fs::read_to_string(path).ok().and_then(|stat| written_of(&stat)).unwrap_or(0)
+    });
+    devices.fold(0, u64::wrapping_add)
+}
+
+/// Reads the writes and flushes that a device has ended out of its `stat`.
+fn written_of(stat: &str) -> Option<u64> {
+    let field = |index: usize| stat.split_whitespace().nth(index)?.parse::<u64>().ok();
+    // Flushes are counted since Linux 5.5.
+    Some(field(4)?.wrapping_add(field(15).unwrap_or(0)))
 }
 
 #[cfg(test)]
@@ -155,9 +228,41 @@ mod tests {
     #[test]
     fn what_the_kernel_says_about_a_thread_is_understood() {
         let text = "Name:\tx\nState:\tS (sleeping)\nvoluntary_ctxt_switches:\t5\nnonvoluntary_ctxt_switches:\t2\n";
-        assert_eq!(Switches::parse(text), Some(Switches { count: 7, runs: false }));
-        assert!(Switches::parse(&text.replace("S (sleeping)", "R (running)")).unwrap().runs);
+        assert_eq!(Switches::parse(text), Some(Switches { count: 7, at: At::Rest }));
+        let at = |state: &str| Switches::parse(&text.replace("S (sleeping)", state)).unwrap().at;
+        assert_eq!((at("R (running)"), at("D (disk sleep)")), (At::Work, At::Storage));
         assert_eq!(Switches::parse("Name:\tx\n"), None);
-        assert!(Caller::this().switches().unwrap().runs);
+        assert_eq!(Caller::this().switches().unwrap().at, At::Work);
+        assert_eq!(written_of("1 2 3 4 50 6 7 8 9 10 11 12 13 14 15 600 17"), Some(650));
+        assert_eq!(written_of("1 2 3 4 50 6 7 8 9 10 11"), Some(50));
+        assert_eq!(written_of("1 2"), None);
+    }
+
+    #[test]
+    fn one_long_wait_for_the_kernels_storage_is_no_hang_until_it_lasts_too_long() {
+        let start = Instant::now();
+        let after = |seconds: u64| start + Duration::from_secs(seconds);
+        let call = |count: u64, at: At| vec![(7, Some(Switches { count, at }))];
+        let mut watched = Watched::default();
+        // A wait for a server: given up at the second look.
+        assert!(watched.have_moved(start, call(1, At::Rest), 0));
+        assert!(!watched.have_moved(after(20), call(1, At::Rest), 0));
+        // A wait for a flush of the device.
+        assert!(watched.have_moved(after(20), call(2, At::Storage), 0));
+        for seconds in [40, 60, 139] {
+            assert!(watched.have_moved(after(seconds), call(2, At::Storage), 0), "after {seconds} s");
+        }
+        assert!(!watched.have_moved(after(140), call(2, At::Storage), 0));
+        // The device writes, so the flush comes to its end.
+        assert!(watched.have_moved(after(150), call(2, At::Storage), 8));
+        assert!(watched.have_moved(after(269), call(2, At::Storage), 8));
+        assert!(!watched.have_moved(after(270), call(2, At::Storage), 8));
+        // What the device does for others does not help a call that waits for a server.
+        assert!(watched.have_moved(after(280), call(3, At::Rest), 8));
+        assert!(!watched.have_moved(after(300), call(3, At::Rest), 9));
+        // A call that ends, and one that runs.
+        assert!(watched.have_moved(after(320), Vec::new(), 9));
+        assert!(watched.have_moved(after(340), call(4, At::Work), 9));
+        assert!(watched.have_moved(after(360), call(4, At::Work), 9));
     }
 }

@@ -272,14 +272,14 @@ impl Daemon {
             has_given_up.store(true, Ordering::Release);
             table.has_given_up_requests(node);
         });
-        front.stop();
+        let figures = front.stop_counted();
         drop(patience);
-        self.table.forget_export(id);
+        self.table.forget_export_but_for(id, figures);
         Ok(())
     }
 
-    /// Flushes and closes a disk. Fails if it has exports or jobs; with `force`, exports are removed and jobs cancelled
-    /// first. Requests and calls that the storage does not end in time are given up ([`DaemonConfig::give_up_after`]):
+    /// Flushes and closes a disk, with the exports at which nobody is connected. Fails if somebody is, or if it has jobs;
+    /// with `force`, guests are disconnected and jobs cancelled first. Requests and calls that the storage does not end in time are given up ([`DaemonConfig::give_up_after`]):
     /// their guests get errors, and so does the caller. The disk is gone all the same.
     pub fn remove_disk(&self, id: NodeId, force: bool) -> Result<()> {
         let (found, exports) = self.table.take_node(id, force)?;
@@ -337,7 +337,7 @@ impl Daemon {
     /// Returns the disks, in the order in which they were added.
     #[must_use]
     pub fn disks(&self) -> Vec<DiskStatus> {
-        let status = |Found { id, name, file, disk, .. }| DiskStatus {
+        let status = |Found { id, name, file, disk, past, .. }| DiskStatus {
             id,
             name,
             file,
@@ -346,6 +346,7 @@ impl Daemon {
             tables: disk.table_cache_stats(),
             throttled: disk.throttles.iter().map(|throttle| throttle.waited()).sum(),
             held: disk.hold.as_ref().and_then(|hold| hold.held()),
+            past,
         };
         self.table.nodes().into_iter().map(status).collect()
     }

@@ -26,6 +26,18 @@ impl Front {
         }
     }
 
+    /// As [`Front::stop`]. Returns the figures at its end.
+    pub(crate) fn stop_counted(self) -> (Vec<RingStats>, QueueLatency) {
+        match self {
+            Self::VhostUser(export) => export.stop_counted(),
+            Self::Nbd(front) => {
+                let export = front.export.clone();
+                front.stop();
+                (vec![export.stats()], export.latency())
+            }
+        }
+    }
+
     pub(crate) fn surrender(&self) -> FrontSurrender {
         match self {
             Self::VhostUser(export) => FrontSurrender::VhostUser(export.surrender()),

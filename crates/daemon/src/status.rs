@@ -82,6 +82,8 @@ pub struct DiskStatus {
     pub throttled: Duration,
     /// Requests that wait because the storage failed them.
     pub held: Option<HeldRequests>,
+    /// What the rings of its removed exports have counted.
+    pub past: RingStats,
 }
 
 /// The status of an export.

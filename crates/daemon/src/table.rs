@@ -9,7 +9,7 @@ use crate::front::Front;
 use crate::status::{ExportId, ExportStatus, NodeId};
 use block::{Error, ErrorKind, Result};
 use drive::{DiskOptions, OpenedDisk};
-use export_vhost_user::QueueLatency;
+use export_vhost_user::{QueueLatency, RingStats};
 use image::{CopyWatch, FileName, Hold};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -53,6 +53,14 @@ struct Node {
     disk: Phase<Arc<OpenedDisk>>,
     /// Requests of an export that was removed were given up. They may still be in flight.
     gave_up_requests: bool,
+    past: Past,
+}
+
+/// The figures of a disk's exports that were removed: a disk's counters never fall.
+#[derive(Default)]
+pub(crate) struct Past {
+    rings: RingStats,
+    latency: QueueLatency,
 }
 
 struct Exported {
@@ -74,6 +82,8 @@ pub(crate) struct Found {
     pub(crate) path: Option<PathBuf>,
     pub(crate) options: DiskOptions,
     pub(crate) disk: Arc<OpenedDisk>,
+    /// What the rings of its removed exports have counted.
+    pub(crate) past: RingStats,
 }
 
 struct Working {
@@ -150,7 +160,9 @@ impl Table {
         let path = options.file.as_ref().and_then(|file| file.path()).map(Path::to_owned);
         state.next_node += 1;
         let (file, options) = (options.display_name(), options.clone());
-        state.nodes.insert(id, Node { name, file, path, options, disk: Phase::Coming, gave_up_requests: false });
+        let past = Past::default();
+        let node = Node { name, file, path, options, disk: Phase::Coming, gave_up_requests: false, past };
+        state.nodes.insert(id, node);
         Ok(id)
     }
 
@@ -332,7 +344,21 @@ impl Table {
         self.lock().nodes.get(&id).is_some_and(|node| node.gave_up_requests)
     }
 
-    /// Removes an export that could not begin, or has ended.
+    /// As [`Table::forget_export`]. The disk keeps the export's figures.
+    pub(crate) fn forget_export_but_for(&self, id: ExportId, (rings, latency): (Vec<RingStats>, QueueLatency)) {
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        let node = state.exports.remove(&id).and_then(|entry| state.nodes.get_mut(&entry.node));
+        if let Some(Node { past, .. }) = node {
+            rings.iter().for_each(|ring| past.rings.merge(ring));
+            // None of its requests is in flight any more.
+            past.latency.merge(QueueLatency { oldest_ns: 0, ..latency });
+        }
+        drop(guard);
+        self.gone.notify_all();
+    }
+
+    /// Removes an export that could not begin, or has ended with its disk.
     pub(crate) fn forget_export(&self, id: ExportId) {
         self.lock().exports.remove(&id);
         self.gone.notify_all();
@@ -376,37 +402,37 @@ impl Table {
         };
         self.lock().exports.values().for_each(|entry| here(entry, &mut Front::ask_for_oldest));
         std::thread::sleep(time);
-        let mut sums: BTreeMap<NodeId, QueueLatency> = BTreeMap::new();
-        for entry in self.lock().exports.values() {
+        let state = self.lock();
+        let past = state.nodes.iter().map(|(id, node)| (*id, node.past.latency.clone()));
+        let mut sums: BTreeMap<NodeId, QueueLatency> = past.collect();
+        for entry in state.exports.values() {
             here(entry, &mut |export| sums.entry(entry.node).or_default().merge(export.latency()));
         }
         sums
     }
 
-    /// Takes a disk out to be closed, with its exports, which have to end before. Without `force`, this fails if the
-    /// disk has exports or works. With it, works that can be cancelled are. No export of the disk can begin any more.
-    /// [`Table::going`], [`Table::wait_for_exports`] and [`Table::wait_for_works`] follow.
+    /// Takes a disk out to be closed, with its exports, which have to end before. Without `force`, this fails if somebody
+    /// is connected at one of them, or the disk has works. With it, works that can be cancelled are. No export of the disk
+    /// can begin any more. [`Table::going`], [`Table::wait_for_exports`] and [`Table::wait_for_works`] follow.
     pub(crate) fn take_node(&self, id: NodeId, force: bool) -> Result<(Found, Vec<(ExportId, Front)>)> {
         let mut guard = self.lock();
         let state = &mut *guard;
         let node = state.nodes.get_mut(&id).ok_or_else(|| no_disk(id))?;
         let found = node.found(id).ok_or_else(|| node.not_now())?;
-        let users = state.exports.iter_mut().filter(|(_, entry)| entry.node == id);
+        let exports = state.exports.iter().filter(|(_, entry)| entry.node == id);
         let works = state.works.values().filter(|work| work.node == id);
-        if force {
-            node.disk = Phase::Going;
-            works.filter_map(|work| work.watch.as_ref()).for_each(|watch| watch.cancel());
-            let taken = users.filter_map(|(id, entry)| Some((*id, entry.export.take()?))).collect();
-            return Ok((found, taken));
-        }
-        let exports = users.map(|(id, entry)| format!("export {id} at '{}'", entry.attachment.socket.display()));
-        let users: Vec<String> = exports.chain(works.map(|work| work.what.clone())).collect();
-        if !users.is_empty() {
-            let message = format!("the disk '{}' is used by {}: end that first", found.name, users.join(", "));
-            return Err(Error::new(ErrorKind::Locked, message));
+        if !force {
+            let users = exports.filter_map(|(id, entry)| entry.user(*id));
+            let users: Vec<String> = users.chain(works.clone().map(|work| work.what.clone())).collect();
+            if !users.is_empty() {
+                let message = format!("the disk '{}' is used by {}: end that first", found.name, users.join(", "));
+                return Err(Error::new(ErrorKind::Locked, message));
+            }
         }
         node.disk = Phase::Going;
-        Ok((found, Vec::new()))
+        works.filter_map(|work| work.watch.as_ref()).for_each(|watch| watch.cancel());
+        let exports = state.exports.iter_mut().filter(|(_, entry)| entry.node == id);
+        Ok((found, exports.filter_map(|(id, entry)| Some((*id, entry.export.take()?))).collect()))
     }
 
     /// Waits until a disk that was taken out has no export left: other threads may be ending some.
@@ -427,6 +453,20 @@ impl Table {
     }
 }
 
+impl Exported {
+    /// Says who uses it, if somebody does.
+    fn user(&self, id: ExportId) -> Option<String> {
+        let how = match &self.export {
+            Phase::Here(export) if !export.is_connected() => return None,
+            Phase::Here(Front::VhostUser(_)) => "where a guest is connected",
+            Phase::Here(Front::Nbd(_)) => "where a client is connected",
+            Phase::Coming => "which is being added",
+            Phase::Going => "which is being removed",
+        };
+        Some(format!("export {id} at '{}', {how}", self.attachment.socket.display()))
+    }
+}
+
 impl Found {
     /// Returns the disk's name in logs: the name or the serial that its user gave it, otherwise its file.
     pub(crate) fn name_in_logs(&self) -> String {
@@ -440,7 +480,8 @@ impl Node {
     fn found(&self, id: NodeId) -> Option<Found> {
         let Phase::Here(disk) = &self.disk else { return None };
         let (name, file, path) = (self.name.clone(), self.file.clone(), self.path.clone());
-        Some(Found { id, name, file, path, options: self.options.clone(), disk: Arc::clone(disk) })
+        let (options, past) = (self.options.clone(), self.past.rings);
+        Some(Found { id, name, file, path, options, disk: Arc::clone(disk), past })
     }
 
     fn not_now(&self) -> Error {

@@ -33,7 +33,15 @@ fn two_guests_of_one_disk_are_undisturbed_while_exports_and_disks_come_and_go() 
         daemon.remove_disk(other, false).unwrap();
     }
     let (disk_of_two, second_half) = two.stop();
+    let requests = || {
+        let of_exports: u64 = daemon.exports().iter().flat_map(|export| &export.rings).map(|ring| ring.requests).sum();
+        let timed: u64 = daemon.latencies()[&disk].kinds.iter().map(|kind| kind.whole.count()).sum();
+        (of_exports + daemon.disks()[0].past.requests, timed)
+    };
+    let before = requests();
     daemon.remove_export(second).unwrap();
+    let after = requests();
+    assert!(before.0 <= after.0 && before.1 <= after.1, "a disk's counters never fall: {before:?}, {after:?}");
     drop(disk_of_two);
     let (disk_of_one, first_half) = one.stop();
     // What the other guest wrote is in the one disk that both have.
@@ -123,9 +131,9 @@ fn a_disk_in_use_is_removed_by_force_only_and_a_name_is_taken_until_its_disk_is_
 
     let socket = dir.path().join("s");
     let export = daemon.add_export(disk, &at(&socket)).unwrap();
+    let _guest = connect(&socket, 1);
     let message = daemon.remove_disk(disk, false).unwrap_err().to_string();
     assert!(message.contains("root") && message.contains(&*socket.to_string_lossy()), "{message}");
-    let _guest = connect(&socket, 1);
     daemon.remove_disk(disk, true).unwrap();
     assert!(!socket.exists() && daemon.disks().is_empty() && daemon.exports().is_empty());
     for gone in [daemon.remove_export(export), daemon.add_export(disk, &at(&socket)).map(drop)] {
@@ -133,7 +141,10 @@ fn a_disk_in_use_is_removed_by_force_only_and_a_name_is_taken_until_its_disk_is_
     }
     let next = daemon.add_disk(&options).unwrap();
     assert_ne!(next, disk);
+    // An export that nobody uses goes with its disk.
+    daemon.add_export(next, &at(&socket)).unwrap();
     daemon.remove_disk(next, false).unwrap();
+    assert!(!socket.exists() && daemon.exports().is_empty());
     daemon.shutdown().unwrap();
 }
 

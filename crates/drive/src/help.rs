@@ -87,6 +87,12 @@ const COLUMNS: usize = 80;
 /// The start of the second column.
 const INDENT: usize = 23;
 
+/// Returns the keys of a drive, each with what it takes.
+#[must_use]
+pub fn drive_keys() -> &'static [(&'static str, &'static str)] {
+    &KEYS
+}
+
 /// Returns the names of all keys.
 pub(crate) fn key_names() -> Vec<&'static str> {
     KEYS.iter().map(|(key, _)| *key).collect()

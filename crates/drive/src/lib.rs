@@ -43,6 +43,7 @@ mod vhost_user;
 
 pub use file_part::{FilePart, PartOpener};
 pub use filters::{FilterOptions, Filtered};
+pub use help::drive_keys;
 pub use image_name::ImageName;
 pub use keyval::{KeyValue, asks_for_help, escape, parse as parse_key_values, parse_options, unknown};
 pub use memory::Placement;

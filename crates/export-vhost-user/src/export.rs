@@ -227,6 +227,13 @@ impl Export {
         self.end();
     }
 
+    /// As [`Export::stop`]. Returns the counters and the latencies at the end.
+    #[must_use]
+    pub fn stop_counted(mut self) -> (Vec<RingStats>, QueueLatency) {
+        self.end();
+        (self.stats(), self.latency())
+    }
+
     /// Returns a handle that makes [`Export::stop`] wait no longer. Requests in flight then end with errors, and the
     /// storage no longer reaches the guest's memory. The handle stays valid when the export is gone.
     #[must_use]

@@ -14,6 +14,14 @@ use std::process::Command;
 
 /// The limits, in requests a second.
 const RATES: [u64; 5] = [100, 1_000, 10_000, 50_000, 200_000];
+/// Limits of other kinds.
+const LIMITS: [Limit; 5] = [
+    Limit { key: "iops-read", per_second: 10_000, access: "randread", block_kib: 4 },
+    Limit { key: "iops-write", per_second: 10_000, access: "randwrite", block_kib: 4 },
+    Limit { key: "bps-total", per_second: 100 << 20, access: "randread", block_kib: 4 },
+    Limit { key: "bps-read", per_second: 1 << 30, access: "randread", block_kib: 64 },
+    Limit { key: "bps-write", per_second: 100 << 20, access: "randwrite", block_kib: 64 },
+];
 /// The rate that two disks share.
 const SHARED_RATE: u64 = 20_000;
 /// Requests in flight of each disk: the first is the greedy one.
@@ -21,6 +29,39 @@ const SHARED_DEPTHS: [u32; 2] = [256, 4];
 const DEPTH: u32 = 128;
 /// The shortest run: there have to be whole seconds to look at.
 const SECONDS_MIN: f64 = 4.0;
+
+/// A limit, and the load that meets it.
+#[derive(Debug, Clone, Copy)]
+struct Limit {
+    /// Its name; QEMU puts `x-` before it.
+    key: &'static str,
+    /// Requests or bytes.
+    per_second: u64,
+    access: &'static str,
+    block_kib: u64,
+}
+
+impl Limit {
+    /// A limit of all requests.
+    fn of_requests(per_second: u64) -> Self {
+        Self { key: "iops-total", per_second, access: "randread", block_kib: 4 }
+    }
+
+    /// The requests a second that it allows.
+    fn requests(&self) -> u64 {
+        if self.key.starts_with("bps") { self.per_second / (self.block_kib << 10) } else { self.per_second }
+    }
+
+    /// The limit and its load in words.
+    fn words(&self) -> String {
+        let Self { key, per_second, access, block_kib } = self;
+        let verb = access.trim_start_matches("rand");
+        match key.starts_with("bps") {
+            true => format!("`{key}` {} MiB, {verb}s of {block_kib} KiB", per_second >> 20),
+            false => format!("`{key}` {per_second}, {verb}s of {block_kib} KiB"),
+        }
+    }
+}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
@@ -31,13 +72,14 @@ enum Side {
 const SIDES: [Side; 2] = [Side::Ringdisk, Side::Qemu];
 
 /// Returns the command of a server with null disks at these sockets, which share a rate.
-fn server(side: Side, tools: &Tools, rate: u64, sockets: &[PathBuf]) -> Command {
+fn server(side: Side, tools: &Tools, limit: Limit, sockets: &[PathBuf]) -> Command {
+    let Limit { key, per_second, .. } = limit;
     match side {
         Side::Ringdisk => {
             let mut command = pinned(SERVER_CORE, &tools.ringdisk);
             command.args(["serve", "--reactors", "1", "--queues", "1"]);
             for (index, socket) in sockets.iter().enumerate() {
-                let limits = format!("filter=throttle:iops-total={rate}:group=shared");
+                let limits = format!("filter=throttle:{key}={per_second}:group=shared");
                 let drive = format!("name=disk{index},format=null,size=4G,socket={},{limits}", socket.display());
                 command.args(["--drive", &drive]);
             }
@@ -46,7 +88,7 @@ fn server(side: Side, tools: &Tools, rate: u64, sockets: &[PathBuf]) -> Command 
         Side::Qemu => {
             let mut command = pinned(SERVER_CORE, Path::new("qemu-storage-daemon"));
             command.args(["--object", "iothread,id=thread"]);
-            command.args(["--object", &format!("throttle-group,id=shared,x-iops-total={rate}")]);
+            command.args(["--object", &format!("throttle-group,id=shared,x-{key}={per_second}")]);
             for (index, socket) in sockets.iter().enumerate() {
                 let null = format!("driver=null-co,node-name=null{index},read-zeroes=on,size={}", 4_u64 << 30);
                 let throttle = format!("driver=throttle,node-name=disk{index},file=null{index},throttle-group=shared");
@@ -67,9 +109,12 @@ fn server(side: Side, tools: &Tools, rate: u64, sockets: &[PathBuf]) -> Command 
     }
 }
 
-fn client(tools: &Tools, socket: &Path, depth: u32, seconds: f64) -> Command {
+fn client(tools: &Tools, socket: &Path, limit: Limit, depth: u32, seconds: f64) -> Command {
+    let block = format!("{}k", limit.block_kib);
     let mut command = pinned(CLIENT_CORE, &tools.client);
-    command.arg("bench").arg("--socket").arg(socket).args(["--rw", "randread", "--bs", "4k", "--warmup", "1"]);
+    command.arg("bench").arg("--socket").arg(socket).args(["--rw", limit.access, "--bs", &block, "--warmup", "1"]);
+    // The disk has nothing to destroy.
+    command.arg("--destroy");
     command.args(["--depth", &depth.to_string(), "--time", &seconds.to_string(), "--output", "json"]);
     command
 }
@@ -93,11 +138,24 @@ impl Samples {
     }
 }
 
-fn measure(side: Side, tools: &Tools, rate: u64, seconds: f64) -> Result<Value> {
+fn measure(side: Side, tools: &Tools, limit: Limit, seconds: f64) -> Result<Value> {
     let socket = socket_path();
-    with_server(server(side, tools, rate, std::slice::from_ref(&socket)), &socket, |_| {
-        json_of(client(tools, &socket, DEPTH, seconds))
+    with_server(server(side, tools, limit, std::slice::from_ref(&socket)), &socket, |_| {
+        json_of(client(tools, &socket, limit, DEPTH, seconds))
     })
+}
+
+/// Measures one limit on both sides, in turn.
+fn measure_both(tools: &Tools, limit: Limit, pairs: usize, seconds: f64) -> Result<[Samples; 2]> {
+    let mut samples = [Samples::default(), Samples::default()];
+    for round in 0..pairs {
+        for place in 0..SIDES.len() {
+            let side = (place + round) % SIDES.len();
+            samples[side].add(&measure(SIDES[side], tools, limit, seconds)?, limit.requests())?;
+        }
+    }
+    println!("{}: {samples:?}", limit.words());
+    Ok(samples)
 }
 
 /// Measures which part of its fair share each of two disks gets.
@@ -106,10 +164,11 @@ fn measure_shares(side: Side, tools: &Tools, seconds: f64) -> Result<[f64; 2]> {
     let second = first.with_extension("second.sock");
     let _ = std::fs::remove_file(&second);
     let sockets = [first.clone(), second.clone()];
-    let rates = with_server(server(side, tools, SHARED_RATE, &sockets), &first, |_| {
+    let limit = Limit::of_requests(SHARED_RATE);
+    let rates = with_server(server(side, tools, limit, &sockets), &first, |_| {
         std::thread::scope(|scope| {
             let run = |index: usize| {
-                let command = client(tools, &sockets[index], SHARED_DEPTHS[index], seconds);
+                let command = client(tools, &sockets[index], limit, SHARED_DEPTHS[index], seconds);
                 scope.spawn(move || json_of(command).and_then(|report| number(&report["iops"])))
             };
             let clients = [run(0), run(1)];
@@ -128,18 +187,9 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
     let tools = Tools::find(ringdisk)?;
     ensure!(arguments.pairs > 0, "at least one pair is needed");
     let seconds = arguments.seconds.max(SECONDS_MIN);
-    let mut rows = Vec::new();
-    for rate in RATES {
-        let mut samples = [Samples::default(), Samples::default()];
-        for round in 0..arguments.pairs {
-            for place in 0..SIDES.len() {
-                let side = (place + round) % SIDES.len();
-                samples[side].add(&measure(SIDES[side], &tools, rate, seconds)?, rate)?;
-            }
-        }
-        println!("{rate}: {samples:?}");
-        rows.push((rate, samples));
-    }
+    let measured = |limit: Limit| Ok((limit, measure_both(&tools, limit, arguments.pairs, seconds)?));
+    let rows = RATES.map(Limit::of_requests).into_iter().map(measured).collect::<Result<Vec<Row>>>()?;
+    let others = LIMITS.into_iter().map(measured).collect::<Result<Vec<Row>>>()?;
     let mut shares = [Vec::new(), Vec::new()];
     for round in 0..arguments.pairs {
         for place in 0..SIDES.len() {
@@ -148,15 +198,18 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
         }
     }
     println!("shares: {shares:?}");
-    let text = page(&rows, &shares, arguments.pairs, seconds)?;
+    let text = page([&rows, &others], &shares, arguments.pairs, seconds)?;
     put_page(&text, "benchmarks-throttle.md", arguments)
 }
 
-fn page(rows: &[(u64, [Samples; 2])], shares: &[Vec<[f64; 2]>; 2], pairs: usize, seconds: f64) -> Result<String> {
+/// A limit, with what was measured of it on both sides.
+type Row = (Limit, [Samples; 2]);
+
+fn page(rows: [&[Row]; 2], shares: &[Vec<[f64; 2]>; 2], pairs: usize, seconds: f64) -> Result<String> {
     let mut text = "# Limits: figures\n\n".to_owned();
     writeln!(
         text,
-        "`cargo xtask bench --throttle` has written this page. Each rate ran {pairs} times for {seconds} s on each side, in turn,\n\
+        "`cargo xtask bench --throttle` has written this page. Each limit ran {pairs} times for {seconds} s on each side, in turn,\n\
          with the same client, {DEPTH} reads of 4 KiB in flight, and a null disk below the filter. The peer is\n\
          {}, filter `throttle`. The server and the client have a core each.\n\n\
          The error is that of the whole second that is the furthest from the rate. The gap is the longest time in which the\n\
@@ -164,21 +217,15 @@ fn page(rows: &[(u64, [Samples; 2])], shares: &[Vec<[f64; 2]>; 2], pairs: usize,
          larger of 2 ms and twice the distance of two requests.\n",
         version("qemu-storage-daemon"),
     )?;
+    let [of_all, others] = rows;
     text += "| requests a second | error | error of QEMU | gap | gap of QEMU | goal |\n|---|---|---|---|---|---|\n";
-    for (rate, [own, qemu]) in rows {
-        let shown = |samples: &[f64], unit: &str| {
-            let worst = samples.iter().copied().fold(0.0, f64::max);
-            format!("{:.2}{unit} ({worst:.2})", median(samples))
-        };
-        let goal_ms = f64::max(2.0, 2000.0 / *rate as f64);
-        writeln!(
-            text,
-            "| {rate} | {} | {} | {} | {} | {goal_ms:.1} ms |",
-            shown(&own.error_percent, "%"),
-            shown(&qemu.error_percent, "%"),
-            shown(&own.longest_gap_ms, " ms"),
-            shown(&qemu.longest_gap_ms, " ms"),
-        )?;
+    for (limit, samples) in of_all {
+        writeln!(text, "| {} | {}", limit.per_second, cells_of(limit, samples))?;
+    }
+    text += "\nOther limits, each with the load that meets it:\n\n";
+    text += "| limit and load | error | error of QEMU | gap | gap of QEMU | goal |\n|---|---|---|---|---|---|\n";
+    for (limit, samples) in others {
+        writeln!(text, "| {} | {}", limit.words(), cells_of(limit, samples))?;
     }
     let part =
         |side: &[[f64; 2]], disk: usize| median(&side.iter().map(|shares| shares[disk]).collect::<Vec<_>>()) * 100.0;
@@ -195,4 +242,20 @@ fn page(rows: &[(u64, [Samples; 2])], shares: &[Vec<[f64; 2]>; 2], pairs: usize,
         part(&shares[1], 1),
     )?;
     Ok(text)
+}
+
+/// The cells of a row behind its first.
+fn cells_of(limit: &Limit, [own, qemu]: &[Samples; 2]) -> String {
+    let shown = |samples: &[f64], unit: &str| {
+        let worst = samples.iter().copied().fold(0.0, f64::max);
+        format!("{:.2}{unit} ({worst:.2})", median(samples))
+    };
+    let goal_ms = f64::max(2.0, 2000.0 / limit.requests() as f64);
+    format!(
+        "{} | {} | {} | {} | {goal_ms:.1} ms |",
+        shown(&own.error_percent, "%"),
+        shown(&qemu.error_percent, "%"),
+        shown(&own.longest_gap_ms, " ms"),
+        shown(&qemu.longest_gap_ms, " ms"),
+    )
 }

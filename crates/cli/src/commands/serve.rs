@@ -103,6 +103,10 @@ pub(crate) struct Args {
     /// "ctl reload" read it again and apply the differences, while other disks run.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
+    /// The name of the machine that the disks belong to. Metrics with the names of libvirt's exporters have it as their
+    /// label "domain".
+    #[arg(long, value_name = "NAME")]
+    domain: Option<String>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -129,6 +133,7 @@ pub(crate) fn run(args: &Args, lock_timeout_s: Option<u32>) -> anyhow::Result<()
     let mut signals = signals::orderly()?;
     allow_all_descriptors();
     let manager = Arc::new(Manager::start(daemon_config(args, &settings, &drives), settings.state_dir.as_deref())?);
+    settings.domain.iter().for_each(|domain| manager.is_of_domain(domain));
     manager.restore(&drives)?;
     if let (Some(path), Some(file)) = (&args.config, file) {
         manager.is_configured_by(daemon::absolute(path), file);
@@ -195,6 +200,9 @@ fn put_over(args: &Args, settings: &mut Settings) -> block::Result<()> {
     over(&args.control, &mut settings.control);
     over(&args.state_dir, &mut settings.state_dir);
     over(&args.pidfile, &mut settings.pidfile);
+    if args.domain.is_some() {
+        settings.domain.clone_from(&args.domain);
+    }
     settings.backing.extend(args.backing.iter().cloned());
     if let Some(policy) = &args.allow_backing {
         settings.allow_backing = Some(policy.parse()?);

@@ -72,6 +72,8 @@ fn the_daemon_ends_and_closes_the_other_disks_while_a_call_hangs() {
     std::thread::sleep(Duration::from_millis(200));
     guest.end();
     assert!(daemon.ctl(&["snapshot-list", "far"]).contains("one"));
+    // It keeps the disk from being removed.
+    let monitor = driver::Driver::connect(daemon.path("far.sock"), driver::DriverOptions::default()).unwrap();
     nbd.signal("STOP");
     let list = || {
         let mut command = ringdisk();
@@ -80,23 +82,24 @@ fn the_daemon_ends_and_closes_the_other_disks_while_a_call_hangs() {
     };
     let mut call = list();
     let deadline = Instant::now() + PATIENCE;
-    // Its export keeps the disk.
     while !text(&run(&daemon.arguments(&["remove", "far"])).stderr).contains("a look at its snapshots") {
         assert!(Instant::now() < deadline && call.try_wait().unwrap().is_none(), "the call does not hang");
     }
-    // More calls that hang keep nobody else from calling.
-    let mut more: Vec<Child> = (0..20).map(|_| list()).collect();
-    while more.iter_mut().filter_map(|call| call.try_wait().unwrap()).count() < 13 {
-        assert!(Instant::now() < deadline, "all of them hang");
+    // More calls wait, and keep nobody else from calling: 7 for the storage, 64 for their turn. One more is refused.
+    let mut more: Vec<Child> = (0..72).map(|_| list()).collect();
+    while more.iter_mut().filter_map(|call| call.try_wait().unwrap()).count() < 1 {
+        assert!(Instant::now() < deadline, "none is refused");
         std::thread::sleep(Duration::from_millis(20));
     }
     assert_eq!(daemon.json(&["list"])["disks"].as_array().unwrap().len(), 2);
     daemon.ctl(&["bitmap", "list", "good"]);
+    daemon.ctl(&["metrics"]);
     daemon.server.signal("TERM");
     daemon.server.wait();
     more.iter_mut().for_each(|call| assert!(!call.wait().unwrap().success()));
     assert!(!call.wait().unwrap().success());
     run_ok(&["check", path_str(&good)]);
+    drop(monitor);
     nbd.kill();
 }
 

@@ -1,5 +1,6 @@
 //! What operators do to disks that guests are using, when not all is well.
 
+mod by_curl;
 #[path = "../common/mod.rs"]
 mod common;
 #[path = "../common/guest.rs"]

@@ -95,7 +95,7 @@ impl Confinement {
 
     /// The daemon of the unit, with these disks, when it has said that it is ready.
     fn serve(&self, drives: &[String]) -> Daemon<'_> {
-        let words = unit::words_of(&self.unit.value("ExecStart"), drives);
+        let words = unit::words_of(&self.unit.value("ExecStart"), INSTANCE, drives);
         let words: Vec<&str> = std::iter::once(PROGRAM).chain(words.iter().skip(1).map(String::as_str)).collect();
         let notices = UnixDatagram::bind(self.runtime("notify")).unwrap();
         notices.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -194,10 +194,8 @@ fn the_daemon_serves_verified_load_under_the_restrictions_of_its_unit() {
     ] {
         drives.extend(["--drive".to_owned(), inside(name, more)]);
     }
-    for argument in ["--control", "control", "--state-dir", "/var/lib/ringdisk/record"] {
-        let in_runtime = argument == "control";
-        drives.push(if in_runtime { format!("/run/ringdisk/{INSTANCE}/control") } else { argument.to_owned() });
-    }
+    std::fs::write(confinement.state("vm1.toml"), "").unwrap();
+    drives.extend(["--config", "/var/lib/ringdisk/vm1.toml"].map(str::to_owned));
     let daemon = confinement.serve(&drives);
     let guests =
         ["root", "ring", "aio", "threads"].map(|name| Guest::begin(&confinement.runtime(&format!("{name}.sock"))));
@@ -209,6 +207,14 @@ fn the_daemon_serves_verified_load_under_the_restrictions_of_its_unit() {
     daemon.ctl(&["remove", "more", "--force"]);
     let metrics = daemon.ctl(&["metrics"]);
     assert!(metrics.contains("ringdisk_disk_latency_seconds"), "{metrics}");
+    assert!(metrics.contains("libvirt_domain_block_stats_capacity_bytes{domain=\"vm1\","), "{metrics}");
+    // As systemctl reload does it.
+    let more = "[[drive]]\nname = 'more'\nformat = 'null'\nsize = '1G'\nexport = false\n";
+    std::fs::write(confinement.state("vm1.toml"), more).unwrap();
+    let reload = unit::words_of(&confinement.unit.value("ExecReload"), INSTANCE, &[]);
+    let reload: Vec<&str> = std::iter::once(PROGRAM).chain(reload.iter().skip(1).map(String::as_str)).collect();
+    assert!(confinement.output(&reload).contains("more"));
+    assert!(daemon.ctl(&["list"]).contains("more"));
     guests.into_iter().for_each(Guest::end);
     let log = daemon.log();
     daemon.stop();

@@ -23,6 +23,7 @@ const KEYS: &[(&str, How)] = &[
     ("Type", How::Test),
     ("EnvironmentFile", How::Test),
     ("ExecStart", How::Test),
+    ("ExecReload", How::Test),
     ("Restart", How::Not("nobody is there to restart it")),
     ("TimeoutStopSec", How::Not("the test has a limit of its own")),
     ("WatchdogSec", How::Not("the watchdog has tests of its own")),
@@ -119,8 +120,9 @@ impl Unit {
     }
 }
 
-/// A command line's words, with these in the place of the variable.
-pub(crate) fn words_of(line: &str, variable: &[String]) -> Vec<String> {
+/// A command line's words, with the instance's name in its places, and with these in the place of the variable.
+pub(crate) fn words_of(line: &str, instance: &str, variable: &[String]) -> Vec<String> {
+    let line = line.replace("%i", instance);
     let words = line.split_whitespace();
     words.flat_map(|word| if word == "$DISKS" { variable.to_vec() } else { vec![word.to_owned()] }).collect()
 }

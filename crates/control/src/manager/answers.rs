@@ -23,7 +23,11 @@ pub(super) fn to_disk(status: DiskStatus, record: &Record, exports: &[Export]) -
 }
 
 pub(super) fn counters_of(export: &ExportStatus) -> Counters {
-    let to_counters = |ring: &daemon::RingStats| Counters {
+    export.rings.iter().map(to_counters).fold(Counters::default(), Counters::plus)
+}
+
+pub(super) fn to_counters(ring: &daemon::RingStats) -> Counters {
+    Counters {
         requests: ring.requests,
         batches: ring.batches,
         notifications: ring.notifications,
@@ -32,8 +36,7 @@ pub(super) fn counters_of(export: &ExportStatus) -> Counters {
         faults: ring.faults,
         io_errors: ring.io_errors,
         no_space: ring.no_space,
-    };
-    export.rings.iter().map(to_counters).fold(Counters::default(), Counters::plus)
+    }
 }
 
 /// Returns `None` for a job that makes no passes.

@@ -1,58 +1,184 @@
-//! Calls that may wait for the storage of a disk. If it hangs, so do they, and each keeps a thread. So there are limits:
-//! the threads that are left answer calls about other disks, and the one that removes the disk.
+//! Calls that may wait for the storage of a disk. If it hangs, so do they, and each keeps a thread. So few are carried out
+//! at a time: the threads that are left answer calls about other disks, and the one that removes the disk. More wait for
+//! their turn, without a thread, in the order in which they came.
 
 use super::{beside, known};
 use crate::api::ErrorKind;
 use crate::failure::Failure;
 use crate::manager::Manager;
+use crate::server::AtWork;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Calls in progress on one disk.
 const OF_A_DISK_MAX: usize = 8;
 /// Calls in progress on all disks.
 const TOTAL_MAX: usize = 48;
+/// Calls that wait for their turn on one disk.
+const WAITING_OF_A_DISK_MAX: usize = 64;
+/// Calls that wait for their turn. Each keeps a connection.
+const WAITING_MAX: usize = 256;
+/// Disks and exports that are being removed at one time. Each may wait for storage that hangs. More wait.
+const REMOVALS_MAX: usize = 32;
+/// Streams of events.
+const WATCHERS_MAX: usize = 128;
+/// Threads that storage which hangs may keep.
+pub(crate) const HELD_THREADS_MAX: usize = TOTAL_MAX + REMOVALS_MAX;
+/// Connections that are kept for long.
+pub(crate) const HELD_CONNECTIONS_MAX: usize = WAITING_MAX + HELD_THREADS_MAX + WATCHERS_MAX;
+/// How long a call waits for its turn.
+const WAIT_MAX: Duration = Duration::from_secs(60);
 
-/// The calls in progress, by disk.
+/// The calls in progress, those that wait, and what else keeps a thread or a connection for long.
+#[derive(Debug)]
+pub(crate) struct StorageCalls {
+    turns: Mutex<Turns>,
+    total: Arc<Semaphore>,
+    removals: Arc<Semaphore>,
+    watchers: Arc<Semaphore>,
+    wait_max: Duration,
+}
+
 #[derive(Debug, Default)]
-pub(crate) struct StorageCalls(Mutex<BTreeMap<String, usize>>);
+struct Turns {
+    /// The disks that have calls.
+    disks: BTreeMap<String, OfDisk>,
+    waiting: usize,
+}
+
+#[derive(Debug)]
+struct OfDisk {
+    /// Permits for the calls in progress. Who waits for one has a clone.
+    places: Arc<Semaphore>,
+    waiting: usize,
+}
+
+impl Default for OfDisk {
+    fn default() -> Self {
+        Self { places: Arc::new(Semaphore::new(OF_A_DISK_MAX)), waiting: 0 }
+    }
+}
 
 /// A call in progress.
+#[derive(Debug)]
 struct StorageCall {
     calls: Arc<StorageCalls>,
-    disk: String,
+    disks: Vec<String>,
+    places: Vec<OwnedSemaphorePermit>,
+}
+
+/// A call that waits for its turn. It leaves the queue also when its client goes away: this is dropped then.
+struct Waiting<'a> {
+    calls: &'a StorageCalls,
+    disks: &'a [String],
+}
+
+impl Default for StorageCalls {
+    fn default() -> Self {
+        let places = |count| Arc::new(Semaphore::new(count));
+        let (total, removals, watchers) = (places(TOTAL_MAX), places(REMOVALS_MAX), places(WATCHERS_MAX));
+        Self { turns: Mutex::default(), total, removals, watchers, wait_max: WAIT_MAX }
+    }
 }
 
 impl StorageCalls {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, usize>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Turns> {
+        self.turns.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn begin(self: &Arc<Self>, disk: &str) -> Result<StorageCall, Failure> {
-        let mut calls = self.lock();
-        let of_disk = calls.get(disk).copied().unwrap_or(0);
-        if of_disk >= OF_A_DISK_MAX || calls.values().sum::<usize>() >= TOTAL_MAX {
-            let whose = if of_disk >= OF_A_DISK_MAX { "its storage" } else { "the storage of other disks" };
-            let what = format!(
-                "'{disk}': too many calls wait for {whose}: try again when they have ended, or remove a \
-                 disk that hangs by force"
-            );
-            return Err(Failure::new(ErrorKind::InUse, what));
+    /// Waits until these disks, and all together, have room for one more call.
+    async fn begin(self: &Arc<Self>, mut disks: Vec<String>) -> Result<StorageCall, Failure> {
+        // In one order, so that no two calls wait for each other.
+        disks.sort_unstable();
+        disks.dedup();
+        let mut call = StorageCall { calls: Arc::clone(self), disks, places: Vec::new() };
+        // The room for all comes last: who waits for a disk that hangs keeps nothing from calls on others.
+        let rooms = self.rooms_of(&call.disks);
+        let at_once = rooms.iter().map(|room| Arc::clone(room).try_acquire_owned().ok());
+        if let Some(places) = at_once.collect::<Option<Vec<_>>>() {
+            call.places = places;
+            return Ok(call);
         }
-        calls.insert(disk.to_owned(), of_disk + 1);
-        drop(calls);
-        Ok(StorageCall { calls: Arc::clone(self), disk: disk.to_owned() })
+        let waiting = Waiting::begin(self, &call.disks)?;
+        let turn = tokio::time::timeout(self.wait_max, async move {
+            let mut places = Vec::with_capacity(rooms.len());
+            for room in rooms {
+                places.extend(room.acquire_owned().await);
+            }
+            places
+        });
+        let places = turn.await.map_err(|_| too_many(&call.disks))?;
+        drop(waiting);
+        call.places = places;
+        Ok(call)
+    }
+
+    /// The place of one more stream of events.
+    pub(super) fn watch(&self) -> Result<OwnedSemaphorePermit, Failure> {
+        Arc::clone(&self.watchers).try_acquire_owned().map_err(|_| {
+            let what = format!("{WATCHERS_MAX} clients watch events already: end one of them first");
+            Failure::new(ErrorKind::InUse, what)
+        })
+    }
+
+    fn rooms_of(&self, disks: &[String]) -> Vec<Arc<Semaphore>> {
+        let mut turns = self.lock();
+        let of_disk = |disk: &String| Arc::clone(&turns.disks.entry(disk.clone()).or_default().places);
+        disks.iter().map(of_disk).chain([Arc::clone(&self.total)]).collect()
+    }
+
+    /// Forgets those of these disks that have no calls any more.
+    fn forget_idle(&self, disks: &[String]) {
+        let mut turns = self.lock();
+        for disk in disks {
+            let is_idle = |of_disk: &OfDisk| Arc::strong_count(&of_disk.places) == 1 && of_disk.waiting == 0;
+            if turns.disks.get(disk).is_some_and(is_idle) {
+                turns.disks.remove(disk);
+            }
+        }
+    }
+}
+
+impl<'a> Waiting<'a> {
+    fn begin(calls: &'a StorageCalls, disks: &'a [String]) -> Result<Self, Failure> {
+        let mut turns = calls.lock();
+        let is_full = |disk: &String| turns.disks.get(disk).is_some_and(|disk| disk.waiting >= WAITING_OF_A_DISK_MAX);
+        if turns.waiting >= WAITING_MAX || disks.iter().any(is_full) {
+            return Err(too_many(disks));
+        }
+        turns.waiting += 1;
+        disks.iter().for_each(|disk| turns.disks.entry(disk.clone()).or_default().waiting += 1);
+        Ok(Self { calls, disks })
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        let mut turns = self.calls.lock();
+        turns.waiting = turns.waiting.saturating_sub(1);
+        for disk in self.disks {
+            if let Some(of_disk) = turns.disks.get_mut(disk) {
+                of_disk.waiting = of_disk.waiting.saturating_sub(1);
+            }
+        }
     }
 }
 
 impl Drop for StorageCall {
     fn drop(&mut self) {
-        let mut calls = self.calls.lock();
-        match calls.get_mut(&self.disk) {
-            Some(count) if *count > 1 => *count -= 1,
-            _ => drop(calls.remove(&self.disk)),
-        }
+        self.places.clear();
+        self.calls.forget_idle(&self.disks);
     }
+}
+
+fn too_many(disks: &[String]) -> Failure {
+    let what = format!(
+        "'{}': too many calls wait for storage: try again when they have ended, or remove a disk that hangs by force",
+        disks.join("', '")
+    );
+    Failure::new(ErrorKind::InUse, what)
 }
 
 /// As [`beside`], for a call that may wait for the storage of the disk of this name, which exists.
@@ -61,20 +187,24 @@ pub(super) async fn on_disk<T: Send + 'static>(
     name: String,
     call: impl FnOnce(&Arc<Manager>, &str) -> Result<T, Failure> + Send + 'static,
 ) -> Result<T, Failure> {
-    limited(manager, name.clone(), move |manager| {
+    // Who names no disk gets the answer at once.
+    known(&manager, &name)?;
+    limited(manager, vec![name.clone()], move |manager| {
         known(manager, &name)?;
         call(manager, &name)
     })
     .await
 }
 
-/// As [`beside`], for a call that may wait for the storage of `disk`. Too many at one time are refused.
+/// As [`beside`], for a call that may wait for the storage of these `disks`. It waits for its turn; too many that wait
+/// are refused.
 pub(super) async fn limited<T: Send + 'static>(
     manager: Arc<Manager>,
-    disk: String,
+    disks: Vec<String>,
     call: impl FnOnce(&Arc<Manager>) -> Result<T, Failure> + Send + 'static,
 ) -> Result<T, Failure> {
-    let begun = manager.storage_calls.begin(&disk)?;
+    let _at_work = AtWork::begin();
+    let begun = manager.storage_calls.begin(disks).await?;
     let call = move |manager: &Arc<Manager>| {
         let result = call(manager);
         drop(begun);
@@ -84,21 +214,120 @@ pub(super) async fn limited<T: Send + 'static>(
     beside(manager, call).await
 }
 
+/// As [`beside`], for a call that ends what may hang. It waits for its turn, but not for the calls above.
+pub(super) async fn ending<T: Send + 'static>(
+    manager: Arc<Manager>,
+    call: impl FnOnce(&Arc<Manager>) -> Result<T, Failure> + Send + 'static,
+) -> Result<T, Failure> {
+    let _at_work = AtWork::begin();
+    // Nobody closes it.
+    let place = Arc::clone(&manager.storage_calls.removals).acquire_owned().await.ok();
+    let call = move |manager: &Arc<Manager>| {
+        let result = call(manager);
+        drop(place);
+        result
+    };
+    beside(manager, call).await
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::future::Future;
+    use tokio::task::JoinHandle;
+
+    fn run(test: impl Future<Output = ()>) {
+        tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(test);
+    }
+
+    async fn begin(calls: &Arc<StorageCalls>, disks: &[&str]) -> Result<StorageCall, Failure> {
+        calls.begin(disks.iter().map(|disk| (*disk).to_owned()).collect()).await
+    }
+
+    /// A call that waits for its turn by the time this returns.
+    async fn wait(calls: &Arc<StorageCalls>, disk: &'static str) -> JoinHandle<Result<StorageCall, Failure>> {
+        let (before, mine) = (calls.lock().waiting, Arc::clone(calls));
+        let waits = tokio::spawn(async move { begin(&mine, &[disk]).await });
+        while calls.lock().waiting == before && !waits.is_finished() {
+            tokio::task::yield_now().await;
+        }
+        waits
+    }
 
     #[test]
-    fn calls_are_limited_on_each_disk_and_on_all_and_what_has_ended_makes_room() {
-        let calls = Arc::<StorageCalls>::default();
-        let mut begun: Vec<_> = (0..OF_A_DISK_MAX).map(|_| calls.begin("a").unwrap()).collect();
-        let refused = calls.begin("a").err().unwrap();
-        assert!(refused.0.message.contains("'a'") && refused.0.message.contains("by force"), "{refused:?}");
-        begun.pop();
-        begun.push(calls.begin("a").unwrap());
-        begun.extend((OF_A_DISK_MAX..TOTAL_MAX).map(|number| calls.begin(&number.to_string()).unwrap()));
-        assert_eq!(calls.begin("other").err().unwrap().0.kind, ErrorKind::InUse);
-        drop(begun);
-        assert!(calls.lock().is_empty());
+    fn calls_wait_for_their_turn_and_only_too_many_are_refused() {
+        run(async {
+            let calls = Arc::<StorageCalls>::default();
+            let mut begun = Vec::new();
+            for _ in 0..OF_A_DISK_MAX {
+                begun.push(begin(&calls, &["a"]).await.unwrap());
+            }
+            let mut waiting = Vec::new();
+            for _ in 0..WAITING_OF_A_DISK_MAX {
+                waiting.push(wait(&calls, "a").await);
+            }
+            assert!(waiting.iter().all(|call| !call.is_finished()));
+            let refused = begin(&calls, &["a"]).await.unwrap_err();
+            assert_eq!(refused.0.kind, ErrorKind::InUse);
+            assert!(refused.0.message.contains("'a'") && refused.0.message.contains("by force"), "{refused:?}");
+            // Other disks do not notice.
+            drop(begin(&calls, &["b"]).await.unwrap());
+            // The first that came is the first to go on.
+            drop(begun.pop());
+            let first = waiting.remove(0).await.unwrap().unwrap();
+            assert!(waiting.iter().all(|call| !call.is_finished()));
+            // A client that goes away leaves its place in the queue.
+            waiting.pop().unwrap().abort();
+            while calls.lock().waiting >= WAITING_OF_A_DISK_MAX - 1 {
+                tokio::task::yield_now().await;
+            }
+            drop((first, begun));
+            for call in waiting {
+                drop(call.await.unwrap().unwrap());
+            }
+            assert!(calls.lock().disks.is_empty());
+            assert_eq!((calls.lock().waiting, calls.total.available_permits()), (0, TOTAL_MAX));
+        });
+    }
+
+    #[test]
+    fn all_disks_together_have_a_limit_and_who_waits_for_one_keeps_no_place() {
+        run(async {
+            let calls = Arc::<StorageCalls>::default();
+            let mut begun = Vec::new();
+            for number in 0..TOTAL_MAX - 1 {
+                begun.push(begin(&calls, &[&format!("{}", number / OF_A_DISK_MAX)]).await.unwrap());
+            }
+            // One disk is full, and a call on it and another one waits: what is left is for the others.
+            let full = wait(&calls, "0").await;
+            let both = Arc::clone(&calls);
+            let both = tokio::spawn(async move { begin(&both, &["z", "0", "z"]).await });
+            while calls.lock().waiting < 2 {
+                tokio::task::yield_now().await;
+            }
+            let last = begin(&calls, &["y"]).await.unwrap();
+            let other = wait(&calls, "x").await;
+            assert!(!other.is_finished());
+            drop(last);
+            drop(other.await.unwrap().unwrap());
+            begun.clear();
+            drop(full.await.unwrap().unwrap());
+            assert_eq!(both.await.unwrap().unwrap().disks, ["0", "z"]);
+            assert!(calls.lock().disks.is_empty());
+        });
+    }
+
+    #[test]
+    fn a_call_that_waits_too_long_is_refused() {
+        run(async {
+            let calls = Arc::new(StorageCalls { wait_max: Duration::from_millis(20), ..StorageCalls::default() });
+            let mut begun = Vec::new();
+            for _ in 0..OF_A_DISK_MAX {
+                begun.push(begin(&calls, &["a"]).await.unwrap());
+            }
+            assert_eq!(begin(&calls, &["a"]).await.unwrap_err().0.kind, ErrorKind::InUse);
+            drop(begun);
+            assert!(calls.lock().disks.is_empty());
+        });
     }
 }

@@ -11,10 +11,12 @@ mod top;
 use crate::output::{self, usage};
 use clap::Subcommand;
 use control::api::{
-    AddDisk, ChangeDisk, Disk, Disks, Event, Exports, Jobs, Overlay, Reloaded, Reopen, Resize, Snapshot, Stats,
+    AddDisk, ChangeDisk, Disk, Disks, ErrorBody, Event, Exports, Jobs, Overlay, Reloaded, Reopen, Resize, Snapshot,
+    Stats,
 };
-use control::{Client, Options};
+use control::{CallError, Client, Options};
 use serde::Serialize;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 /// Manage the disks of a running daemon (serve --control SOCKET).
@@ -53,11 +55,11 @@ enum Verb {
         #[arg(long)]
         no_export: bool,
     },
-    /// Remove a disk: flush and close it.
+    /// Remove a disk and its exports: flush and close it. A disk in use is refused.
     Remove {
         /// The disk.
         name: String,
-        /// Disconnect its guests and cancel its jobs first.
+        /// Also if guests or clients are connected, or it has jobs: disconnect them and cancel the jobs first.
         #[arg(long)]
         force: bool,
     },
@@ -208,15 +210,26 @@ enum Verb {
     Shutdown,
 }
 
+/// Carries the command out. With `--output=json`, a refusal is printed as the daemon gave it, for scripts.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let done = call(args);
+    let refusal = done.as_ref().err().and_then(|error| error.downcast_ref::<CallError>());
+    if let (Output::Json, Some(CallError::Refused(detail))) = (args.output, refusal) {
+        let body = serde_json::to_string(&ErrorBody { error: detail.clone() })?;
+        // If standard error is gone, the message is lost.
+        let _ = writeln!(std::io::stderr(), "{body}");
+        output::exit(1);
+    }
+    done
+}
+
+fn call(args: &Args) -> anyhow::Result<()> {
     let ctl = Ctl { client: Client::new(&args.control)?, output: args.output };
     match &args.verb {
         Verb::List => ctl.show(&ctl.client.get::<Disks>("/v1/disks")?, tables::disks),
         Verb::Show { name } => ctl.show(&ctl.disk(name)?, tables::disk),
         Verb::Add { options, no_export } => ctl.add(options, !no_export),
-        Verb::Remove { name, force } => {
-            Ok(ctl.client.delete(&format!("/v1/disks/{}?force={force}", path_segment(name)))?)
-        }
+        Verb::Remove { name, force } => ctl.delete(&format!("/v1/disks/{}?force={force}", path_segment(name))),
         Verb::Resize { name, size } => ctl.resize(name, size),
         Verb::Reopen { name, force } => {
             let path = format!("/v1/disks/{}/reopen", path_segment(name));
@@ -238,7 +251,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Verb::SnapshotApply(args) => ctl.apply_snapshot(args),
         Verb::Exports => ctl.show(&ctl.client.get::<Exports>("/v1/exports")?, tables::all_exports),
         Verb::Export(export) => ctl.export(export),
-        Verb::Unexport { id } => Ok(ctl.client.delete(&format!("/v1/exports/{id}"))?),
+        Verb::Unexport { id } => ctl.delete(&format!("/v1/exports/{id}")),
         Verb::Jobs => ctl.show(&ctl.client.get::<Jobs>("/v1/jobs")?, |jobs| tables::jobs(&jobs.jobs)),
         Verb::Pause { job } => ctl.steer(*job, "pause"),
         Verb::Resume { target } => match target.parse() {
@@ -252,7 +265,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Verb::Watch { count } => ctl.watch(*count),
         Verb::Metrics => output::print(&ctl.client.get_text("/metrics")?),
         Verb::Reload => ctl.reload(),
-        Verb::Shutdown => Ok(ctl.client.post_nothing::<()>("/v1/shutdown")?),
+        Verb::Shutdown => {
+            ctl.client.post_nothing::<()>("/v1/shutdown")?;
+            ctl.is_done()
+        }
     }
 }
 
@@ -266,6 +282,19 @@ impl Ctl {
         match self.output {
             Output::Human => output::print(&table(answer)),
             Output::Json => output::print(&format!("{}\n", serde_json::to_string_pretty(answer)?)),
+        }
+    }
+
+    fn delete(&self, path: &str) -> anyhow::Result<()> {
+        self.client.delete(path)?;
+        self.is_done()
+    }
+
+    /// Answers a call that has nothing to say: a script can still read JSON.
+    fn is_done(&self) -> anyhow::Result<()> {
+        match self.output {
+            Output::Human => Ok(()),
+            Output::Json => output::print("{}\n"),
         }
     }
 

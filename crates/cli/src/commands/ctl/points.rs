@@ -180,7 +180,7 @@ impl Ctl {
     }
 
     pub(super) fn delete_snapshot(&self, args: &SnapshotArgs) -> anyhow::Result<()> {
-        Ok(self.client.delete(&args.path())?)
+        self.delete(&args.path())
     }
 
     pub(super) fn apply_snapshot(&self, args: &SnapshotArgs) -> anyhow::Result<()> {
