@@ -5,7 +5,7 @@ use crate::api::{AddExport, AddNbd, AddTls, Export, FailedExport, GuestMemory, N
 use crate::record::RecordedDisk;
 use block::{Error, ErrorKind, Result};
 use daemon::{ExportId, ExportStatus, NbdAddress, NbdOptions, NbdTls, NodeId, absolute};
-use drive::{ExportOptions, Placement};
+use drive::{ExportOptions, Placement, ShownOptions};
 use std::collections::BTreeSet;
 
 /// A recorded export that could not begin.
@@ -19,7 +19,7 @@ impl Manager {
     /// Starts an export.
     pub(super) fn begin_export(&self, node: NodeId, request: &AddExport) -> Result<ExportId> {
         match &request.nbd {
-            None => self.daemon.add_export(node, &export_options(request)),
+            None => self.daemon.add_export(node, &export_options(request)?),
             Some(nbd) => self.daemon.add_nbd_export(node, &nbd_options(request, nbd)?),
         }
     }
@@ -90,7 +90,7 @@ pub(super) fn with_absolute_paths(mut request: AddExport) -> AddExport {
     request
 }
 
-fn export_options(request: &AddExport) -> ExportOptions {
+fn export_options(request: &AddExport) -> Result<ExportOptions> {
     let mut options = ExportOptions::default();
     options.socket.clone_from(&request.socket);
     options.read_only = request.read_only;
@@ -103,7 +103,8 @@ fn export_options(request: &AddExport) -> ExportOptions {
         GuestMemory::Any => Placement::Any,
     };
     options.guest_memory_max_bytes = request.guest_memory_max;
-    options
+    options.shown = ShownOptions::parse(request.shown.pairs())?;
+    Ok(options)
 }
 
 fn nbd_options(request: &AddExport, nbd: &AddNbd) -> Result<NbdOptions> {
@@ -118,6 +119,9 @@ fn nbd_options(request: &AddExport, nbd: &AddNbd) -> Result<NbdOptions> {
     }
     if request.guest_memory != GuestMemory::Ram || request.guest_memory_max.is_some() {
         return bad("guest-memory and guest-memory-max are for vhost-user: NBD clients share no memory");
+    }
+    if let Some((key, _)) = request.shown.pairs().next() {
+        return bad(&format!("{key} is for vhost-user: NBD clients are not told"));
     }
     if nbd.connections == Some(0) {
         return bad("an NBD export needs at least one connection");
