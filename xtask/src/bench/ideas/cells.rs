@@ -179,7 +179,7 @@ fn paths() -> Idea {
         why: "Where nothing can be merged, both paths send the same requests, and the queue of the request path costs the \
               client some hundredths of a microsecond each: that is what bio gains on the null disk, where the client is \
               the limit. On tmpfs the server is. In sequential loads 64 neighbours become one request on the wire, which \
-              saves both sides more than the queue costs. The founding figures are those of a kernel's block layer, whose \
+              saves both sides more than the queue costs. The first measurements were of a kernel's block layer, whose \
               queue costs much more than a driver's.",
     }
 }
@@ -260,7 +260,7 @@ fn callbacks() -> Idea {
             above: "suppressing callbacks loses nothing",
         }],
         why: "There is little to suppress: a busy client finds completions by looking, and a server tells of a batch \
-              once, so even with callbacks kept there is one notification for 16 to 64 requests. The founding figures are \
+              once, so even with callbacks kept there is one notification for 16 to 64 requests. The first measurements were \
               of a kernel's driver, which each callback interrupts.",
     }
 }

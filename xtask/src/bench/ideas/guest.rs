@@ -4,6 +4,7 @@
 use super::cells::Storage;
 use super::host::{self, Rate};
 use super::storage::{Storages, file_of};
+use super::table::wrapped;
 use crate::bench::BenchArguments;
 use crate::bench::measure::with_server;
 use crate::bench::page::rate;
@@ -53,6 +54,12 @@ const DISKS: [GuestDisk; 5] = [
 const BLOCK: &str = "16k";
 const DEPTH: u32 = 74;
 const ACCESSES: [(&str, &str); 2] = [("randwrite", "random"), ("write", "sequential")];
+const WORDS: &str = "16 KiB writes at depth 74 with fio's libaio in the guest, by engine, `cache=none` on the disk; above, the \
+                     host's own fio on the same file (io_uring, libaio, and 74 threads that write one by one). Mean times in \
+                     us: to submit, and from there to the end. The null disks cost nothing; the faster of the two is the \
+                     guest's ceiling. The one ends each request at once and alone, which interrupts a guest more often; the \
+                     late one ends them in batches, as storage does. Interrupts a request are the guest's own count \
+                     (`/proc/interrupts`).";
 /// fio in a guest needs some time to begin.
 const SECONDS_MIN: f64 = 1.0;
 
@@ -197,14 +204,10 @@ fn boot(
 
 fn table(kind: Kind, measured: &[Measured], of_host: &[OfHost]) -> String {
     let mut text = format!(
-        "## A real guest: {}\n\n\
-         16 KiB writes at depth 74 with fio's libaio in the guest, by engine, `cache=none` on the disk; above, the host's own \
-         fio\non the same file (io_uring, libaio, and 74 threads that write one by one). Mean times in us: to submit, and \
-         from there to\nthe end. The null disks cost nothing; the faster of the two is the guest's ceiling. The one ends \
-         each request at once and\nalone, which interrupts a guest more often; the late one ends them in batches, as storage \
-         does. Interrupts a request are\nthe guest's own count (`/proc/interrupts`).\n\n\
+        "## A real guest: {}\n\n{}\n\n\
          | | rate | by the host's | of the ceiling | to submit | to complete | interrupts |\n|---|--:|--:|--:|--:|--:|--:|\n",
-        kind.title()
+        kind.title(),
+        wrapped(WORDS)
     );
     for (job, words) in ACCESSES {
         let of = |disk: usize| measured.iter().find(|one| one.disk == disk && one.job == job);

@@ -67,7 +67,7 @@ fn short(value: f64) -> String {
 }
 
 /// Wraps a text into lines of a page.
-fn wrapped(words: &str) -> String {
+pub(super) fn wrapped(words: &str) -> String {
     let mut lines = vec![String::new()];
     for word in words.split_whitespace() {
         let last = lines.last().map_or(0, |line| line.chars().count());
