@@ -76,7 +76,7 @@ pub trait Disk: Send + Sync {
         let _ = volatile;
     }
 
-    /// Returns how worn the storage is, if it says so.
+    /// Returns how worn the storage is at this moment, if it says so. It may wait, so reactors do not call it.
     fn lifetime(&self) -> Option<Lifetime> {
         None
     }

@@ -75,7 +75,13 @@ pub trait File: Send + Sync + Debug {
         Topology::default()
     }
 
-    /// Returns how worn the device behind the file is, if it says so.
+    /// Whether a write overwrites old data where they lie: the file is on this host. What a file system or a device
+    /// keeps of its own accord, nobody knows.
+    fn overwrites_in_place(&self) -> bool {
+        false
+    }
+
+    /// Returns how worn the device behind the file is at this moment, if it says so. It may wait.
     fn lifetime(&self) -> Option<Lifetime> {
         None
     }

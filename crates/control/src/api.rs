@@ -367,6 +367,11 @@ pub struct AddExport {
     /// The most bytes of memory that the guest's monitor may share.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guest_memory_max: Option<u64>,
+    /// What its guest sees, where that differs from what the disk's options say: `{"write-cache": "off"}`. The keys are
+    /// those of a drive that describe the guest's disk.
+    #[serde(default, skip_serializing_if = "Options::is_empty")]
+    #[schema(value_type = std::collections::BTreeMap<String, serde_json::Value>)]
+    pub shown: Options,
     /// Serves it to NBD clients instead of a guest's monitor.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nbd: Option<AddNbd>,

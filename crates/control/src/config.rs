@@ -18,7 +18,7 @@ use crate::manager::Configured;
 use crate::options::Options;
 use block::{Error, ErrorKind, Result};
 use daemon::absolute;
-use drive::DriveOptions;
+use drive::{DriveOptions, ShownOptions};
 use image::BackingPolicy;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -98,6 +98,8 @@ const EXPORT_KEYS: [&str; 19] = [
     "tls-verify-peer",
     "type",
 ];
+/// Keys of an export for a guest.
+const GUEST_KEYS: [&str; 5] = ["queues", "queue-size", "fixed-buffers", "guest-memory", "guest-memory-max"];
 const EXPORT_TYPES: [&str; 2] = ["nbd", "vhost-user"];
 /// Keys that make sense for a single drive only.
 const NOT_A_DEFAULT: [&str; 7] = ["name", "file", "fd", "socket", "serial", "size", "export"];
@@ -268,9 +270,7 @@ impl<'i> Reader<'i> {
                 }
                 "socket-mode" | "socket-group" => self.access(key, value, &mut export)?,
                 "read-only" => export.read_only = self.switch(key, value)?,
-                "queues" | "queue-size" | "fixed-buffers" | "guest-memory" | "guest-memory-max"
-                    if export.nbd.is_some() =>
-                {
+                _ if export.nbd.is_some() && (GUEST_KEYS.contains(&key) || drive::SHOWN_KEYS.contains(&key)) => {
                     return Err(self.wrong_value(key, value, "is not for type = 'nbd'"));
                 }
                 "fixed-buffers" => export.fixed_buffers = self.switch(key, value)?,
@@ -287,12 +287,20 @@ impl<'i> Reader<'i> {
                 }
                 "queues" => export.queues = count(256)?,
                 "queue-size" => export.queue_size = count(1024)?,
+                _ if drive::SHOWN_KEYS.contains(&key) => {
+                    let text = self.scalar(key, value)?;
+                    DriveOptions::check_value(key, &text).map_err(|error| self.wrong(value.span().start, error))?;
+                    export.shown.set(key, text);
+                }
                 _ if export.nbd.is_none() && EXPORT_KEYS.contains(&key) && key != "type" => {
                     return Err(self.wrong_value(key, value, "is for type = 'nbd' only"));
                 }
                 // The other keys were read before.
                 _ if EXPORT_KEYS.contains(&key) => {}
-                _ => return Err(self.wrong(value.span().start, drive::unknown("key of an export", key, &EXPORT_KEYS))),
+                _ => {
+                    let known = [&EXPORT_KEYS[..], &drive::SHOWN_KEYS].concat();
+                    return Err(self.wrong(value.span().start, drive::unknown("key of an export", key, &known)));
+                }
             }
         }
         let listens = export.nbd.as_ref().map(|nbd| nbd.listen.is_some());
@@ -301,7 +309,11 @@ impl<'i> Reader<'i> {
             _ if listens == Some(export.socket.is_some()) => {
                 Err(self.wrong(value.span().start, "an NBD export needs either a socket or listen = 'ADDRESS:PORT'"))
             }
-            _ => Ok(export),
+            _ => {
+                let shown = ShownOptions::parse(export.shown.pairs());
+                shown.map_err(|error| self.wrong(value.span().start, error))?;
+                Ok(export)
+            }
         }
     }
 
@@ -461,7 +473,7 @@ mod tests {
              [defaults]\ncache = 'none'\nqueues = 2\n\
              [[drive]]\nname = 'a'\nfile = '/a.qcow2'\nreadonly = true\nexport = false\n\
              filter = ['throttle:iops-total=5', 'delay:ms=1']\n\
-             [[export]]\ndisk = 'a'\nsocket = 'a.sock'\nread-only = true\nqueues = 1\nsocket-mode = '0640'\n\
+             [[export]]\ndisk = 'a'\nsocket = 'a.sock'\nread-only = true\nqueues = 1\nsocket-mode = '0640'\nseg-max = 30\nwrite-cache = false\n\
              [[export]]\ntype = 'nbd'\ndisk = 'a'\nlisten = '127.0.0.1:10809'\nname = 'x'\nbitmaps = ['b']\n\
              tls-creds = 'pki'\ntls = 'allow'\ntls-verify-peer = false\n",
         )
@@ -479,6 +491,8 @@ mod tests {
         assert_eq!(drive.exports[0].socket, Some("/etc/ringdisk/a.sock".into()));
         assert!(drive.exports[0].read_only && drive.exports[0].queues == Some(1));
         assert_eq!(drive.exports[0].socket_mode.as_deref(), Some("0640"));
+        let shown: Vec<_> = drive.exports[0].shown.pairs().collect();
+        assert_eq!(shown, [("seg-max", "30"), ("write-cache", "off")]);
         let nbd = drive.exports[1].nbd.clone().unwrap();
         assert_eq!((nbd.listen.as_deref(), nbd.name.as_deref()), (Some("127.0.0.1:10809"), Some("x")));
         let tls = AddTls { credentials: "/etc/ringdisk/pki".into(), required: false, verify_peer: false };
@@ -504,6 +518,9 @@ mod tests {
             ("[[export]]\ntype = 'nbf'", 2, "did you mean 'nbd'?"),
             ("[[export]]\ntype = 'nbd'\ndisk = 'a'", 1, "either a socket or listen"),
             ("[[export]]\ntype = 'nbd'\nlisten = ':1'\nqueues = 2", 4, "queues: is not for type = 'nbd'"),
+            ("[[export]]\ntype = 'nbd'\nlisten = ':1'\nseg-max = 2", 4, "seg-max: is not for type = 'nbd'"),
+            ("[[export]]\ndisk = 'a'\nwrite-cache = 'of'", 3, "write-cache"),
+            ("[[drive]]\nname = 'a'\nfile = '/a'\n[[export]]\ndisk = 'a'\ncyls = 2", 4, "go together"),
             ("[[export]]\nlisten = ':1'", 2, "is for type = 'nbd' only"),
             ("[[export]]\ntype = 'nbd'\ntls = 'allow'", 3, "needs tls-creds"),
             ("allow-backing = 'all'", 1, "allow-backing"),

@@ -46,6 +46,12 @@ impl Options {
         Self(pairs.into_iter().collect())
     }
 
+    /// Whether nothing is given.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Returns the value of `key`, if it is given.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&str> {

@@ -10,10 +10,22 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 impl Daemon {
-    /// Makes a disk larger, and tells its guests. The new part reads as zeros. A disk in use never becomes smaller.
+    /// Makes a disk larger, and tells its guests. The new part reads as zeros. A disk in use never becomes smaller. The
+    /// new size must be a whole number of the logical blocks that its guests see.
     /// Guests wait for as long as their requests in flight and a few changes of tables take.
     pub fn resize(&self, node: NodeId, size_bytes: u64) -> Result<()> {
-        let (_work, _, image) = self.image_for("its resize".to_owned(), node, None)?;
+        let (_work, found, image) = self.image_for("its resize".to_owned(), node, None)?;
+        let block_bytes =
+            u64::from(self.table.block_bytes_of(node).max(found.options.shown.logical_block_bytes.unwrap_or(0)));
+        if size_bytes.checked_rem(block_bytes).is_some_and(|rest| rest > 0) {
+            let fits = size_bytes.checked_next_multiple_of(block_bytes).unwrap_or(size_bytes);
+            let message = format!(
+                "the disk '{}' has logical blocks of {block_bytes} bytes: {size_bytes} bytes are no whole number of them, \
+                 {fits} are",
+                found.name
+            );
+            return Err(Error::new(ErrorKind::BadOption, message));
+        }
         image.grow(size_bytes)
     }
 

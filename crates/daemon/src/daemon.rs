@@ -201,8 +201,10 @@ impl Daemon {
         vhost.max_queues = Self::queues_of(options);
         vhost.queue_size = options.queue_size.unwrap_or(vhost.queue_size);
         vhost.read_only = options.read_only;
-        vhost.packed = options.packed;
-        vhost.overrides = overrides(&options.shown);
+        let read_only = options.read_only || found.disk.disk.info().read_only;
+        let shown = options.shown.or_of(&found.options.shown, options.read_only);
+        vhost.packed = shown.packed.unwrap_or(vhost.packed);
+        vhost.overrides = overrides(&shown);
         vhost.fixed_buffers = options.fixed_buffers;
         vhost.guest_memory = options.guest_memory;
         vhost.guest_memory_max_bytes = options.guest_memory_max_bytes;
@@ -211,7 +213,6 @@ impl Daemon {
         let mode = if vhost.group.is_some() { GROUP_SOCKET_MODE } else { vhost.mode };
         vhost.mode = options.socket_mode.unwrap_or(mode);
         let attachment = Attachment { socket: place.shown(), queues: vhost.max_queues, queue_size: vhost.queue_size };
-        let read_only = options.read_only || found.disk.disk.info().read_only;
         let (id, has_others) = self.table.reserve_export(found.id, read_only, attachment, place.inode())?;
         let name = found.name_in_logs();
         vhost.name = if has_others { format!("{name}.{id}") } else { name };
@@ -525,7 +526,7 @@ fn overrides(shown: &ShownOptions) -> Overrides {
     overrides.discard_granularity_bytes = shown.discard_granularity_bytes;
     overrides.size_max_bytes = shown.size_max_bytes;
     overrides.seg_max = shown.seg_max;
-    overrides.secure_erase = shown.secure_erase;
+    overrides.secure_erase = shown.secure_erase.unwrap_or(false);
     overrides.write_cache = shown.write_cache;
     overrides
 }

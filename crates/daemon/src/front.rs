@@ -59,6 +59,15 @@ impl Front {
         }
     }
 
+    /// Returns the bytes of the logical blocks that its guest sees.
+    pub(crate) fn block_bytes(&self) -> u32 {
+        match self {
+            Self::VhostUser(export) => export.block_bytes(),
+            // As the disk's own.
+            Self::Nbd(_) => 0,
+        }
+    }
+
     pub(crate) fn ask_for_oldest(&self) {
         match self {
             Self::VhostUser(export) => export.ask_for_oldest(),

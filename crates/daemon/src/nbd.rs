@@ -322,6 +322,11 @@ impl Daemon {
             Ok(Front::Nbd(Box::new(NbdFront { servers, address, has_tls: options.tls.is_some(), export })))
         };
         let id = self.begin_nbd(&found, options, hold, begin)?;
+        let unknown_to_clients = found.options.shown.keys();
+        if !unknown_to_clients.is_empty() {
+            let keys = unknown_to_clients.join(", ");
+            tracing::warn!(disk = %found.name, export = %name, "these options do not hold for NBD clients: {keys}");
+        }
         tracing::info!(disk = %found.name, export = %name, "served to NBD clients at '{}'", options.address);
         Ok(id)
     }

@@ -381,6 +381,17 @@ impl Table {
         self.lock().exports.iter().filter_map(status).collect()
     }
 
+    /// Returns the largest logical block that a guest of this disk sees, in bytes; zero without guests.
+    pub(crate) fn block_bytes_of(&self, node: NodeId) -> u32 {
+        let state = self.lock();
+        let of_node = state.exports.values().filter(|entry| entry.node == node);
+        let blocks = of_node.filter_map(|entry| match &entry.export {
+            Phase::Here(front) => Some(front.block_bytes()),
+            Phase::Coming | Phase::Going => None,
+        });
+        blocks.max().unwrap_or(0)
+    }
+
     /// Returns the socket at which a guest is connected to a disk, if one is.
     pub(crate) fn guest_of(&self, node: NodeId) -> Option<PathBuf> {
         let state = self.lock();

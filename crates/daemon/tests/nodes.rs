@@ -2,9 +2,12 @@
 
 mod common;
 
+use block::Disk;
 use common::{Guest, PATIENCE, SIZE_BYTES, assert_holds, at, connect, create, start};
-use drive::{DiskOptions, DriveFormat, DriveOptions, ExportOptions, ParsedDrive, open_disk};
+use drive::{DiskOptions, DriveFormat, DriveOptions, ExportOptions, ParsedDrive, ShownOptions, open_disk};
+use driver::{Driver, DriverOptions};
 use image::BackingPolicy;
+use ringdisk_daemon::{NbdAddress, NbdOptions};
 use std::time::{Duration, Instant};
 
 #[test]
@@ -209,4 +212,68 @@ fn a_running_disk_takes_an_overlay_gives_it_back_and_grows_while_its_guest_goes_
     assert_eq!(opened.disk.info().size_bytes, SIZE_BYTES * 2);
     assert_holds(&opened.disk, 0, state);
     opened.close().unwrap();
+}
+
+fn drive(words: &str) -> DriveOptions {
+    match DriveOptions::parse(words).unwrap() {
+        ParsedDrive::Drive(drive) => *drive,
+        ParsedDrive::Help(help) => panic!("{help}"),
+    }
+}
+
+#[test]
+fn every_export_shows_what_the_disk_s_options_say_unless_it_says_otherwise() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = |name: &str| dir.path().join(name);
+    let image = socket("disk.raw");
+    create(&image, DriveFormat::Raw);
+    let said = "seg-max=30,write-cache=off,logical-block-size=4096,secure-erase=on,packed=on,queues=1";
+    let words = format!("file={},format=raw,socket={},{said}", image.display(), socket("own").display());
+    let daemon = start(1);
+    let (disk, _) = daemon.add(&drive(&words)).unwrap();
+    daemon.add_export(disk, &at(&socket("second"))).unwrap();
+    let mut other = at(&socket("other"));
+    other.shown =
+        ShownOptions::parse([("write-cache", "on"), ("logical-block-size", "512"), ("packed", "off")]).unwrap();
+    daemon.add_export(disk, &other).unwrap();
+    let mut reader = at(&socket("reader"));
+    reader.read_only = true;
+    daemon.add_export(disk, &reader).unwrap();
+    let seen = |name: &str| {
+        let packed = DriverOptions::default().with(|options| options.packed = true);
+        let driver = Driver::connect(socket(name), packed).unwrap();
+        let (info, facts) = (driver.info(), driver.facts());
+        (info.logical_block_bytes, info.volatile_cache, facts.max_segments, facts.packed, facts.secure_erase)
+    };
+    assert_eq!(seen("own"), (4096, false, 30, true, true));
+    assert_eq!(seen("second"), seen("own"));
+    assert_eq!(seen("other"), (512, true, 30, false, true));
+    assert_eq!(seen("reader"), (4096, false, 30, true, false), "it cannot write");
+    // A guest could not reach the end of such a disk, and the next start would refuse it.
+    let refused = daemon.resize(disk, SIZE_BYTES + 512).unwrap_err().to_string();
+    assert!(refused.contains("4096") && refused.contains(&(SIZE_BYTES + 4096).to_string()), "{refused}");
+    daemon.resize(disk, SIZE_BYTES + 4096).unwrap();
+    daemon.shutdown().unwrap();
+}
+
+#[test]
+fn secure_erase_is_for_disks_whose_old_data_are_overwritten() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = |name: &str| dir.path().join(name).display().to_string();
+    let image = dir.path().join("disk.raw");
+    let daemon = start(1);
+    let disk = daemon.add_disk(&create(&image, DriveFormat::Raw).disk).unwrap();
+    let nbd = NbdOptions::at(NbdAddress::Unix(dir.path().join("nbd")));
+    daemon.add_nbd_export(disk, &nbd).unwrap();
+    let other = dir.path().join("other.raw");
+    create(&other, DriveFormat::Raw);
+    let (here, log) = (format!("file={},format=raw", other.display()), socket("changes.log"));
+    let far = format!("file=nbd+unix:///?socket={},format=raw", socket("nbd"));
+    for (what, words) in [("another host's", &far), ("a log of all writes", &format!("{here},filter=log:file={log}"))] {
+        let words = format!("{words},secure-erase=on,socket={}", socket("s"));
+        let refused = daemon.add(&drive(&words)).unwrap_err().to_string();
+        assert!(refused.contains("secure-erase") && refused.contains("of this host"), "{what}: {refused}");
+    }
+    daemon.add(&drive(&format!("{here},secure-erase=on,socket={}", socket("s")))).unwrap();
+    daemon.shutdown().unwrap();
 }

@@ -98,6 +98,10 @@ impl File for Part {
         self.file.topology()
     }
 
+    fn overwrites_in_place(&self) -> bool {
+        self.file.overwrites_in_place()
+    }
+
     fn lifetime(&self) -> Option<Lifetime> {
         self.file.lifetime()
     }

@@ -29,7 +29,7 @@ pub enum FilterOptions {
 pub(crate) const DELAY_MAX_MS: u32 = 10_000;
 
 const NAMES: [&str; 4] = ["delay", "error", "log", "throttle"];
-const DELAY_KEYS: [&str; 3] = ["ms", "us", "bandwidth"];
+const DELAY_KEYS: [&str; 5] = ["ms", "us", "bandwidth", "request-us", "jitter-us"];
 const LOG_KEYS: [&str; 1] = ["file"];
 const ERROR_KEYS: [&str; 7] = ["kinds", "offset", "length", "after", "every", "count", "errno"];
 /// Error numbers of storage, by their names on Linux.
@@ -125,17 +125,25 @@ fn delay(pairs: &[(&str, &str)]) -> Result<DelayOptions> {
             "ms" => options.delay += Duration::from_millis(number(key, value)?),
             "us" => options.delay += Duration::from_micros(number(key, value)?),
             "bandwidth" => options.bytes_per_second = Some(bandwidth(value)?),
+            "request-us" => options.request = Duration::from_micros(number(key, value)?),
+            "jitter-us" => options.jitter = Duration::from_micros(number(key, value)?),
             _ => return Err(keyval::unknown("key of the filter 'delay':", key, &DELAY_KEYS)),
         }
     }
-    if options.delay > Duration::from_millis(u64::from(DELAY_MAX_MS)) {
+    if options.delay.saturating_add(options.jitter) > Duration::from_millis(u64::from(DELAY_MAX_MS)) {
         return Err(bad(format!("a delay is at most {DELAY_MAX_MS} ms")));
     }
+    if options.request > REQUEST_MAX {
+        return Err(bad(format!("request-us: a request takes at most {} us on the link", REQUEST_MAX.as_micros())));
+    }
     if options == DelayOptions::default() {
-        return Err(bad("says nothing: a delay needs ms=, us= or bandwidth=".to_owned()));
+        return Err(bad("says nothing: a delay needs ms=, us=, bandwidth=, request-us= or jitter-us=".to_owned()));
     }
     Ok(options)
 }
+
+/// The most that a request takes on the link: a full queue must end before its guest gives up.
+const REQUEST_MAX: Duration = Duration::from_millis(10);
 
 /// The least bandwidth: a request of a mebibyte must end before its guest gives up.
 const BANDWIDTH_MIN: u64 = 64 << 10;
@@ -223,6 +231,10 @@ mod tests {
             panic!("no delay");
         };
         assert_eq!((delay.delay, delay.bytes_per_second), (Duration::from_micros(1500), Some(100 << 20)));
+        let FilterOptions::Delay(delay) = FilterOptions::parse("delay:request-us=10:jitter-us=500").unwrap() else {
+            panic!("no delay");
+        };
+        assert_eq!((delay.request, delay.jitter), (Duration::from_micros(10), Duration::from_micros(500)));
         let all = parsed_error("error");
         assert_eq!(all, ErrorOptions::default());
         let text = "error:kinds=write+write-zeroes:offset=1M:length=64k:after=10:every=3:count=2:errno=ENOSPC";
@@ -240,6 +252,8 @@ mod tests {
             ("delay:ms", "key=value"),
             ("delay:ms=1:ms=2", "twice"),
             ("delay:sec=1", "ms, us, bandwidth"),
+            ("delay:request-us=20000", "10000 us"),
+            ("delay:ms=9999:jitter-us=2000", "10000 ms"),
             ("delay:ms=20000", "10000 ms"),
             ("delay:bandwidth=1", "64"),
             ("error:kinds=writes", "did you mean 'write'?"),

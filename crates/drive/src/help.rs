@@ -64,7 +64,10 @@ const KEYS: [(&str, &str); 43] = [
     ("delay-ms", "short for `filter=delay:ms=N`, above all other filters"),
     ("size", "the size of a null disk"),
     ("packed", "`on`: packed rings are offered, too"),
-    ("secure-erase", "`on`: secure erases are offered, which overwrite; for raw images"),
+    (
+        "secure-erase",
+        "`on`: secure erases are offered, which overwrite; for raw images in a file or device of this host",
+    ),
     ("write-cache", "`on`, `off`: whether the guest's cache begins as write-back. The guest can switch it"),
     ("logical-block-size", "the smallest unit that the guest may address, in bytes"),
     ("physical-block-size", "the size of a physical block that the guest sees, in bytes"),

@@ -54,6 +54,6 @@ pub use options::{
 };
 pub use passed::PassedDescriptors;
 pub use running::{RunningChange, THROTTLING};
-pub use shown::ShownOptions;
+pub use shown::{SHOWN_KEYS, ShownOptions};
 pub use size::{human_size, is_size_out_of_range, parse_integer, parse_size};
 pub use throttling::ThrottleOptions;

@@ -104,6 +104,8 @@ pub struct DiskOptions {
     /// How long to wait for the lock of a process that was killed: the process keeps the lock until its last write has
     /// landed.
     pub lock_timeout_s: Option<u32>,
+    /// Properties that its guests see instead of its own. An export can say otherwise.
+    pub shown: ShownOptions,
 }
 
 /// The options of an export.
@@ -124,9 +126,7 @@ pub struct ExportOptions {
     pub queues: Option<u16>,
     /// The largest ring that a guest may set up.
     pub queue_size: Option<u16>,
-    /// Whether packed rings are offered.
-    pub packed: bool,
-    /// Properties that the guest sees instead of the disk's.
+    /// Properties that the guest of this export sees, where they differ from what the disk's options say.
     pub shown: ShownOptions,
     /// Whether the guest's memory is registered with io_uring, which pins it.
     pub fixed_buffers: bool,
@@ -282,7 +282,6 @@ impl DriveOptions {
                 let bytes = parse_size(value).map_err(|error| error.in_context(key.as_str()))?;
                 export.guest_memory_max_bytes = Some(bytes);
             }
-            "packed" => export.packed = one_of(key, value, &SWITCH)?,
             "readonly" => disk.read_only = one_of(key, value, &SWITCH)?,
             "snapshot" => disk.snapshot = one_of(key, value, &SWITCH)?,
             "keep" => disk.keep = Some(non_empty_path(key, value)?),
@@ -292,8 +291,6 @@ impl DriveOptions {
                 return Err(bad("queues= and num-queues= mean the same: give one of them".to_owned()));
             }
             "queues" | "num-queues" => export.queues = Some(count(key, value, QUEUES_MAX)?),
-            "write-cache" => export.shown.write_cache = Some(one_of(key, value, &SWITCH)?),
-            "secure-erase" => export.shown.secure_erase = one_of(key, value, &SWITCH)?,
             "media" => media(value)?,
             "poll-max-us" => export.poll_max_us = Some(poll_max_us(key, value)?),
             "delay-ms" => disk.delay_ms = Some(delay_ms(key, value)?),
@@ -305,7 +302,7 @@ impl DriveOptions {
             }
             "lock-timeout-s" => disk.lock_timeout_s = Some(lock_timeout_s(key, value)?),
             "queue-size" => export.queue_size = Some(power_of_two(key, value, QUEUE_SIZE_MAX)?),
-            _ if export.shown.set(key, value)? => {}
+            _ if disk.shown.set(key, value)? => {}
             _ => return Err(keyval::unknown("drive key", key, &help::key_names())),
         }
         Ok(())
@@ -331,7 +328,7 @@ impl DriveOptions {
 
     /// Refuses combinations that make no sense.
     pub(crate) fn check(&self) -> Result<()> {
-        self.export.shown.check()?;
+        self.disk.shown.check()?;
         let disk = &self.disk;
         let is_null = disk.format == Some(DriveFormat::Null);
         match (&disk.file, is_null) {
@@ -399,6 +396,10 @@ pub fn parse_socket_mode(text: &str) -> Result<u32> {
 /// Reads the group of a socket: its name or its number. Returns the number.
 pub fn parse_socket_group(text: &str) -> Result<u32> {
     group("socket-group", text)
+}
+
+pub(crate) fn switch(key: &str, value: &str) -> Result<bool> {
+    one_of(key, value, &SWITCH)
 }
 
 /// Returns the default path of an image's socket.

@@ -9,7 +9,7 @@ use crate::driver::{Inner, queue_setup};
 use crate::queue::Core;
 use crate::ring::{Ring, prepare};
 use block::{Completion, Error, ErrorKind, Result};
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -26,6 +26,36 @@ pub(crate) enum Hold {
     Reset,
 }
 
+/// The driver's word to its queues: what they must do, and how often the device was reset. A queue whose reactor did not
+/// turn during a reset learns of it by the count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Word(u32);
+
+impl Word {
+    const HOLD_BITS: u32 = 2;
+
+    #[inline]
+    pub(crate) fn hold(self) -> Hold {
+        match self.0 & 3 {
+            0 => Hold::None,
+            1 => Hold::Freeze,
+            _ => Hold::Reset,
+        }
+    }
+
+    pub(crate) fn with(self, hold: Hold) -> Self {
+        Self((self.0 & !3) | hold as u32)
+    }
+
+    fn with_one_more_reset(self) -> Self {
+        Self(self.0.wrapping_add(1 << Self::HOLD_BITS))
+    }
+
+    fn resets(self) -> u32 {
+        self.0 >> Self::HOLD_BITS
+    }
+}
+
 /// The rings that no queue has at the moment.
 #[derive(Debug, Default)]
 pub(crate) struct Rings {
@@ -38,7 +68,7 @@ pub(crate) struct Rings {
 /// The control over all queues.
 #[derive(Debug, Default)]
 pub(crate) struct Control {
-    hold: AtomicU8,
+    word: AtomicU32,
     rings: Mutex<Rings>,
     handed_over: Condvar,
     /// Whether the device is frozen. Locked while that changes.
@@ -51,12 +81,12 @@ impl Control {
     }
 
     #[inline]
+    pub(crate) fn word(&self) -> Word {
+        Word(self.word.load(Ordering::Acquire))
+    }
+
     pub(crate) fn hold(&self) -> Hold {
-        match self.hold.load(Ordering::Acquire) {
-            0 => Hold::None,
-            1 => Hold::Freeze,
-            _ => Hold::Reset,
-        }
+        self.word().hold()
     }
 
     pub(crate) fn rings(&self) -> MutexGuard<'_, Rings> {
@@ -80,8 +110,11 @@ impl Rings {
 }
 
 impl Inner {
+    /// Only one thread at a time sets it: the one that has locked `frozen`.
     fn set_hold(&self, hold: Hold) {
-        self.control.hold.store(hold as u8, Ordering::Release);
+        let word = self.control.word().with(hold);
+        let word = if hold == Hold::Reset { word.with_one_more_reset() } else { word };
+        self.control.word.store(word.0, Ordering::Release);
         self.session.link.wake_all();
     }
 
@@ -205,15 +238,19 @@ impl Core {
     /// Follows the driver's word. Costs one load in each turn.
     #[inline]
     pub(crate) fn follow_hold(&mut self) {
-        if self.inner.control.hold() != self.held || self.draining.is_some() {
+        if self.inner.control.word() != self.held || self.draining.is_some() {
             self.change_hold();
         }
     }
 
     #[cold]
     fn change_hold(&mut self) {
-        self.held = self.inner.control.hold();
-        match self.held {
+        let before = std::mem::replace(&mut self.held, self.inner.control.word());
+        if self.held.resets() != before.resets() && self.held.hold() != Hold::Reset {
+            // The reset is over. The ring was held all the time.
+            self.end_all_at_once();
+        }
+        match self.held.hold() {
             Hold::None => self.go_on(),
             Hold::Freeze => {
                 if let Some(mut ring) = self.ring.take() {
@@ -226,14 +263,19 @@ impl Core {
                 }
             }
             Hold::Reset => {
-                let mut done = std::mem::take(&mut self.immediate);
-                self.end_all(&mut done);
-                self.immediate = done;
+                self.end_all_at_once();
                 if let Some(ring) = self.ring.take().or(self.draining.take()) {
                     self.inner.hand_over(ring);
                 }
             }
         }
+    }
+
+    /// Ends all submitted operations with an error, with the next harvest.
+    fn end_all_at_once(&mut self) {
+        let mut done = std::mem::take(&mut self.immediate);
+        self.end_all(&mut done);
+        self.immediate = done;
     }
 
     /// Takes the ring back. If the queue still has it, a freeze was given up.

@@ -18,7 +18,7 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use virtio::blk::features;
 use virtio::ring_access::{PackedPosition, RingLayout};
 
@@ -50,6 +50,8 @@ pub(crate) struct Inner {
     pub(crate) cache: CacheType,
     pub(crate) control: Control,
     pub(crate) fds: Vec<Arc<QueueFds>>,
+    /// Locked while the configuration is read and its size noted, so that the last to read is the last to note.
+    following: Mutex<()>,
     listeners: Listeners,
     layouts: Vec<QueueLayout>,
     serial: String,
@@ -124,6 +126,7 @@ impl Driver {
             memory,
             size_bytes: AtomicU64::new(config.capacity_sectors.saturating_mul(512)),
             cache: CacheType::new(volatile_cache(&session, &config)),
+            following: Mutex::default(),
             listeners: Listeners::default(),
             layouts,
             fds,
@@ -268,12 +271,15 @@ impl Inner {
         if self.control.hold() != Hold::None {
             return;
         }
+        let following = self.following.lock().unwrap_or_else(PoisonError::into_inner);
         let config = match self.session.read_config() {
             Ok(config) => config,
             Err(error) => return tracing::warn!("{error}"),
         };
         let now = config.capacity_sectors.saturating_mul(512);
-        if self.size_bytes.swap(now, Ordering::Relaxed) != now {
+        let is_new = self.size_bytes.swap(now, Ordering::Relaxed) != now;
+        drop(following);
+        if is_new {
             self.listeners.notify(|| self.info());
         }
     }

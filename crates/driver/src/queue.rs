@@ -13,7 +13,7 @@ pub(crate) use rules::{RangeRules, Rules};
 
 use crate::DriverPath;
 use crate::cache::CacheMoment;
-use crate::control::Hold;
+use crate::control::{Hold, Word};
 use crate::driver::Inner;
 use crate::issue::copy_bounced;
 use crate::layout::BOUNCE_BYTES;
@@ -37,7 +37,7 @@ pub(crate) struct Core {
     /// The ring, while it only ends its requests in flight; see `control`.
     pub(crate) draining: Option<Ring>,
     /// The driver's word that the queue follows at the moment.
-    pub(crate) held: Hold,
+    pub(crate) held: Word,
     pub(crate) index: usize,
     pub(crate) inner: Arc<Inner>,
     pub(crate) rules: Rules,
@@ -80,7 +80,7 @@ impl Queue {
         let core = Core {
             index: ring.index,
             draining: None,
-            held: Hold::None,
+            held: inner.control.word().with(Hold::None),
             inner: Arc::clone(inner),
             rules: inner.rules(),
             active: Vec::new(),
@@ -242,6 +242,10 @@ impl Core {
     /// Finds a place for an operation. Returns `None` if it has ended already.
     #[inline]
     pub(crate) fn accept(&mut self, tag: Tag, op: Op) -> Option<u32> {
+        if self.held.hold() != Hold::None {
+            // What comes after a reset is none of those that the reset ends.
+            self.follow_hold();
+        }
         self.in_flight += 1;
         let result = if self.failed { Err(IoError::EIO) } else { self.admit(&op) };
         let ended = match result {
@@ -410,7 +414,7 @@ impl Core {
     /// Moves an operation on whose issued requests have all ended, and which has nothing left to issue.
     pub(crate) fn finish(&mut self, index: u32, done: &mut Vec<Completion>) {
         while self.next_stage(index) {
-            if !self.line.is_empty() || self.held != Hold::None || !self.issue(index) {
+            if !self.line.is_empty() || self.held.hold() != Hold::None || !self.issue(index) {
                 return self.wait_in_line(index);
             }
             if self.active.get(index as usize).is_none_or(|active| active.parts > 0) {

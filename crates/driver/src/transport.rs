@@ -113,10 +113,12 @@ impl Link {
 
     /// Reports that the device's configuration has changed.
     pub fn config_changed(&self) {
-        match self.config_changed.get() {
-            Some(hears) => hears(),
-            None => self.unheard.store(true, Ordering::SeqCst),
+        if let Some(hears) = self.config_changed.get() {
+            return hears();
         }
+        self.unheard.store(true, Ordering::SeqCst);
+        // Whoever has begun to listen meanwhile may have looked before.
+        self.tell_unheard();
     }
 
     /// Whether the connection is over.
@@ -141,8 +143,41 @@ impl Link {
     /// Sets who is told of changes. Only the first call has an effect.
     pub(crate) fn on_config_change(&self, hears: Hears) {
         let _ = self.config_changed.set(hears);
-        if self.unheard.swap(false, Ordering::SeqCst) {
-            self.config_changed();
+        self.tell_unheard();
+    }
+
+    fn tell_unheard(&self) {
+        if let Some(hears) = self.config_changed.get()
+            && self.unheard.swap(false, Ordering::SeqCst)
+        {
+            hears();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Barrier;
+    use std::sync::atomic::AtomicUsize;
+
+    #[test]
+    fn a_change_that_comes_just_when_somebody_begins_to_listen_is_heard() {
+        for _ in 0..2000 {
+            let (link, heard) = (Link::default(), Arc::new(AtomicUsize::new(0)));
+            let hears = Arc::clone(&heard);
+            let both = Barrier::new(2);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    both.wait();
+                    link.config_changed();
+                });
+                both.wait();
+                link.on_config_change(Box::new(move || {
+                    hears.fetch_add(1, Ordering::SeqCst);
+                }));
+            });
+            assert_eq!(heard.load(Ordering::SeqCst), 1);
         }
     }
 }

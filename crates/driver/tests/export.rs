@@ -5,9 +5,10 @@ use engine::{CacheMode, EngineKind, OpenOptions, Reactor, ReactorConfig, Reactor
 use export_vhost_user::{Export, ExportOptions};
 use image::{CreateOptions, FileName, Format, ImageOptions, NullDisk, Opener, Role};
 use ringdisk_driver::{Driver, DriverOptions};
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{Sender, TryRecvError, channel};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 use testkit::conformance::{Subject, run};
@@ -157,14 +158,45 @@ impl DiskListener for Sizes {
     }
 }
 
+/// Serves a disk that grows at `directory`.
+fn growing(directory: &Path, server: Vec<Arc<dyn ReactorHandle>>) -> (Arc<Growing>, PathBuf, Export) {
+    let socket = directory.join("disk.sock");
+    let disk = Arc::new(Growing { size_bytes: AtomicU64::new(SIZE), listeners: Listeners::default() });
+    let export = Export::listen(&socket, Arc::clone(&disk) as _, server, ExportOptions::default()).unwrap();
+    (disk, socket, export)
+}
+
+#[test]
+fn a_size_that_comes_while_the_device_is_frozen_is_seen_when_it_is_restored_or_reset() {
+    let (server, _server_threads) = reactors("server", 1);
+    let directory = tempfile::tempdir().unwrap();
+    let (disk, socket, _export) = growing(directory.path(), server);
+    let driver = Driver::connect(&socket, DriverOptions::default()).unwrap();
+    let (sender, sizes) = channel();
+    let listener = Arc::new(Sizes(sender));
+    driver.subscribe(Arc::downgrade(&listener) as Weak<dyn DiskListener>);
+    let ends: [fn(&Driver) -> block::Result<()>; 2] = [Driver::restore, Driver::reset];
+    for (times, end) in [2, 3].into_iter().zip(ends) {
+        driver.freeze().unwrap();
+        disk.grow(SIZE * times);
+        // Time for the news.
+        std::thread::sleep(Duration::from_millis(50));
+        assert_eq!(driver.info().size_bytes, SIZE * (times - 1), "it is ignored");
+        assert_eq!(sizes.try_recv(), Err(TryRecvError::Empty));
+        end(&driver).unwrap();
+        assert_eq!(driver.info().size_bytes, SIZE * times);
+        assert_eq!(sizes.recv_timeout(Duration::from_secs(20)), Ok(SIZE * times));
+        // The device repeats its news when its rings start; that is no new size.
+        assert_eq!(sizes.try_recv(), Err(TryRecvError::Empty), "once");
+    }
+}
+
 #[test]
 fn the_driver_follows_the_size_of_its_device() {
     let (server, _server_threads) = reactors("server", 1);
     let (guest, _guest_threads) = reactors("guest", 1);
     let directory = tempfile::tempdir().unwrap();
-    let socket = directory.path().join("disk.sock");
-    let disk = Arc::new(Growing { size_bytes: AtomicU64::new(SIZE), listeners: Listeners::default() });
-    let _export = Export::listen(&socket, Arc::clone(&disk) as _, server, ExportOptions::default()).unwrap();
+    let (disk, socket, _export) = growing(directory.path(), server);
     let driver: Arc<dyn Disk> = Arc::new(Driver::connect(&socket, DriverOptions::default()).unwrap());
     let (sender, sizes) = channel();
     let listener = Arc::new(Sizes(sender));

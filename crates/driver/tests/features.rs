@@ -1,19 +1,26 @@
 //! The driver against Ringdisk's own device in one process, over combinations of features, paths and rings: what a model
 //! of a disk says must hold for all of them.
 
-use block::{Disk, IoErrorKind, ReactorHandle};
+use block::{
+    Completion, Disk, DiskInfo, DiskListener, DiskQueue, IoErrorKind, Lifetime, Op, OpFlags, ReactorCtx, ReactorHandle,
+    Result, Tag,
+};
 use engine::{CacheMode, EngineKind, OpenOptions, Reactor, ReactorConfig, ReactorThread};
 use export_vhost_user::{Export, ExportOptions};
-use image::{FileName, Format, ImageOptions, Opener, Role};
+use image::{CreateOptions, FileName, Format, ImageOptions, Opener, Role};
 use ringdisk_driver::{Driver, DriverOptions, DriverPath};
-use std::path::Path;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::{Arc, Weak};
 use testkit::{Dice, Harness, ModelDisk, Request, ThreadHarness, Workload};
 use virtio::blk::features as f;
 
 const SIZE: u64 = 1 << 20;
+/// Longest data segment that the devices take.
+const SIZE_MAX: u32 = 8192;
+const WORN: Lifetime = Lifetime { end_of_life: 1, worn_a: 2, worn_b: 3 };
 /// Every feature that the driver can do without, beside the rings' layout.
-const FEATURES: [u64; 14] = [
+const FEATURES: [u64; 15] = [
     f::SIZE_MAX,
     f::SEG_MAX,
     f::GEOMETRY,
@@ -25,10 +32,13 @@ const FEATURES: [u64; 14] = [
     f::DISCARD,
     f::WRITE_ZEROES,
     f::SECURE_ERASE,
+    f::LIFETIME,
     f::INDIRECT_DESC,
     f::EVENT_IDX,
     f::RO,
 ];
+/// Features that only a disk has that can be written.
+const WRITING: u64 = f::FLUSH | f::CONFIG_WCE | f::DISCARD | f::WRITE_ZEROES | f::SECURE_ERASE;
 
 struct Files;
 
@@ -50,12 +60,127 @@ fn handles(threads: &[ReactorThread]) -> Vec<Arc<dyn ReactorHandle>> {
     threads.iter().map(ReactorThread::handle).collect()
 }
 
-fn raw_image(directory: &Path) -> Arc<dyn Disk> {
-    let path = directory.join("disk.img");
+/// A kind of device, which offers some of the features.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Raw,
+    /// Its blocks have 4096 bytes.
+    Coarse,
+    ReadOnly,
+    Qcow2,
+}
+
+impl Kind {
+    const ALL: [Self; 4] = [Self::Raw, Self::Coarse, Self::ReadOnly, Self::Qcow2];
+
+    fn offers(self) -> u64 {
+        let all = FEATURES.iter().fold(0, |all, feature| all | feature);
+        match self {
+            Self::Raw | Self::Coarse => all & !f::RO,
+            Self::ReadOnly => all & !WRITING,
+            Self::Qcow2 => all & !(f::RO | f::SECURE_ERASE),
+        }
+    }
+
+    fn block_bytes(self) -> u64 {
+        if self == Self::Coarse { 4096 } else { 512 }
+    }
+}
+
+/// What is on the disk that cannot be written.
+fn read_only_contents() -> Vec<u8> {
+    (0..SIZE).map(|at| (at / 512 * 7 + at) as u8).collect()
+}
+
+/// An image that tells how worn its storage is.
+struct Worn(Arc<dyn Disk>);
+
+impl Disk for Worn {
+    fn info(&self) -> DiskInfo {
+        self.0.info()
+    }
+
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
+        self.0.open_queue(ctx)
+    }
+
+    fn set_volatile_cache(&self, volatile: bool) {
+        self.0.set_volatile_cache(volatile);
+    }
+
+    fn lifetime(&self) -> Option<Lifetime> {
+        Some(WORN)
+    }
+
+    fn overwrites_in_place(&self) -> bool {
+        self.0.overwrites_in_place()
+    }
+
+    fn subscribe(&self, listener: Weak<dyn DiskListener>) {
+        self.0.subscribe(listener);
+    }
+}
+
+/// The driver's disk. Where the device can erase, some zeroes are written by secure erases.
+struct Erasing(Driver);
+
+struct ErasingQueue {
+    below: Box<dyn DiskQueue>,
+    erases: bool,
+}
+
+impl Disk for Erasing {
+    fn info(&self) -> DiskInfo {
+        self.0.info()
+    }
+
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
+        Ok(Box::new(ErasingQueue { below: self.0.open_queue(ctx)?, erases: self.0.facts().secure_erase }))
+    }
+}
+
+impl DiskQueue for ErasingQueue {
+    fn submit(&mut self, tag: Tag, op: Op) {
+        let op = match op {
+            Op::WriteZeroes { offset, length, may_unmap: false, flags } if self.erases && flags == OpFlags::NONE => {
+                Op::SecureErase { offset, length }
+            }
+            op => op,
+        };
+        self.below.submit(tag, op);
+    }
+
+    fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {
+        self.below.harvest(done)
+    }
+
+    fn in_flight(&self) -> usize {
+        self.below.in_flight()
+    }
+}
+
+/// Serves a disk of this kind.
+fn serve(kind: Kind, directory: &Path, server: &[ReactorThread]) -> (PathBuf, Export) {
+    let [path, socket] = ["img", "sock"].map(|end| directory.join(format!("{kind:?}.{end}")));
     engine::create(&path, 0).unwrap();
-    std::fs::File::options().write(true).open(&path).unwrap().set_len(SIZE).unwrap();
-    let options = ImageOptions::new(&path).with(|options| options.format = Some(Format::Raw));
-    Arc::new(image::open(&options, &Files).unwrap())
+    let format = if kind == Kind::Qcow2 { Format::Qcow2 } else { Format::Raw };
+    let new = match format {
+        Format::Qcow2 => CreateOptions::Qcow2(format_qcow2::CreateOptions::default().with(|new| new.size_bytes = SIZE)),
+        _ => CreateOptions::raw(SIZE),
+    };
+    image::create(&engine::open(&path, &OpenOptions::default()).unwrap(), &new).unwrap();
+    if kind == Kind::ReadOnly {
+        std::fs::write(&path, read_only_contents()).unwrap();
+    }
+    let options = ImageOptions::new(&path).with(|options| options.format = Some(format));
+    let disk = Worn(Arc::new(image::open(&options, &Files).unwrap()));
+    let mut export = ExportOptions::default();
+    (export.packed, export.read_only) = (true, kind == Kind::ReadOnly);
+    export.overrides.size_max_bytes = Some(SIZE_MAX);
+    export.overrides.secure_erase = kind.offers() & f::SECURE_ERASE != 0;
+    export.overrides.logical_block_bytes = Some(kind.block_bytes() as u32);
+    let export = Export::listen(&socket, Arc::new(disk), handles(server), export).unwrap();
+    (socket, export)
 }
 
 /// What one combination is.
@@ -71,29 +196,43 @@ fn options(without: u64, packed: bool, dice: &mut Dice) -> DriverOptions {
     })
 }
 
-fn holds(socket: &Path, guest: &[ReactorThread], options: DriverOptions, seed: u64) {
-    let what = format!("seed {seed}, {options:?}");
-    let without = options.without_features;
-    let queues = usize::from(options.queues);
-    let packed = options.packed;
+fn holds(kind: Kind, socket: &Path, guest: &[ReactorThread], options: DriverOptions, seed: u64) {
+    let what = format!("seed {seed}, {kind:?}, {options:?}");
+    let (without, queues, packed) = (options.without_features, usize::from(options.queues), options.packed);
     let driver = Driver::connect(socket, options).unwrap();
-    assert_eq!(driver.facts().packed, packed, "{what}");
-    let driver: Arc<dyn Disk> = Arc::new(driver);
-    let volatile = driver.info().volatile_cache;
-    assert_eq!(volatile, without & f::FLUSH == 0, "{what}");
+    let (facts, info) = (driver.facts(), driver.info());
+    let all = FEATURES.iter().fold(0, |all, feature| all | feature);
+    let chosen = kind.offers() & !without;
+    assert_eq!(facts.features & all, chosen, "{what}");
+    assert_eq!(facts.packed, packed, "{what}");
+    assert_eq!(facts.max_segment_bytes, (chosen & f::SIZE_MAX != 0).then_some(SIZE_MAX), "{what}");
+    assert_eq!(facts.lifetime, (chosen & f::LIFETIME != 0).then_some(WORN), "{what}");
+    let block_bytes = if chosen & f::BLK_SIZE != 0 { kind.block_bytes() } else { 512 };
+    assert_eq!(u64::from(info.logical_block_bytes), block_bytes, "{what}");
+    assert_eq!(info.volatile_cache, chosen & f::FLUSH != 0, "{what}");
+    let driver: Arc<dyn Disk> = Arc::new(Erasing(driver));
     let mut harness = ThreadHarness::new(handles(guest));
     let ids: Vec<_> = (0..queues).map(|reactor| harness.open(&driver, reactor).unwrap()).collect();
-    // What an earlier combination left is overwritten first.
-    harness.submit(ids[0], vec![(0, Request::write(0, vec![0; SIZE as usize]))]);
-    while harness.in_flight(ids[0]) > 0 {
-        for (_, reply) in harness.turn().replies {
-            assert_eq!(reply.result, Ok(()), "{what}");
+    let contents = match kind {
+        Kind::ReadOnly => read_only_contents(),
+        _ => vec![0; SIZE as usize],
+    };
+    if kind != Kind::ReadOnly {
+        // What an earlier combination left is overwritten first.
+        harness.submit(ids[0], vec![(0, Request::write(0, contents.clone()))]);
+        while harness.in_flight(ids[0]) > 0 {
+            for (_, reply) in harness.turn().replies {
+                assert_eq!(reply.result, Ok(()), "{what}");
+            }
         }
     }
-    let mut model = ModelDisk::new(&vec![0; SIZE as usize], volatile).with_mixed_reads(true);
-    let mut workload = Workload::new(seed, 150, SIZE, 4096);
+    let mut model = ModelDisk::new(&contents, info.volatile_cache).with_mixed_reads(true);
+    let mut workload = Workload::new(seed, 100, SIZE, 4096);
     workload.depth = 24;
-    workload.may_fail = without & f::DISCARD != 0;
+    // A driver that does not read the block's size must know it otherwise.
+    workload.block_bytes = kind.block_bytes();
+    workload.read_percent = if kind == Kind::ReadOnly { 100 } else { workload.read_percent };
+    workload.may_fail = chosen & f::DISCARD == 0;
     let story = workload.run(&mut harness, &ids, &mut model, &|| 0).unwrap_or_else(|wrong| panic!("{what}: {wrong}"));
     for (request, error) in story.errors {
         assert!(matches!(request, Request::Discard { .. }), "{what}: {request:?}: {error}");
@@ -105,28 +244,31 @@ fn holds(socket: &Path, guest: &[ReactorThread], options: DriverOptions, seed: u
     harness.settle();
 }
 
+/// `RINGDISK_FEATURE_CASES=1000` draws more combinations.
 #[test]
 fn every_combination_of_features_carries_the_same_disk() {
-    let directory = tempfile::tempdir().unwrap();
-    let socket = directory.path().join("disk.sock");
+    let cases = std::env::var("RINGDISK_FEATURE_CASES").map_or(12, |text| text.parse().unwrap());
+    // In memory, where flushes cost nothing: what is tested lies between the two sides.
+    let memory = Path::new("/dev/shm");
+    let directory = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap();
     let (server, guest) = (reactors("server", 2), reactors("guest", 2));
-    let disk = raw_image(directory.path());
-    let mut export = ExportOptions::default();
-    export.packed = true;
-    let _export = Export::listen(&socket, disk, handles(&server), export).unwrap();
+    let exports = Kind::ALL.map(|kind| serve(kind, directory.path(), &server));
     let mut dice = Dice::new(1);
     let everything = FEATURES.iter().fold(0, |all, feature| all | feature);
     // All of them, none of them, each left out alone, each alone; then any.
     let alone = FEATURES.iter().flat_map(|feature| [*feature, everything & !feature]);
     let mut combinations: Vec<u64> = [0, everything].into_iter().chain(alone).collect();
-    combinations.extend((0..24).map(|_| {
+    combinations.extend((0..cases).map(|_| {
         let chosen = FEATURES.iter().filter(|_| dice.chance(50));
         chosen.fold(0, |all, feature| all | feature)
     }));
     for (seed, without) in combinations.into_iter().enumerate() {
-        for packed in [false, true] {
+        // A disk that offers the feature in question, with either layout; and another kind of disk.
+        let only_ro = without == f::RO || without == everything & !f::RO;
+        let first = if only_ro { 2 } else { 0 };
+        for (packed, at) in [(false, first), (true, first), (dice.chance(50), 1 + seed % 3)] {
             let options = options(without, packed, &mut dice);
-            holds(&socket, &guest, options, seed as u64);
+            holds(Kind::ALL[at], &exports[at].0, &guest, options, seed as u64);
         }
     }
 }

@@ -163,6 +163,30 @@ fn a_reset_ends_everything_once_and_the_queue_works_again() {
     }
 }
 
+/// A queue of a frozen device waits, so its reactor need not turn during the reset.
+#[test]
+fn a_reset_of_a_frozen_device_ends_what_waits_and_nothing_later() {
+    for path in [DriverPath::Bio, DriverPath::Request] {
+        for resets in 1..=2 {
+            let (mut setup, buf) = flooded(path, 12);
+            during(&mut setup, Driver::freeze, end_all);
+            let ended = tags(&mut setup, Ok(())).len();
+            for _ in 0..resets {
+                setup.driver.reset().unwrap();
+                setup.device = setup.server.ring().queue();
+            }
+            setup.queue.submit(60, Op::Flush);
+            assert_eq!(setup.serve_all(), ["flush"], "nothing that waited is sent");
+            let (after, before): (Vec<_>, Vec<_>) = setup.results().into_iter().partition(|(tag, _)| *tag == 60);
+            assert_eq!(after, [(60, Ok(()))]);
+            assert_eq!(before.len() + ended, 12);
+            assert!(before.iter().all(|(_, result)| *result == Err(IoErrorKind::Io)), "{before:?}");
+            assert_eq!(setup.queue.in_flight(), 0);
+            assert!(buf.is_unique());
+        }
+    }
+}
+
 #[test]
 fn a_reset_repairs_a_queue_that_the_device_broke() {
     let mut setup = setup(Character::default(), small());

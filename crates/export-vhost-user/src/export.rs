@@ -117,6 +117,8 @@ struct Shared {
     device: Arc<Device>,
     stopping: AtomicBool,
     config_changed: AtomicBool,
+    /// A guest has asked for the storage's wear since it was last read.
+    lifetime_queried: AtomicBool,
     /// Wakes the thread.
     wake: OwnedFd,
     /// The peer being served. It is shut down if it does not read an answer, to free the thread.
@@ -160,6 +162,7 @@ impl Export {
             device: Arc::clone(&device),
             stopping: AtomicBool::new(false),
             config_changed: AtomicBool::new(false),
+            lifetime_queried: AtomicBool::new(false),
             wake,
             peer: Mutex::default(),
         });
@@ -167,6 +170,14 @@ impl Export {
         device.on_config_change(move || {
             if let Some(shared) = theirs.upgrade() {
                 shared.config_changed.store(true, Ordering::Release);
+                shared.wake();
+            }
+        });
+        let theirs = Arc::downgrade(&shared);
+        device.on_lifetime_query(move || {
+            if let Some(shared) = theirs.upgrade()
+                && !shared.lifetime_queried.swap(true, Ordering::AcqRel)
+            {
                 shared.wake();
             }
         });
@@ -197,6 +208,12 @@ impl Export {
             .spawn(move || server.run())
             .map_err(|error| Error::io("cannot start the export's thread", error))?;
         Ok(Self { shared, served, socket, thread: Some(thread) })
+    }
+
+    /// Returns the bytes of the logical blocks that its guest sees.
+    #[must_use]
+    pub fn block_bytes(&self) -> u32 {
+        self.shared.device.config().blk_size_bytes
     }
 
     /// Returns the counters of each ring.
@@ -446,6 +463,7 @@ impl Server {
     ) -> Result<()> {
         let listener = self.socket.listener.as_fd();
         let mut peer = PeerWatch::of(stream, QUIET);
+        self.shared.device.read_lifetime();
         loop {
             let (news, limit) = peer.news(listener);
             let wanted = [Some(stream), Some(self.shared.wake.as_fd()), Some(events.as_fd()), news];
@@ -458,6 +476,9 @@ impl Server {
             events.check()?;
             if self.shared.config_changed.swap(false, Ordering::AcqRel) {
                 connection.config_changed();
+            }
+            if self.shared.lifetime_queried.swap(false, Ordering::AcqRel) {
+                self.shared.device.read_lifetime();
             }
             if message {
                 peer.heard();

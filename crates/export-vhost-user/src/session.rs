@@ -145,13 +145,26 @@ pub(crate) struct Session {
     table: MemoryTable,
     memory: Arc<GuestMemory>,
     rings: Vec<Ring>,
+    /// The capacity that the peer has last read in this session.
+    read_sectors: Option<u64>,
+    /// Whether a ring ran after the last message.
+    has_run: bool,
 }
 
 impl Session {
     pub(crate) fn new(served: Arc<Served>, events: Arc<SessionEvents>) -> Self {
         let rings = served.failed_starts.iter().map(|_| Ring::default()).collect();
         let table = MemoryTable::new(&served.share, served.memory_rules);
-        Self { served, events, acked_features: 0, table, memory: Arc::default(), rings }
+        Self {
+            served,
+            events,
+            acked_features: 0,
+            table,
+            memory: Arc::default(),
+            rings,
+            read_sectors: None,
+            has_run: false,
+        }
     }
 
     fn ring(&mut self, index: u32) -> Result<&mut Ring> {
@@ -383,7 +396,7 @@ impl Backend for Session {
         self.rings.len() as u64
     }
 
-    fn config(&self, offset: u32, length_bytes: u32) -> Result<Vec<u8>> {
+    fn config(&mut self, offset: u32, length_bytes: u32) -> Result<Vec<u8>> {
         let end = offset.checked_add(length_bytes).filter(|end| *end <= MAX_CONFIG_BYTES);
         if end.is_none() {
             let message =
@@ -392,6 +405,9 @@ impl Backend for Session {
         }
         let mut bytes = vec![0; length_bytes as usize];
         self.served.device.read_config(offset as usize, &mut bytes);
+        if let (0, Some(capacity)) = (offset, bytes.first_chunk()) {
+            self.read_sectors = Some(u64::from_le_bytes(*capacity));
+        }
         Ok(bytes)
     }
 
@@ -414,6 +430,14 @@ impl Backend for Session {
         // The cache stays as the guest set it, because the monitor shows that byte to the next driver.
         self.served.device.negotiated(0);
         Ok(())
+    }
+
+    /// QEMU keeps a copy of the configuration. It ignores a change while its device is stopped, and does not read it
+    /// when it connects again. So what it has not read is told when its rings start.
+    fn owes_news(&mut self) -> bool {
+        let runs = !self.served.running.is_empty();
+        let had_run = std::mem::replace(&mut self.has_run, runs);
+        runs && !had_run && self.read_sectors != Some(self.served.device.config().capacity_sectors)
     }
 }
 

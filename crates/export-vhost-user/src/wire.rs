@@ -52,13 +52,16 @@ pub(crate) trait Backend {
     /// Returns how many rings can be set up.
     fn queue_count(&self) -> u64;
     /// Returns bytes of the configuration space.
-    fn config(&self, offset: u32, length_bytes: u32) -> Result<Vec<u8>>;
+    fn config(&mut self, offset: u32, length_bytes: u32) -> Result<Vec<u8>>;
     /// Writes to the configuration space.
     fn set_config(&mut self, offset: u32, bytes: &[u8]) -> Result<()>;
     /// Stops all rings.
     fn stop_all(&mut self) -> Result<()>;
     /// Resets to the state at the beginning of the session.
     fn reset(&mut self) -> Result<()>;
+    /// Called after each message. Returns whether the peer must be told of the configuration, because it may have an old
+    /// one and listens from now on.
+    fn owes_news(&mut self) -> bool;
 }
 
 /// What follows after one message.
@@ -87,6 +90,17 @@ impl<B: Backend> Connection<B> {
     /// Receives and serves one message from `stream`, which is the connection. Waits for the whole message. An error
     /// ends the session.
     pub(crate) fn serve_one(&mut self, stream: BorrowedFd<'_>) -> Result<Served> {
+        let served = self.answer_one(stream)?;
+        let mut adaptor = self.lock();
+        if adaptor.backend.owes_news() {
+            adaptor.owes_news = true;
+            adaptor.tell_of_config();
+        }
+        drop(adaptor);
+        Ok(served)
+    }
+
+    fn answer_one(&mut self, stream: BorrowedFd<'_>) -> Result<Served> {
         if let Some(message) = own_messages::receive(stream)? {
             return self.serve_own(stream, message);
         }

@@ -87,7 +87,7 @@ fn an_export_stops_though_its_last_request_cannot_be_told() {
     let _ = queue.call.read();
     rustix::fs::fcntl_setfl(memory::duplicate_fd(&queue.call).unwrap(), rustix::fs::OFlags::empty()).unwrap();
     queue.call.write(u64::MAX - 1).unwrap();
-    queue.driver.set_used_event(queue.driver.used_index);
+    queue.driver.want_next();
     server.hold(true);
     queue.send(0, kind::OUT, 0, &[7; 512], 0);
     server.wait_submitted(2);

@@ -52,7 +52,7 @@ fn a_peer_that_makes_its_notifications_wait_does_not_hold_up_the_reactor() {
     // The flag is cleared only after the server has looked at it.
     fcntl_setfl(memory::duplicate_fd(&queue.call).unwrap(), OFlags::empty()).unwrap();
     queue.call.write(u64::MAX - 1).unwrap();
-    queue.driver.set_used_event(queue.driver.used_index);
+    queue.driver.want_next();
     queue.send(0, kind::IN, 0, &[], 512);
     let (sender, turned) = channel();
     while server.export().stats()[0].requests < 2 {

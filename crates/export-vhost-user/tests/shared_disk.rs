@@ -96,6 +96,64 @@ fn a_size_that_changes_before_the_channel_is_open_is_told_when_it_is() {
     assert_eq!(capacity_bytes(&mut client), DISK_BYTES * 2);
 }
 
+/// Whether the server has sent anything that was not read yet. What follows a message is sent before the next one is
+/// answered.
+fn has_news(client: &mut Client, mut channel: &UnixStream) -> bool {
+    client.frontend.get_features().unwrap();
+    channel.set_nonblocking(true).unwrap();
+    let mut message = [0; 12];
+    let read = channel.read(&mut message);
+    channel.set_nonblocking(false).unwrap();
+    read.is_ok_and(|_| message == CONFIG_CHANGE)
+}
+
+#[test]
+fn a_size_that_changes_while_no_ring_runs_is_told_again_when_one_starts() {
+    let server = Server::start(MemDisk::new());
+    let guest = Guest::new();
+    let mut client = Client::connect(&server, 0);
+    let channel = open_channel(&mut client);
+    assert_eq!(capacity_bytes(&mut client), DISK_BYTES);
+    client.share(&guest);
+    let mut queue = client.queue(&guest, 0);
+    assert_eq!(queue.request(kind::FLUSH, 0, &[], 0).0, OK);
+    assert!(!has_news(&mut client, &channel), "the peer knows all");
+
+    assert_eq!(client.frontend.get_vring_base(0).unwrap(), 1);
+    server.disk.grow(DISK_BYTES * 2);
+    wait_for_news(&channel);
+    // The peer's device is stopped, so it does not look.
+    client.start(&queue, 1);
+    assert!(has_news(&mut client, &channel), "it has never read this size");
+    assert_eq!(capacity_bytes(&mut client), DISK_BYTES * 2);
+    let other = client.queue(&guest, 1);
+    client.frontend.get_vring_base(0).unwrap();
+    client.frontend.get_vring_base(1).unwrap();
+    client.start(&other, 0);
+    assert!(!has_news(&mut client, &channel), "it was told and has read");
+}
+
+#[test]
+fn a_peer_that_reads_nothing_when_it_connects_again_is_told_when_its_rings_go_on() {
+    let server = Server::start(MemDisk::new());
+    let guest = Guest::new();
+    for resets in [false, true] {
+        let mut client = Client::connect(&server, 0);
+        let channel = open_channel(&mut client);
+        client.share(&guest);
+        assert!(!has_news(&mut client, &channel), "its device is not started: it would not look");
+        let one = client.queue(&guest, 0);
+        assert!(has_news(&mut client, &channel));
+        let _other = client.queue(&guest, 1);
+        assert!(!has_news(&mut client, &channel), "once");
+        if resets {
+            client.frontend.reset_device().unwrap();
+            client.start(&one, 0);
+            assert!(has_news(&mut client, &channel), "it still has read nothing");
+        }
+    }
+}
+
 /// A second socket for the server's disk.
 struct SecondExport {
     _export: Export,

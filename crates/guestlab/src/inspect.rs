@@ -1,6 +1,5 @@
 //! The part of a guest's script that inspects a disk as its kernel shows it. It also tests what can happen to the disk
 //! and to the machine.
-//! to the machine.
 
 /// Functions of the script; `inspect DISK` does the work. Perl makes the kernel's calls; every Debian has it.
 pub(crate) const FUNCTIONS: &str = r##"
@@ -29,6 +28,29 @@ rebind_under_load() {
     fact $1 "bound=$round"
 }
 
+# Waits until /sys/block/DISK/size is no longer what it was, and sets `size`.
+next_size() {
+    waited=0
+    until [ -e /sys/block/$1/size ] && [ "$($bb cat /sys/block/$1/size)" != $2 ]; do
+        [ $waited -lt 100 ] || fail "$1: it still has $2 sectors"
+        waited=$((waited + 1))
+        $bb sleep 0.1
+    done
+    size=$($bb cat /sys/block/$1/size)
+}
+
+# The host makes it larger while its driver is away.
+grow_unbound() {
+    before=$($bb cat /sys/block/$1/size)
+    device=$($bb basename $($bb readlink -f /sys/block/$1/device))
+    echo $device > $driver/unbind || fail "$1: cannot unbind"
+    say "step unbound $1"
+    $bb sleep 1
+    echo $device > $driver/bind || fail "$1: cannot bind"
+    next_size $1 $before
+    fact $1 "sectors_after_bind=$size"
+}
+
 # The host makes it larger, and the kernel tells its listeners.
 grow() {
     echo "#!$bb sh" > $scratch/event
@@ -38,8 +60,10 @@ grow() {
     $bb uevent $scratch/event &
     listener=$!
     $bb sleep 0.3
-    (while :; do $bb dd if=/dev/$1 of=/dev/null bs=64k 2> /dev/null; done) &
-    reader=$!
+    $fio --name=load --filename=/dev/$1 --thread --minimal --size=16M --rw=randrw --bsrange=4k-64k --direct=1 \
+        --ioengine=libaio --iodepth=8 --time_based --runtime=600 > $scratch/grow 2>&1 &
+    loader=$!
+    $bb sleep 0.5
     say "step resize $1"
     waited=0
     until [ -e $scratch/resized ]; do
@@ -47,7 +71,9 @@ grow() {
         waited=$((waited + 1))
         $bb sleep 0.1
     done
-    $bb kill $listener $reader
+    $bb kill $listener
+    $bb kill -0 $loader || { $bb cat $scratch/grow; fail "$1: the load ended while it grew"; }
+    load_ends $1
     fact $1 "sectors=$($bb cat /sys/block/$1/size)"
 }
 
@@ -91,10 +117,13 @@ suspend() {
     round=0
     while [ $round -lt $suspends ]; do
         load_begins $1
+        before=$($bb cat /sys/block/$1/size)
+        [ $round -gt 0 ] || say "step sleeping $1"
         echo 0 > /sys/class/rtc/rtc0/wakealarm
         echo +3 > /sys/class/rtc/rtc0/wakealarm || fail "$1: no alarm"
         echo mem > /sys/power/state || fail "$1: the machine does not sleep"
         $bb kill -0 $loader || { $bb cat $scratch/load; fail "$1: the load ended in the sleep"; }
+        [ $round -gt 0 ] || { next_size $1 $before; fact $1 "sectors_after_sleep=$size"; }
         load_ends $1
         check_files $1 "after a sleep"
         round=$((round + 1))
@@ -134,9 +163,12 @@ inspect() {
         return
     fi
     for key in logical_block_size physical_block_size minimum_io_size optimal_io_size max_segments max_segment_size \
-        discard_granularity discard_max_bytes write_zeroes_max_bytes; do
-        fact $1 "$key=$($bb cat /sys/block/$1/queue/$key)"
+        discard_granularity discard_max_bytes write_zeroes_max_bytes max_discard_segments fua write_cache; do
+        fact $1 "$key=$($bb cat /sys/block/$1/queue/$key | $bb tr ' ' -)"
     done
+    # These are the kernel's own: no limit in bytes of a whole request, and at most as many requests as fit into the ring.
+    [ "$($bb cat /sys/block/$1/queue/max_hw_sectors_kb)" -ge 1048576 ] || fail "$1: a request's length has a limit"
+    [ "$($bb cat /sys/block/$1/queue/nr_requests)" -ge 32 ] || fail "$1: it takes few requests"
     fact $1 "alignment_offset=$($bb cat /sys/block/$1/alignment_offset)"
     # HDIO_GETGEO: heads, sectors, cylinders.
     fact $1 "geometry=$(ask_kernel $1 301 CCS)"
@@ -150,6 +182,7 @@ inspect() {
     $bb blkdiscard -o 0 -l 33554432 /dev/$1 || fail "$1: cannot discard"
     say "step discarded $1"
     rebind_under_load $1
+    grow_unbound $1
     grow $1
     [ $((toggles + suspends + resets)) -eq 0 ] || survive $1
 }

@@ -119,10 +119,13 @@ pub struct GuestOptions {
     pub cpus: u32,
     /// Queues of each disk (User Mode Linux uses one).
     pub queues: u32,
-    /// Whether QEMU asks for packed rings. User Mode Linux takes them whenever they are offered.
+    /// Whether QEMU asks for packed rings: disks whose server offers them get them. User Mode Linux takes them whenever
+    /// they are offered.
     pub packed: bool,
     /// Whether QEMU offers EVENT_IDX to the guest, if the server does. User Mode Linux takes it whenever it is offered.
     pub event_idx: bool,
+    /// How many of the last disks QEMU offers without EVENT_IDX all the same.
+    pub without_event_idx: usize,
     /// Whether QEMU may use KVM if it is available. Otherwise it emulates.
     pub kvm: bool,
     /// How long QEMU waits before it connects again to a socket whose server is gone; `None` if it does not. This needs
@@ -160,6 +163,7 @@ impl GuestOptions {
             queues,
             packed,
             event_idx,
+            without_event_idx: 0,
             kvm,
             reconnect_ms,
             monitor,

@@ -65,7 +65,8 @@ pub(crate) fn command(options: &GuestOptions, directory: &Path) -> Result<Comman
     for (number, socket) in options.sockets.iter().enumerate() {
         let socket = comma_doubled(&std::path::absolute(socket)?);
         let (queues, packed) = (options.queues, if options.packed { "on" } else { "off" });
-        let event_idx = if options.event_idx { "on" } else { "off" };
+        let with_event_idx = options.sockets.len().saturating_sub(options.without_event_idx);
+        let event_idx = if options.event_idx && number < with_event_idx { "on" } else { "off" };
         let reconnect = options.reconnect_ms.map(|ms| format!(",reconnect-ms={ms}")).unwrap_or_default();
         command.args(["-chardev", &format!("socket,id=disk{number},path={socket}{reconnect}")]).arg("-device").arg(
             format!(

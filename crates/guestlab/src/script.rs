@@ -215,6 +215,7 @@ fill() {
     mount_disk $1
     check_files $1 "after trimming and mounting again"
     unmount_disk $1
+    say "fact name=$1 sectors=$($bb cat /sys/block/$1/size)"
 }
 
 # A MiB a directory: half of it is one file.

@@ -120,6 +120,41 @@ fn requests_wait_side_by_side_and_their_data_pass_one_after_the_other_on_all_que
     assert_eq!(ended.iter().map(|(_, completion)| completion.tag).collect::<Vec<_>>(), [0, 1]);
 }
 
+#[test]
+fn each_request_takes_its_time_on_the_link_whatever_its_length() {
+    let reactor = SimReactor::new(1);
+    let ctx = reactor.ctx();
+    let options =
+        DelayOptions::of(Duration::from_millis(1)).with(|options| options.request = Duration::from_micros(100));
+    let disk = filtered(null(), Delay::new(options));
+    let mut queues = [disk.open_queue(&ctx).unwrap(), disk.open_queue(&ctx).unwrap()];
+    for (tag, length) in (0..).zip([4096, 512, 1 << 20, 4096]) {
+        queues[tag as usize % 2].submit(tag, read(length));
+    }
+    let ended = run_all(&reactor, &ctx, &mut queues);
+    let mut times: Vec<_> = ended.iter().map(|(micros, completion)| (completion.tag, *micros)).collect();
+    times.sort_unstable();
+    for ((_, micros), expected) in times.iter().zip([1100, 1200, 1300, 1400]) {
+        assert!((expected..expected + 20).contains(micros), "{times:?}");
+    }
+}
+
+#[test]
+fn with_jitter_requests_overtake_each_other_and_none_is_earlier_or_later_than_it_says() {
+    let reactor = SimReactor::new(1);
+    let ctx = reactor.ctx();
+    let options = DelayOptions::of(Duration::from_millis(1)).with(|options| options.jitter = Duration::from_millis(2));
+    let disk = filtered(null(), Delay::new(options));
+    let mut queues = [disk.open_queue(&ctx).unwrap()];
+    (0..100).for_each(|tag| queues[0].submit(tag, read(512)));
+    let ended = run_all(&reactor, &ctx, &mut queues);
+    let mut tags: Vec<_> = ended.iter().map(|(_, completion)| completion.tag).collect();
+    assert!(!tags.is_sorted(), "{tags:?}");
+    tags.sort_unstable();
+    assert_eq!(tags, (0..100).collect::<Vec<_>>());
+    assert!(ended.iter().all(|(micros, _)| (1000..3020).contains(micros)));
+}
+
 /// Sends `ops` one after the other; returns the numbers of those that failed, and checks with what.
 fn failing(filter: Errors, ops: impl IntoIterator<Item = Op>, error: IoError) -> Vec<usize> {
     let reactor = SimReactor::new(1);

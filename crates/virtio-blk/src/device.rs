@@ -80,8 +80,8 @@ pub struct Device {
     info: DiskInfo,
     read_only: bool,
     shown: Shown,
-    /// The storage's wear when the device was made.
-    lifetime: Option<Lifetime>,
+    /// The storage's wear, as it was last read: the three fields of the answer in one word. `None` if it does not tell.
+    lifetime: Option<AtomicU64>,
     capacity_sectors: AtomicU64,
     /// Sectors in a logical block, less one.
     block_mask: u64,
@@ -90,8 +90,15 @@ pub struct Device {
     cache_switches: Counter,
     /// Called when the configuration space changes, but not because the driver wrote to it.
     on_config_change: OnceLock<Box<dyn Fn() + Send + Sync>>,
+    /// Called when the guest has asked for the storage's wear.
+    on_lifetime_query: OnceLock<Box<dyn Fn() + Send + Sync>>,
     /// One for each queue.
     counters: Vec<Arc<RingCounters>>,
+}
+
+/// Returns the fields of a `GET_LIFETIME` answer in a word: its lower six bytes, in the order of the answer.
+fn word_of(Lifetime { end_of_life, worn_a, worn_b }: Lifetime) -> u64 {
+    u64::from(end_of_life) | u64::from(worn_a) << 16 | u64::from(worn_b) << 32
 }
 
 impl std::fmt::Debug for Device {
@@ -113,7 +120,7 @@ impl Device {
             let why = if read_only {
                 "this disk is read-only"
             } else {
-                "only a raw image without layers is overwritten in place"
+                "only a raw image without layers, in a file or device of this host, is overwritten in place"
             };
             return Err(Error::new(ErrorKind::BadOption, format!("secure-erase=on: {why}")));
         }
@@ -123,13 +130,14 @@ impl Device {
         let device = Arc::new(Self {
             disk: Mutex::new(Some(Arc::clone(&disk))),
             read_only,
-            lifetime: disk.lifetime(),
+            lifetime: disk.lifetime().map(|worn| AtomicU64::new(word_of(worn))),
             capacity_sectors: AtomicU64::new(info.size_bytes >> SECTOR_SHIFT),
             block_mask: u64::from(sectors(shown.block_bytes())).saturating_sub(1),
             shown,
             cache: WriteCache::new(volatile, begins_write_back),
             cache_switches: Counter::default(),
             on_config_change: OnceLock::new(),
+            on_lifetime_query: OnceLock::new(),
             counters: (0..options.max_queues).map(|_| Arc::default()).collect(),
             info,
             options,
@@ -215,11 +223,30 @@ impl Device {
         self.disk().is_ok_and(|disk| disk.overwrites_in_place())
     }
 
-    /// Returns the answer to `GET_LIFETIME`.
+    /// Returns the answer to `GET_LIFETIME`: the wear as it was last read. Has it read again for the next question.
     pub(crate) fn lifetime(&self) -> [u8; LIFETIME_BYTES] {
-        let Lifetime { end_of_life, worn_a, worn_b } = self.lifetime.unwrap_or_default();
-        let [[a, b], [c, d], [e, f]] = [end_of_life, worn_a, worn_b].map(u16::to_le_bytes);
+        let worn = self.lifetime.as_ref().map_or(0, |worn| worn.load(Ordering::Relaxed));
+        if let Some(tell) = self.on_lifetime_query.get() {
+            tell();
+        }
+        let [a, b, c, d, e, f, ..] = worn.to_le_bytes();
         [a, b, c, d, e, f]
+    }
+
+    /// Sets `tell`, which is called on a reactor's thread when a guest has asked for the storage's wear. The front end
+    /// sets it once. `tell` must not wait; it has another thread call [`Device::read_lifetime`].
+    pub fn on_lifetime_query(&self, tell: impl Fn() + Send + Sync + 'static) {
+        let _ = self.on_lifetime_query.set(Box::new(tell));
+    }
+
+    /// Reads the storage's wear again. It may wait, so reactors do not call it.
+    pub fn read_lifetime(&self) {
+        let now = || self.disk().ok()?.lifetime();
+        if let Some(worn) = &self.lifetime
+            && let Some(now) = now()
+        {
+            worn.store(word_of(now), Ordering::Relaxed);
+        }
     }
 
     fn serves_write_zeroes(&self) -> bool {
@@ -497,6 +524,40 @@ mod tests {
         assert_eq!(u32::from_le_bytes(bytes), 4096);
         device.read_config(usize::MAX, &mut bytes);
         assert_eq!(bytes, [0; 4]);
+    }
+
+    /// A disk that tells its wear.
+    #[derive(Clone, Default)]
+    struct Worn(Arc<std::sync::atomic::AtomicU16>);
+
+    impl Disk for Worn {
+        fn info(&self) -> DiskInfo {
+            info()
+        }
+
+        fn open_queue(&self, _: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
+            Err(Error::new(ErrorKind::Unsupported, "no queue is opened here"))
+        }
+
+        fn lifetime(&self) -> Option<Lifetime> {
+            Some(Lifetime { end_of_life: 0x0102, worn_a: 0x0304, worn_b: self.0.load(Ordering::Relaxed) })
+        }
+    }
+
+    #[test]
+    fn wear_is_read_again_when_a_guest_has_asked_for_it() {
+        let disk = Worn::default();
+        let device = Device::new(Arc::new(disk.clone()), DeviceOptions::default()).unwrap();
+        let queries = Arc::new(AtomicU64::new(0));
+        let counted = Arc::clone(&queries);
+        device.on_lifetime_query(move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+        });
+        disk.0.store(0x0506, Ordering::Relaxed);
+        assert_eq!(device.lifetime(), [2, 1, 4, 3, 0, 0], "a reactor does not wait for the storage");
+        assert_eq!(queries.load(Ordering::Relaxed), 1);
+        device.read_lifetime();
+        assert_eq!(device.lifetime(), [2, 1, 4, 3, 6, 5]);
     }
 
     #[test]

@@ -63,12 +63,10 @@ impl Shown {
         let block_bytes = logical_block(info, wanted)?;
         let physical_bytes = physical_block(info, block_bytes, wanted)?;
         let blocks = |bytes: u32| bytes.checked_div(block_bytes).unwrap_or(0);
-        let topology = info.topology;
         check_whole_blocks("min-io-size", wanted.minimum_io_bytes, block_bytes)?;
         check_whole_blocks("opt-io-size", wanted.optimal_io_bytes, block_bytes)?;
         check_whole_blocks("discard-granularity", wanted.discard_granularity_bytes, block_bytes)?;
-        let minimum = wanted.minimum_io_bytes.unwrap_or(topology.minimum_io_bytes);
-        let optimal = wanted.optimal_io_bytes.unwrap_or(topology.optimal_io_bytes);
+        let (minimum, optimal) = io_sizes(info, wanted);
         if wanted.minimum_io_bytes.is_some() && blocks(minimum) > u32::from(u16::MAX) {
             let most = u64::from(u16::MAX).saturating_mul(block_bytes.into());
             return refuse(format!("min-io-size={minimum}: the guest can be told of {most} bytes at most"));
@@ -125,6 +123,18 @@ impl Shown {
     }
 }
 
+/// Returns the smallest and the best I/O size. The best, if there is one, is no smaller than the smallest: where one is
+/// wanted and the other is the disk's own, the disk's own gives way.
+fn io_sizes(info: &DiskInfo, wanted: &Overrides) -> (u32, u32) {
+    let own = info.topology;
+    let minimum = wanted.minimum_io_bytes.unwrap_or(own.minimum_io_bytes);
+    match (wanted.minimum_io_bytes, wanted.optimal_io_bytes) {
+        (Some(minimum), None) if own.optimal_io_bytes > 0 => (minimum, own.optimal_io_bytes.max(minimum)),
+        (None, Some(optimal)) if optimal > 0 => (minimum.min(optimal), optimal),
+        (_, optimal) => (minimum, optimal.unwrap_or(own.optimal_io_bytes)),
+    }
+}
+
 /// Returns the usual geometry of disks that are too large for one: at most 16383 cylinders of 16 heads and 63 sectors.
 fn usual_geometry(capacity_sectors: u64) -> Geometry {
     const HEADS: u8 = 16;
@@ -155,7 +165,11 @@ fn logical_block(info: &DiskInfo, wanted: &Overrides) -> Result<u32> {
     }
     if !info.size_bytes.is_multiple_of(bytes.into()) {
         let size = info.size_bytes;
-        return refuse(format!("logical-block-size={bytes}: the disk's {size} bytes are no whole number of blocks"));
+        let fits = size.checked_next_multiple_of(bytes.into()).unwrap_or(size);
+        return refuse(format!(
+            "logical-block-size={bytes}: the disk's {size} bytes are no whole number of blocks. 'ringdisk resize' can make it \
+             {fits} bytes"
+        ));
     }
     Ok(bytes)
 }
@@ -285,6 +299,18 @@ mod tests {
         assert_eq!((config.min_io_blocks, config.opt_io_blocks), (4, 256));
         let larger = shown(|wanted| wanted.logical_block_bytes = Some(8192)).unwrap().config(1);
         assert_eq!((larger.blk_size_bytes, larger.physical_block_exp), (8192, 0), "a block is never less than logical");
+    }
+
+    #[test]
+    fn the_disk_s_own_io_size_gives_way_to_the_one_that_is_wanted() {
+        let sizes = |change: &dyn Fn(&mut Overrides)| {
+            let config = shown(|wanted| change(wanted)).unwrap().config(1 << 21);
+            (u32::from(config.min_io_blocks) * 512, config.opt_io_blocks * 512)
+        };
+        assert_eq!(sizes(&|wanted| wanted.minimum_io_bytes = Some(1 << 20)), (1 << 20, 1 << 20));
+        assert_eq!(sizes(&|wanted| wanted.optimal_io_bytes = Some(2048)), (2048, 2048));
+        assert_eq!(sizes(&|wanted| wanted.optimal_io_bytes = Some(0)), (4096, 0), "none is said");
+        assert_eq!(sizes(&|wanted| wanted.minimum_io_bytes = Some(8192)), (8192, 65536));
     }
 
     /// An override, and part of the reason why it is refused.

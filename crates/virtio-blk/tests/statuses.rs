@@ -8,7 +8,8 @@ mod model;
 mod reactor;
 
 use block::{Completion, Disk, DiskInfo, DiskQueue, Lifetime, Op, Poller, ReactorCtx, Tag, run_and_wait};
-use model::{Driver, Guest};
+use model::Guest;
+use model::any::AnyDriver;
 use reactor::TestReactor;
 use ringdisk_virtio_blk::{Device, DeviceOptions, QueueSetup, Transport, open_poller};
 use std::cell::RefCell;
@@ -16,8 +17,9 @@ use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use virtio::PackedDeviceRing;
 use virtio::blk::{RangeSegment, RequestHeader, request_type as kind};
-use virtio::ring_access::{RingAddresses, SplitAreas};
+use virtio::ring_access::{RingAddresses, RingAreas, RingLayout};
 
 const SIZE: u16 = 16;
 const SECTORS: u64 = 2048;
@@ -95,7 +97,7 @@ impl DiskQueue for ReadyQueue {
 
 struct Asked<'a> {
     queue: Rc<RefCell<dyn Poller>>,
-    driver: Driver<'a>,
+    driver: AnyDriver<'a>,
 }
 
 const HEADER: u64 = 0x2_0000;
@@ -105,14 +107,18 @@ const IN: u64 = 0x4_0000;
 
 impl<'a> Asked<'a> {
     fn new(ctx: &Rc<dyn ReactorCtx>, guest: &'a Guest, device: &Arc<Device>) -> Self {
-        let driver = Driver::new(guest, SIZE);
-        let at = RingAddresses { table: driver.table, avail: driver.avail, used: driver.used };
+        // The tests of `packed.rs` are these.
+        let packed = env!("CARGO_CRATE_NAME") == "packed";
+        let driver = AnyDriver::new(guest, SIZE, packed);
+        let [table, avail, used] = driver.addresses();
+        let at = RingAddresses { table, avail, used };
+        let (layout, base) = if packed { (RingLayout::Packed, PackedDeviceRing::NEW) } else { (RingLayout::Split, 0) };
         let setup = QueueSetup {
             device: Arc::clone(device),
             index: 0,
-            areas: SplitAreas::at_guest_addresses(Arc::clone(&guest.memory), at, SIZE).unwrap().into(),
+            areas: RingAreas::at_guest_addresses(layout, Arc::clone(&guest.memory), at, SIZE).unwrap(),
             features: 0,
-            base: 0,
+            base,
             register_memory: false,
             transport: Silent,
         };
@@ -122,7 +128,7 @@ impl<'a> Asked<'a> {
     /// Sends a request with `out` to be read and room for `room` bytes; gives its status.
     fn status(&mut self, kind: u32, sector: u64, out: &[u8], room: u32) -> u8 {
         LAST.with_borrow_mut(Vec::clear);
-        let guest = self.driver.guest;
+        let guest = self.driver.guest();
         guest.write(HEADER, &RequestHeader { kind, priority: 0, sector }.to_bytes());
         guest.write(OUT, out);
         guest.write(STATUS, &[0xee]);

@@ -5,7 +5,7 @@ use crate::api::{AddExport, AddNbd, AddTls, Export, FailedExport, GuestMemory, N
 use crate::record::RecordedDisk;
 use block::{Error, ErrorKind, Result};
 use daemon::{ExportId, ExportStatus, NbdAddress, NbdOptions, NbdTls, NodeId, SocketAccess, absolute};
-use drive::{ExportOptions, PassedDescriptors, Placement};
+use drive::{ExportOptions, PassedDescriptors, Placement, ShownOptions};
 use std::collections::BTreeSet;
 use std::os::fd::RawFd;
 use std::path::Path;
@@ -145,6 +145,7 @@ fn export_options(request: &AddExport) -> Result<ExportOptions> {
         GuestMemory::Any => Placement::Any,
     };
     options.guest_memory_max_bytes = request.guest_memory_max;
+    options.shown = ShownOptions::parse(request.shown.pairs())?;
     Ok(options)
 }
 
@@ -163,6 +164,9 @@ fn nbd_options(request: &AddExport, nbd: &AddNbd) -> Result<NbdOptions> {
     }
     if request.guest_memory != GuestMemory::Ram || request.guest_memory_max.is_some() {
         return bad("guest-memory and guest-memory-max are for vhost-user: NBD clients share no memory");
+    }
+    if let Some((key, _)) = request.shown.pairs().next() {
+        return bad(&format!("{key} is for vhost-user: NBD clients are not told"));
     }
     if nbd.connections == Some(0) {
         return bad("an NBD export needs at least one connection");

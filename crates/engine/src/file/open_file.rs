@@ -8,7 +8,7 @@ use super::rmw_lock::RmwLock;
 use super::write_behind::WriteBehind;
 use crate::base::call::{Action, Call};
 use crate::base::options::EngineKind;
-use block::{FileInfo, IoError, IoResult, Lifetime, Topology};
+use block::{FileInfo, IoError, IoResult, Topology};
 use memory::BufferAccount;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -51,7 +51,6 @@ pub(crate) struct OpenFile {
     pub(crate) info: FileInfo,
     /// What the device behind the file says; zeros for a regular file.
     pub(crate) topology: Topology,
-    pub(crate) lifetime: Option<Lifetime>,
     /// The file holds image locks.
     pub(crate) locked: bool,
     pub(crate) traits: Traits,

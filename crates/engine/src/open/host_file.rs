@@ -1,5 +1,6 @@
 //! A file of the host behind [`block::File`], the interface that images see.
 
+use crate::file::device_facts;
 use crate::file::holes;
 use crate::file::open_file::OpenFile;
 use crate::queue::engines::Engines;
@@ -38,8 +39,13 @@ impl File for HostFile {
         self.file.topology
     }
 
+    fn overwrites_in_place(&self) -> bool {
+        true
+    }
+
     fn lifetime(&self) -> Option<Lifetime> {
-        self.file.lifetime
+        let stat = rustix::fs::fstat(&self.file.fd).ok().filter(|_| self.file.info.block_device)?;
+        device_facts::lifetime(&device_facts::directory(&stat))
     }
 
     fn length_bytes(&self) -> Result<u64> {

@@ -82,7 +82,6 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         id,
         info,
         topology: device.as_deref().map(device_facts::topology).unwrap_or_default(),
-        lifetime: device.as_deref().and_then(device_facts::lifetime),
         locked: facts.locks == Locks::Held,
         traits,
         chosen_freely: options.engine == EngineKind::Auto,

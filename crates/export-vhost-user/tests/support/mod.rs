@@ -5,7 +5,8 @@
 pub mod disk;
 pub mod reactor;
 
-use crate::model::{Driver, GUEST_BYTES, Guest};
+use super::model::any::AnyDriver;
+use super::model::{GUEST_BYTES, Guest};
 use block::ReactorHandle;
 use disk::{MemDisk, Shared};
 use reactor::TestReactor;
@@ -27,6 +28,8 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 pub const QUEUES: u16 = 2;
 pub const SIZE: u16 = 64;
+/// The tests of `export_packed.rs` are those of `export.rs`, over packed rings.
+pub const PACKED: bool = matches!(env!("CARGO_CRATE_NAME").as_bytes(), b"export_packed");
 
 /// Everything on the server's side. Fields drop in order: the export first.
 pub struct Server {
@@ -48,6 +51,7 @@ impl Server {
         let reactors: Vec<_> = ["reactor-0", "reactor-1"].map(TestReactor::start).into();
         let handles: Vec<Arc<dyn ReactorHandle>> = reactors.iter().map(TestReactor::handle).collect();
         (options.name, options.max_queues) = ("test".into(), QUEUES);
+        options.packed |= PACKED;
         let export = Export::listen(&socket, Arc::new(Shared(Arc::clone(&disk))), handles, options).unwrap();
         Self { export: Some(export), disk, reactors, socket, _dir: dir }
     }
@@ -83,7 +87,7 @@ pub struct Client {
 
 /// One queue of a peer.
 pub struct Queue<'a> {
-    pub driver: Driver<'a>,
+    pub driver: AnyDriver<'a>,
     pub index: usize,
     pub kick: EventFd,
     pub call: EventFd,
@@ -146,7 +150,7 @@ impl Client {
         let quarter = (index * GUEST_BYTES / 4) as u64;
         let event = || EventFd::new(EFD_NONBLOCK).unwrap();
         let queue = Queue {
-            driver: Driver::at(guest, SIZE, quarter),
+            driver: AnyDriver::at(guest, SIZE, quarter, PACKED),
             index,
             kick: event(),
             call: event(),
@@ -160,6 +164,8 @@ impl Client {
 
     pub fn start(&mut self, queue: &Queue<'_>, base: u16) {
         let index = queue.index;
+        // A new packed ring begins with both wrap counters set.
+        let base = if PACKED && base == 0 { 0x8000 } else { base };
         self.frontend.set_vring_num(index, SIZE).unwrap();
         self.frontend.set_vring_base(index, base).unwrap();
         self.frontend.set_vring_addr(index, &addresses(&queue.driver)).unwrap();
@@ -177,14 +183,15 @@ pub fn read_config(client: &mut Client) -> BlkConfig {
     BlkConfig::from_bytes(&bytes)
 }
 
-pub fn addresses(driver: &Driver<'_>) -> VringConfigData {
+pub fn addresses(driver: &AnyDriver<'_>) -> VringConfigData {
+    let [desc_table_addr, avail_ring_addr, used_ring_addr] = driver.addresses();
     VringConfigData {
         queue_max_size: SIZE,
         queue_size: SIZE,
         flags: 0,
-        desc_table_addr: driver.table,
-        used_ring_addr: driver.used,
-        avail_ring_addr: driver.avail,
+        desc_table_addr,
+        used_ring_addr,
+        avail_ring_addr,
         log_addr: None,
     }
 }
@@ -211,7 +218,7 @@ pub const PATIENCE_SECONDS: i64 = 20;
 impl Queue<'_> {
     /// Offers a request in descriptors `slot * 3` on, and kicks. Its data lie in a page of the slot's own.
     pub fn send(&mut self, slot: u16, kind: u32, sector: u64, out: &[u8], in_bytes: u32) {
-        let guest = self.driver.guest;
+        let guest = self.driver.guest();
         let page = self.page(slot);
         guest.write(page, &RequestHeader { kind, priority: self.priority, sector }.to_bytes());
         guest.write(page + 16, &[0xff]);
@@ -238,7 +245,7 @@ impl Queue<'_> {
     /// Waits for the next used entries, sleeping on the call descriptor as a guest does.
     pub fn wait(&mut self) -> Vec<(u32, u32)> {
         loop {
-            self.driver.set_used_event(self.driver.used_index);
+            self.driver.want_next();
             let used = self.driver.take_used();
             if !used.is_empty() {
                 return used;
@@ -249,11 +256,11 @@ impl Queue<'_> {
     }
 
     pub fn status(&self, slot: u16) -> u8 {
-        self.driver.guest.read(self.page(slot) + 16, 1)[0]
+        self.driver.guest().read(self.page(slot) + 16, 1)[0]
     }
 
     pub fn data(&self, slot: u16, length: usize) -> Vec<u8> {
-        self.driver.guest.read(self.page(slot) + 0x1000, length)
+        self.driver.guest().read(self.page(slot) + 0x1000, length)
     }
 
     /// One request from beginning to end: its status and what it read.

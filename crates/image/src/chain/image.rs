@@ -302,7 +302,8 @@ impl Disk for Image {
     }
 
     fn overwrites_in_place(&self) -> bool {
-        matches!(self.chain().layers.as_slice(), [only] if only.mapping.cluster_bytes().is_none())
+        let is_plain = |only: &Layer| only.mapping.cluster_bytes().is_none() && only.file.overwrites_in_place();
+        matches!(self.chain().layers.as_slice(), [only] if is_plain(only))
     }
 
     fn may_pin_memory(&self) -> bool {

@@ -1,5 +1,5 @@
-//! A filter that makes a disk slow. Each request waits before it begins: for its turn on a link of limited bandwidth,
-//! and for a fixed time. The filter stands for distant storage in tests and measurements.
+//! A filter that makes a disk slow. Each request waits before it begins: for its turn on a link, where each request and
+//! each byte takes its time, and for a time that is fixed or varies. The filter stands for distant storage in tests and measurements.
 
 use crate::filters::Filter;
 use block::{Completion, DiskQueue, Op, Parts, ReactorCtx, Result, Tag, Timer};
@@ -21,6 +21,10 @@ pub struct DelayOptions {
     /// The bandwidth of the link, which all queues share: the data of reads and writes pass one after the other. `None`
     /// for no limit. The delay comes on top.
     pub bytes_per_second: Option<u64>,
+    /// The time that each request takes on the link, whatever its length, as a command does on a bus.
+    pub request: Duration,
+    /// Each request is delayed by up to this time more, at random. So requests overtake each other.
+    pub jitter: Duration,
 }
 
 impl DelayOptions {
@@ -42,6 +46,7 @@ impl DelayOptions {
 #[derive(Debug)]
 pub struct Delay {
     delay: Duration,
+    jitter: Duration,
     link: Option<Arc<Link>>,
 }
 
@@ -49,15 +54,20 @@ impl Delay {
     /// Makes a filter with these options.
     #[must_use]
     pub fn new(options: DelayOptions) -> Self {
-        let link = options.bytes_per_second.map(|rate| Arc::new(Link { rate: rate.max(1), ..Link::default() }));
-        Self { delay: options.delay, link }
+        let DelayOptions { delay, bytes_per_second, request, jitter } = options;
+        let has_link = bytes_per_second.is_some() || !request.is_zero();
+        let request_ns = u64::try_from(request.as_nanos()).unwrap_or(u64::MAX);
+        let link = Link { rate: bytes_per_second.unwrap_or(u64::MAX).max(1), request_ns, ..Link::default() };
+        Self { delay, jitter, link: has_link.then(|| Arc::new(link)) }
     }
 }
 
 impl Filter for Delay {
     fn open_queue(&self, below: Box<dyn DiskQueue>, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
         let (link, timer) = (self.link.clone(), ctx.timer());
-        Ok(Box::new(DelayQueue { below, delay: self.delay, link, waiting: VecDeque::with_capacity(ROOM), timer }))
+        let (delay, jitter_ns) = (self.delay, u64::try_from(self.jitter.as_nanos()).unwrap_or(u64::MAX));
+        let waiting = VecDeque::with_capacity(ROOM);
+        Ok(Box::new(DelayQueue { below, delay, jitter_ns, random: 1, link, waiting, timer }))
     }
 }
 
@@ -66,6 +76,8 @@ impl Filter for Delay {
 struct Link {
     /// Bytes a second.
     rate: u64,
+    /// What a request takes beside its bytes.
+    request_ns: u64,
     /// The time from which `free_at_ns` counts.
     start: OnceLock<Instant>,
     free_at_ns: AtomicU64,
@@ -77,7 +89,7 @@ impl Link {
         let start = *self.start.get_or_init(|| now);
         let now_ns = u64::try_from(now.saturating_duration_since(start).as_nanos()).unwrap_or(u64::MAX);
         let nanos = u128::from(length_bytes).saturating_mul(1_000_000_000).div_ceil(u128::from(self.rate));
-        let takes_ns = u64::try_from(nanos).unwrap_or(u64::MAX);
+        let takes_ns = u64::try_from(nanos).unwrap_or(u64::MAX).saturating_add(self.request_ns);
         let passed = |free_at_ns: u64| free_at_ns.max(now_ns).saturating_add(takes_ns);
         let before = self.free_at_ns.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |free| Some(passed(free)));
         let free_at_ns = before.map_or(now_ns, passed);
@@ -94,15 +106,19 @@ struct Late {
 struct DelayQueue {
     below: Box<dyn DiskQueue>,
     delay: Duration,
+    jitter_ns: u64,
+    /// The state of the random numbers for the jitter, the same in each run. Never zero.
+    random: u64,
     link: Option<Arc<Link>>,
-    /// In the order in which they begin: the delay is the same for all, and the link keeps the order.
+    /// In the order in which they begin. Without jitter that is the order in which they came.
     waiting: VecDeque<Late>,
     /// Set for the first request that waits.
     timer: Timer,
 }
 
 impl DelayQueue {
-    fn due(&self, op: &Op) -> Instant {
+    fn due(&mut self, op: &Op) -> Instant {
+        let late = self.late();
         let now = self.timer.now();
         let begins = match &self.link {
             Some(link) => link.carry(now, payload_bytes(op)),
@@ -110,7 +126,19 @@ impl DelayQueue {
         };
         // A time too large to represent never comes, so any far time will do.
         let far = || now.checked_add(Duration::from_secs(u64::from(u32::MAX))).unwrap_or(now);
-        begins.checked_add(self.delay).unwrap_or_else(far)
+        self.delay.checked_add(late).and_then(|late| begins.checked_add(late)).unwrap_or_else(far)
+    }
+
+    /// Returns the random part of the next request's delay.
+    fn late(&mut self) -> Duration {
+        if self.jitter_ns == 0 {
+            return Duration::ZERO;
+        }
+        // Xorshift, by Marsaglia.
+        self.random ^= self.random.wrapping_shl(13);
+        self.random ^= self.random.wrapping_shr(7);
+        self.random ^= self.random.wrapping_shl(17);
+        Duration::from_nanos(self.random.checked_rem(self.jitter_ns.saturating_add(1)).unwrap_or(0))
     }
 }
 
@@ -124,10 +152,14 @@ fn payload_bytes(op: &Op) -> u64 {
 impl DiskQueue for DelayQueue {
     fn submit(&mut self, tag: Tag, op: Op) {
         let due = self.due(&op);
-        if self.waiting.is_empty() {
+        let at = match self.jitter_ns {
+            0 => self.waiting.len(),
+            _ => self.waiting.partition_point(|late| late.due <= due),
+        };
+        if at == 0 {
             self.timer.set(due);
         }
-        self.waiting.push_back(Late { due, tag, op });
+        self.waiting.insert(at, Late { due, tag, op });
     }
 
     fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {

@@ -19,6 +19,11 @@ pub trait Filter: fmt::Debug + Send + Sync + 'static {
     /// Opens a queue over a queue of the disk below, on the reactor's thread.
     fn open_queue(&self, below: Box<dyn DiskQueue>, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>>;
 
+    /// Whether it keeps what is written, so that it is still there when it was overwritten below.
+    fn keeps_data(&self) -> bool {
+        false
+    }
+
     /// Returns the disk's properties as seen from above.
     fn info(&self, below: DiskInfo) -> DiskInfo {
         below
@@ -74,7 +79,7 @@ impl<F: Filter> Disk for FilterDisk<F> {
     }
 
     fn overwrites_in_place(&self) -> bool {
-        self.below.overwrites_in_place()
+        !self.filter.keeps_data() && self.below.overwrites_in_place()
     }
 
     fn may_pin_memory(&self) -> bool {

@@ -1,6 +1,7 @@
 //! A guest and its driver, written from the specification alone: bytes at offsets, no code shared with the crate.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, missing_docs)]
 
+pub mod any;
 pub mod packed;
 
 use memory::{GuestMemory, GuestRegion, IoBuf, Mapping, RegionSpec, Window};

@@ -2,10 +2,12 @@
 //!
 //! An idea has cells, a cell has two or more sides, and `ringdisk bench --compare` measures these in turn. A table for
 //! each idea goes into the page `docs/benchmarks-driver.md`. Tables are kept in the build directory as they are
-//! measured, so ideas can be measured one at a time; the page is made of all kept tables.
+//! measured, so ideas and guests can be measured one at a time (`--filter paths`, `--filter "guest, uml"`); the page is made
+//! of all kept tables.
 
 mod cells;
 mod guest;
+mod host;
 mod storage;
 mod table;
 
@@ -21,30 +23,30 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 use storage::Storages;
 
-/// The name of the guests' table for `--filter`.
+/// The name of the guests for `--filter`.
 const GUESTS: &str = "guest";
 /// The time around a measurement.
 const AROUND_SECONDS: f64 = 0.5;
 const WARM_UP_SECONDS: f64 = 0.2;
 
-/// A part of a run: the chosen cells of an idea, or guests.
+/// A part of a run: the chosen cells of an idea, or a guest.
 enum Part {
     Idea(Idea),
-    Guests(Vec<guest::Kind>),
+    Guest(guest::Kind),
 }
 
 impl Part {
     fn name(&self) -> &'static str {
         match self {
             Self::Idea(idea) => idea.name,
-            Self::Guests(_) => GUESTS,
+            Self::Guest(kind) => kind.part_name(),
         }
     }
 
     fn seconds(&self, arguments: &BenchArguments) -> f64 {
         match self {
             Self::Idea(idea) => idea.cells.iter().map(|cell| cell_seconds(idea, cell, arguments)).sum(),
-            Self::Guests(kinds) => kinds.iter().map(|kind| kind.seconds(arguments.seconds)).sum(),
+            Self::Guest(kind) => kind.seconds(arguments.seconds),
         }
     }
 
@@ -52,7 +54,7 @@ impl Part {
     fn is_whole(&self) -> bool {
         match self {
             Self::Idea(idea) => idea.is_whole,
-            Self::Guests(kinds) => kinds.len() == guest::Kind::ALL.len(),
+            Self::Guest(_) => true,
         }
     }
 }
@@ -66,10 +68,7 @@ pub(super) fn run(ringdisk: impl FnOnce() -> Result<PathBuf>, arguments: &BenchA
     let is_chosen =
         |name: &str| arguments.filter.is_empty() || arguments.filter.iter().any(|text| name.contains(text.as_str()));
     let mut parts: Vec<Part> = cells::ideas().into_iter().filter_map(|idea| chosen(idea, is_chosen)).collect();
-    let kinds: Vec<_> = guest::Kind::ALL.into_iter().filter(|kind| is_chosen(&kind.cell_name())).collect();
-    if !kinds.is_empty() {
-        parts.push(Part::Guests(kinds));
-    }
+    parts.extend(guest::Kind::ALL.into_iter().filter(|kind| is_chosen(&kind.cell_name())).map(Part::Guest));
     ensure!(!parts.is_empty(), "no cell has such a name; --list names them");
     if arguments.list {
         list(&parts, arguments);
@@ -83,7 +82,7 @@ pub(super) fn run(ringdisk: impl FnOnce() -> Result<PathBuf>, arguments: &BenchA
         println!("[{:.0} s] {}, about {:.0} s", start.elapsed().as_secs_f64(), part.name(), part.seconds(arguments));
         let text = match part {
             Part::Idea(idea) => measure(idea, &ringdisk, &storages, arguments)?,
-            Part::Guests(kinds) => guest::measure(kinds, &ringdisk, &storages, arguments)?,
+            Part::Guest(kind) => guest::measure(*kind, &ringdisk, &storages, arguments)?,
         };
         let stamp = Stamp::of(arguments);
         let text = format!("{text}\n{} at {}\n", how(part, &stamp), stamp.commit);
@@ -112,7 +111,7 @@ fn chosen(mut idea: Idea, is_chosen: impl Fn(&str) -> bool) -> Option<Part> {
 fn how(part: &Part, stamp: &Stamp) -> String {
     match part {
         Part::Idea(_) => format!("Medians of {} rounds of {} s,", stamp.rounds, stamp.seconds),
-        Part::Guests(_) => format!("One boot each, {} s a figure,", guest::seconds_each(stamp.seconds)),
+        Part::Guest(_) => format!("One boot, {} s a figure,", guest::seconds_each(stamp.seconds)),
     }
 }
 
@@ -124,9 +123,7 @@ fn list(parts: &[Part], arguments: &BenchArguments) {
                 let name = format!("{}, {}", idea.name, cell.name);
                 println!("{name:48} {:5.0} s", cell_seconds(idea, cell, arguments));
             }),
-            Part::Guests(kinds) => kinds
-                .iter()
-                .for_each(|kind| println!("{:48} {:5.0} s", kind.cell_name(), kind.seconds(arguments.seconds))),
+            Part::Guest(kind) => println!("{:48} {:5.0} s", kind.cell_name(), kind.seconds(arguments.seconds)),
         }
         total += part.seconds(arguments);
     }
@@ -193,7 +190,7 @@ fn write_page(path: &Path) -> Result<()> {
          [Measuring](measuring.md) explains the\ncommands.\n\n",
     );
     writeln!(text, "* {}", page::hardware())?;
-    for name in cells::ideas().iter().map(|idea| idea.name).chain([GUESTS]) {
+    for name in cells::ideas().iter().map(|idea| idea.name).chain(guest::Kind::ALL.map(guest::Kind::part_name)) {
         if let Ok(kept) = std::fs::read_to_string(kept_path(name)) {
             write!(text, "\n{kept}")?;
         }

@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 
 const FILE_BYTES: usize = 512 << 20;
 const NULL: &str = "format=null,size=4G";
-const SLOW: &str = "format=null,size=4G,filter=delay:ms=1:bandwidth=200M";
+const SLOW: &str = "format=null,size=4G,filter=delay:ms=1:request-us=10:bandwidth=200M";
 /// The server on one processor, the client on another.
 const SERVER_CORE: &str = "0";
 const CLIENT_CORE: &str = "1";
@@ -44,7 +44,13 @@ impl Storages {
     pub(super) fn drives(&self, cell: &Cell) -> Result<Option<Vec<String>>> {
         let Some(base) = self.base(cell.storage)? else { return Ok(None) };
         let joined = |drive: &str| if drive.is_empty() { base.clone() } else { format!("{base},{drive}") };
-        Ok(Some(cell.sides.iter().map(|side| joined(&side.drive)).collect()))
+        let mut drives: Vec<String> = cell.sides.iter().map(|side| joined(&side.drive)).collect();
+        if cell.two_disks {
+            let path = file_of(&base).context("a second disk has a file, too")?;
+            let beside = format!(",server.beside={}", self.beside(path, 1)?);
+            drives.iter_mut().for_each(|drive| drive.push_str(&beside));
+        }
+        Ok(Some(drives))
     }
 
     /// Returns the options of a disk on `storage`.
@@ -77,6 +83,11 @@ impl Storages {
             _ => "this machine has no such storage",
         }
     }
+}
+
+/// Returns the file among these drive options.
+pub(super) fn file_of(drive: &str) -> Option<&str> {
+    drive.strip_prefix("file=")?.split(",format=").next()
 }
 
 /// Makes a file without holes.

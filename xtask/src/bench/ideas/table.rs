@@ -20,8 +20,11 @@ pub(super) fn write(idea: &Idea, rows: &[(String, Figures)]) -> String {
         let cells = idea.columns.iter().map(|column| cell(column.shows, figures)).collect::<Vec<_>>().join(" | ");
         let _ = writeln!(text, "| {name} | {cells} |");
     }
-    if let Some(verdict) = idea.verdict.as_ref().filter(|_| !rows.is_empty()) {
-        let _ = writeln!(text, "\n{}", conclusion(verdict, rows));
+    let conclusions: Vec<String> = idea.verdicts.iter().filter_map(|verdict| conclusion(verdict, rows)).collect();
+    for paragraph in [conclusions.join(" "), idea.why.to_owned()] {
+        if !paragraph.is_empty() {
+            let _ = writeln!(text, "\n{}", wrapped(&paragraph));
+        }
     }
     text
 }
@@ -37,14 +40,19 @@ fn cell(shows: Shows, figures: &Figures) -> String {
     }
 }
 
-/// Returns a sentence with the median of the cells' medians.
-fn conclusion(verdict: &Verdict, rows: &[(String, Figures)]) -> String {
-    let Verdict { what, sides: (one, other), below, above } = verdict;
-    let of_cells =
-        rows.iter().map(|(_, figures)| median(&ratios(&figures.values(*one, what), &figures.values(*other, what))));
-    let middle = median(&of_cells.collect::<Vec<_>>());
+/// Returns a sentence with the median of the cells' medians, if there are such cells.
+fn conclusion(verdict: &Verdict, rows: &[(String, Figures)]) -> Option<String> {
+    let Verdict { of, what, sides: (one, other), below, above } = verdict;
+    let of_cells: Vec<f64> = rows
+        .iter()
+        .filter(|(name, _)| name.contains(of))
+        .map(|(_, figures)| median(&ratios(&figures.values(*one, what), &figures.values(*other, what))))
+        .collect();
+    let which = if of.is_empty() { "all cells".to_owned() } else { format!("the cells \"{of}\"") };
+    // As printed: 0.998 is no loss.
+    let middle = (median(&of_cells) * 100.0).round() / 100.0;
     let says = if middle < 1.0 { below } else { above };
-    format!("Over all cells the median is {middle:.2}: {says}.")
+    (!of_cells.is_empty()).then(|| format!("Over {which} the median is {middle:.2}: {says}."))
 }
 
 /// Formats a figure with three significant digits.
@@ -59,7 +67,7 @@ fn short(value: f64) -> String {
 }
 
 /// Wraps a text into lines of a page.
-fn wrapped(words: &str) -> String {
+pub(super) fn wrapped(words: &str) -> String {
     let mut lines = vec![String::new()];
     for word in words.split_whitespace() {
         let last = lines.last().map_or(0, |line| line.chars().count());
@@ -91,10 +99,12 @@ mod tests {
         let side = |iops| json!({"runs": [run(iops), run(iops * 2.0)]});
         let series = json!({"depths": [{"sides": [side(1000.0), side(500.0), side(250.0), side(200.0)]}]});
         for idea in ideas() {
-            let figures = Figures::of(&series).unwrap();
-            let text = write(&idea, &[("a cell".to_owned(), figures)]);
-            assert!(text.starts_with("## ") && text.contains("| a cell | 1.5K |"), "{text}");
-            assert!(idea.verdict.is_none() || text.contains("Over all cells the median is"), "{text}");
+            let rows = idea.cells.iter().map(|cell| (cell.name.clone(), Figures::of(&series).unwrap()));
+            let text = write(&idea, &rows.collect::<Vec<_>>());
+            assert!(text.starts_with("## ") && text.contains(&format!("| {} | 1.5K |", idea.cells[0].name)), "{text}");
+            let joined = text.replace('\n', " ");
+            assert_eq!(joined.matches("the median is").count(), idea.verdicts.len(), "every verdict has cells: {text}");
+            assert!(joined.contains(idea.why), "{text}");
         }
         let figures = Figures::of(&series).unwrap();
         assert_eq!(cell(Shows::Ratio(0, 1, "/iops"), &figures), "2.00 (2.00-2.00)");

@@ -1,24 +1,49 @@
 //! Options of a socket's guest, which is the driver in this process: `path=request,callbacks=kept`, for all targets
-//! (`--guest`) or for one (`guest.path=request` among its options). And an option for how the server of a `serve:`
-//! target harvests.
+//! (`--guest`) or for one (`guest.path=request` among its options). And options of the server of a `serve:` target.
 
 use crate::output::usage;
 use drive::{KeyValue, parse_key_values, unknown};
 use driver::{Driver, DriverOptions, DriverPath};
+use std::path::PathBuf;
 
 const KEYS: [&str; 5] = ["path", "callbacks", "event-idx", "indirect", "packed"];
 /// The prefix of such a key among a target's options.
 const PREFIX: &str = "guest.";
 
-/// The option of a `serve:` target whose server looks for completions only in turns without new requests (`idle`).
-const HARVEST: &str = "server.harvest=";
+/// The server of a `serve:` target.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct ServerOptions {
+    /// Whether its reactors look for completions in turns that submit, too (`server.harvest=always`), or only in others
+    /// (`idle`).
+    pub(super) harvest_after_submit: bool,
+    /// The file of a second disk with the same options (`server.beside=FILE`).
+    pub(super) beside: Option<PathBuf>,
+}
 
-/// Removes that option from a target's options. Returns whether turns that submit harvest as well.
-pub(super) fn split_harvest(text: &str) -> anyhow::Result<(String, bool)> {
-    let (own, rest): (Vec<&str>, Vec<&str>) = text.split(',').partition(|part| part.starts_with(HARVEST));
-    let value = own.last().and_then(|part| part.strip_prefix(HARVEST)).unwrap_or("always");
-    let always = one_of("server.harvest", value, ("always", "idle"))?;
-    Ok((rest.join(","), always))
+impl Default for ServerOptions {
+    fn default() -> Self {
+        Self { harvest_after_submit: true, beside: None }
+    }
+}
+
+impl ServerOptions {
+    const KEYS: [&str; 2] = ["harvest", "beside"];
+
+    /// Splits the server's options from a target's: `file=x,server.harvest=idle` gives `file=x` and `harvest=idle`.
+    pub(super) fn split(text: &str) -> anyhow::Result<(String, Self)> {
+        let (own, rest): (Vec<&str>, Vec<&str>) = text.split(',').partition(|part| part.starts_with("server."));
+        let mut options = Self::default();
+        for pair in own.iter().filter_map(|part| part.strip_prefix("server.")) {
+            match pair.split_once('=') {
+                Some(("harvest", value)) => {
+                    options.harvest_after_submit = one_of("server.harvest", value, ("always", "idle"))?;
+                }
+                Some(("beside", file)) if !file.is_empty() => options.beside = Some(file.into()),
+                _ => return Err(unknown("server's key", pair, &Self::KEYS).into()),
+            }
+        }
+        Ok((rest.join(","), options))
+    }
 }
 
 /// The given options; the driver's defaults apply to the rest.
@@ -120,10 +145,15 @@ mod tests {
     }
 
     #[test]
-    fn a_server_is_told_when_to_harvest() {
-        assert_eq!(split_harvest("format=null,size=1M").unwrap(), ("format=null,size=1M".to_owned(), true));
-        assert_eq!(split_harvest("server.harvest=idle,file=a").unwrap(), ("file=a".to_owned(), false));
-        assert!(split_harvest("server.harvest=never").is_err());
+    fn a_server_is_told_when_to_harvest_and_what_else_to_serve() {
+        let split = |text| ServerOptions::split(text).unwrap();
+        assert_eq!(split("format=null,size=1M"), ("format=null,size=1M".to_owned(), ServerOptions::default()));
+        let (rest, own) = split("server.harvest=idle,file=a,server.beside=b.raw");
+        assert_eq!((rest.as_str(), own.harvest_after_submit), ("file=a", false));
+        assert_eq!(own.beside, Some("b.raw".into()));
+        for wrong in ["server.harvest=never", "server.besides=b", "server.beside="] {
+            assert!(ServerOptions::split(wrong).is_err(), "{wrong}");
+        }
     }
 
     #[test]

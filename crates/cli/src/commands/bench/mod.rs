@@ -15,7 +15,7 @@ use anyhow::{Context, bail};
 use drive::parse_size;
 use engine::ReactorConfig;
 use guest::GuestOptions;
-use load::{BenchSpec, Initial, Moment, Pattern, Plot, Stop, Verify};
+use load::{BenchReport, BenchSpec, Initial, Moment, Pattern, Plot, Stop, Verify};
 use serde::Serialize;
 use series::{Plan, Series};
 use std::ffi::OsStr;
@@ -143,7 +143,7 @@ pub(crate) struct Args {
     /// How the guest of a --socket or --serve works: path=bio|request, callbacks=suppressed|kept, event-idx=on|off,
     /// indirect=on|off, packed=on|off. A target of --compare may say the same for itself among its options:
     /// guest.path=request. A --serve may also say server.harvest=idle: its reactors look for completions only in turns
-    /// without new requests.
+    /// without new requests. And server.beside=FILE: a second disk, to which every second queue belongs.
     #[arg(long, value_name = "OPTIONS")]
     guest: Option<String>,
     /// Show all figures, not only rates, latencies and CPU time.
@@ -290,13 +290,16 @@ fn run_single(args: &Args, target: &Target, spec: &BenchSpec, cancel: &Arc<Atomi
     let bar = Bar::start("measuring");
     let measured = target.measure(spec, cancel, &|fraction| bar.set(fraction));
     bar.finish();
-    let target::Measured { report, moments, begun, server_gone } = measured?;
+    let target::Measured { report, moments, begun, pools, server_gone } = measured?;
     if let Some(path) = &args.series {
         write_series(path, &moments, begun).with_context(|| format!("cannot write to {}", path.display()))?;
     }
     match args.output {
-        Output::Human => output::print(&text::single(&report, args.verbose))?,
-        Output::Json => print_json(&report)?,
+        Output::Human => {
+            let pools = pools.iter().map(|pool| pool.line() + "\n").collect::<String>();
+            output::print(&(text::single(&report, args.verbose) + &pools))?;
+        }
+        Output::Json => print_json(&WithPools { report: &report, pools })?,
     }
     if server_gone {
         bail!("the server ended the connection");
@@ -306,6 +309,15 @@ fn run_single(args: &Args, target: &Target, spec: &BenchSpec, cancel: &Arc<Atomi
         bail!("{} requests failed, {} blocks held wrong data: {first}", report.errors, report.mismatches);
     }
     Ok(())
+}
+
+/// A report with the pools of contexts of a server of this process.
+#[derive(Serialize)]
+struct WithPools<'a> {
+    #[serde(flatten)]
+    report: &'a BenchReport,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pools: Vec<served::Pool>,
 }
 
 /// As `--series` says.

@@ -1,7 +1,7 @@
 //! A target, and one measurement of it: a server's socket, or a disk opened or served in this process.
 
-use super::guest::{self, GuestOptions};
-use super::served::Served;
+use super::guest::{GuestOptions, ServerOptions};
+use super::served::{Pool, Served};
 use crate::output::usage;
 use block::{Disk, ReactorHandle};
 use drive::{DiskOptions, DriveFormat, DriveOptions, OpenedDisk, ParsedDrive, open_disk};
@@ -33,8 +33,8 @@ pub(super) struct Target {
     pub(super) poll_max_us: u32,
     /// The options of its guest.
     pub(super) guest: GuestOptions,
-    /// Whether its server harvests in every turn, for a server of this process.
-    harvest_after_submit: bool,
+    /// The options of a server of this process.
+    server: ServerOptions,
     kind: Kind,
 }
 
@@ -87,9 +87,9 @@ impl Target {
             false => (text, GuestOptions::default()),
         };
         let written = text.clone();
-        let (text, harvest_after_submit) = match kind == "serve" && text.contains("server.") {
-            true => guest::split_harvest(&text).map(|(rest, always)| (rest.into(), always))?,
-            false => (text, true),
+        let (text, server) = match kind == "serve" && text.contains("server.") {
+            true => ServerOptions::split(&text).map(|(rest, server)| (rest.into(), server))?,
+            false => (text, ServerOptions::default()),
         };
         let kind_of_target = match kind {
             "socket" if has_guest => Kind::Socket(PathBuf::from(text.as_ref())),
@@ -108,7 +108,7 @@ impl Target {
             server_pids: Vec::new(),
             poll_max_us: ReactorConfig::default().poll_max_us,
             guest,
-            harvest_after_submit,
+            server,
             kind: kind_of_target,
         }))
     }
@@ -167,11 +167,12 @@ impl Target {
             reactor.stop()?;
         }
         let server_gone = opened.is_gone();
+        let pools = opened.pools();
         // Close it also after an error: an image that is not closed has inconsistent bitmaps.
         let closed = opened.close();
         let load::Outcome { report, moments, begun, .. } = measured?;
         closed?;
-        Ok(Measured { report, moments, begun, server_gone })
+        Ok(Measured { report, moments, begun, pools, server_gone })
     }
 
     fn reactors(&self, count: u32) -> anyhow::Result<Vec<ReactorThread>> {
@@ -198,6 +199,8 @@ pub(super) struct Measured {
     pub(super) moments: Vec<Moment>,
     /// When the measurement began.
     pub(super) begun: SystemTime,
+    /// The pools of contexts, of a server of this process.
+    pub(super) pools: Vec<Pool>,
     /// Whether the server ended the connection.
     pub(super) server_gone: bool,
 }
@@ -243,8 +246,10 @@ impl Opened {
             Kind::Drive(drive) => Self::Disk(open_disk(&for_load(drive).disk, BackingPolicy::default(), &[])?),
             Kind::Serve(drive) => {
                 let mut drive = for_load(drive);
-                drive.export.packed |= how.wants_packed();
-                Self::Served(Served::start(&drive, guest(), target.harvest_after_submit)?)
+                if how.wants_packed() {
+                    drive.disk.shown.packed = Some(true);
+                }
+                Self::Served(Served::start(&drive, &target.server, guest())?)
             }
         })
     }
@@ -293,6 +298,13 @@ impl Opened {
             Self::Driver(driver) => driver.is_disconnected(),
             Self::Disk(_) => false,
             Self::Served(served) => served.is_gone(),
+        }
+    }
+
+    fn pools(&self) -> Vec<Pool> {
+        match self {
+            Self::Served(served) => served.pools(),
+            Self::Driver(_) | Self::Disk(_) => Vec::new(),
         }
     }
 

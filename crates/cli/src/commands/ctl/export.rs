@@ -2,6 +2,7 @@
 
 use super::{Ctl, tables};
 use crate::nbd_options::{TlsArgs, absolute_or_passed, place, socket_mode};
+use control::Options;
 use control::api::{AddExport, AddNbd, Export};
 use std::path::PathBuf;
 
@@ -24,6 +25,10 @@ pub(super) struct ExportArgs {
     /// Queues on offer [default: one for each CPU, at most 16].
     #[arg(long, value_name = "N", conflicts_with = "nbd")]
     queues: Option<u16>,
+    /// What the guest at this socket sees, where it differs from what the disk's options say: write-cache=off,
+    /// logical-block-size=4096 and the like (see docs/drive-options.md). May be repeated.
+    #[arg(long = "shown", value_name = "KEY=VALUE", conflicts_with = "nbd")]
+    shown: Vec<String>,
     /// Serve NBD clients at this Unix socket, TCP address, or passed socket (fd:NAME). Several disks can share one, under
     /// different names. Without TLS, everybody who can reach it can use the disk.
     #[arg(long, value_name = "SOCKET|ADDRESS:PORT")]
@@ -45,6 +50,15 @@ pub(super) struct ExportArgs {
 }
 
 impl ExportArgs {
+    fn shown(&self) -> anyhow::Result<Options> {
+        let mut shown = Options::default();
+        for pair in self.shown.iter().flat_map(|text| text.split(',')) {
+            let (key, value) = pair.split_once('=').ok_or_else(|| crate::output::usage("--shown takes KEY=VALUE"))?;
+            shown.set(key, value);
+        }
+        Ok(shown)
+    }
+
     fn request(&self) -> anyhow::Result<AddExport> {
         let mut request = AddExport {
             disk: self.name.clone(),
@@ -54,6 +68,7 @@ impl ExportArgs {
             socket_group: self.socket_group.clone(),
             read_only: self.read_only,
             queues: self.queues,
+            shown: self.shown()?,
             ..AddExport::default()
         };
         match &self.nbd {

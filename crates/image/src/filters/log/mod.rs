@@ -48,6 +48,10 @@ impl fmt::Debug for WriteLog {
 }
 
 impl Filter for WriteLog {
+    fn keeps_data(&self) -> bool {
+        true
+    }
+
     fn open_queue(&self, below: Box<dyn DiskQueue>, ctx: &Rc<dyn ReactorCtx>) -> Result<Box<dyn DiskQueue>> {
         let told = Arc::new(Told::new()?);
         let wake = Watch::new(ctx, WakeFd(Arc::clone(&told)))?;

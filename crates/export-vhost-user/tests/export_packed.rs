@@ -1,0 +1,4 @@
+//! The tests of `export.rs`, over packed rings.
+
+#[path = "export.rs"]
+mod export;
