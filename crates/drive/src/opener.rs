@@ -163,9 +163,7 @@ impl Opener for EngineOpener {
     }
 
     fn sync_directory_of(&self, path: &Path) -> Result<()> {
-        let directory = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
-        let synced = std::fs::File::open(directory).and_then(|directory| directory.sync_all());
-        synced.map_err(|error| Error::io(format!("cannot sync the directory '{}'", directory.display()), error))
+        engine::sync_directory_of(path)
     }
 
     fn temporary(&self) -> Result<Box<dyn TemporaryFiles>> {
