@@ -2,6 +2,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod full;
 #[path = "../common/guest.rs"]
 mod guest;
 mod hanging;
