@@ -72,7 +72,7 @@ struct Call {
 }
 
 /// Whether no reload brings the export back.
-fn is_of_a_call(socket: &PathBuf) -> bool {
+fn is_of_a_call(socket: &Path) -> bool {
     socket.extension().is_none()
 }
 
@@ -145,7 +145,9 @@ impl Script<'_> {
             }
             2 | 3 => {
                 let file = self.new_path("o");
-                below = Some((which, [&self.below[which][..], &[disk.file.clone()]].concat()));
+                let mut layers = self.below[which].clone();
+                layers.push(disk.file.clone());
+                below = Some((which, layers));
                 disk.file.clone_from(&file);
                 words(&["snapshot", name, path_str(&file)])
             }
@@ -172,7 +174,7 @@ impl Script<'_> {
                 disks[others].iter_mut().flatten().for_each(|disk| disk.set("filter", &filter));
                 words(&["set", name, &format!("throttling.iops-total={limit}")])
             }
-            8 if disk.exports.iter().any(is_of_a_call) => {
+            8 if disk.exports.iter().any(|socket| is_of_a_call(socket)) => {
                 let socket = disk.exports.iter().find(|socket| is_of_a_call(socket)).unwrap().clone();
                 disk.exports.remove(&socket);
                 words(&["unexport", &self.number_of(&socket)])
@@ -203,10 +205,9 @@ impl Script<'_> {
         if let Some((which, below)) = call.below {
             self.below[which] = below;
         }
-        for which in 0..DISKS.len() {
-            if let (Some(_), None) = (&before[which], &call.disks[which]) {
+        for (which, gone) in before.iter().enumerate() {
+            if let (Some(gone), None) = (gone, &call.disks[which]) {
                 // Added anew, it begins with the layer that it had on top.
-                let gone = before[which].as_ref().unwrap();
                 self.sizes[which] = gone.size_bytes;
                 self.below[which] = vec![gone.file.clone()];
             }
