@@ -2,7 +2,7 @@
 
 use crate::api::{BackupDisk, BackupMode, Job};
 use crate::manager::Manager;
-use crate::record::DiskRecord;
+use crate::record::{DiskRecord, whole_name};
 use block::{Error, ErrorKind, Result};
 use daemon::{BackupOptions, BackupRecord, NodeId, absolute};
 use image::{FileName, Format};
@@ -22,6 +22,7 @@ impl Manager {
             FileName::File(path) => FileName::File(absolute(&path)),
             other => other,
         };
+        self.refuse_writing_below(None, &[whole_name(&target.look_at())])?;
         let mode = match request.mode {
             Some(BackupMode::Full) => daemon::BackupMode::Full,
             Some(BackupMode::Top) => daemon::BackupMode::Top,

@@ -238,10 +238,8 @@ impl<'i> Reader<'i> {
         }
         let given: Vec<String> = pairs.iter().map(|(key, _)| key.clone()).collect();
         pairs.extend(defaults.iter().filter(|(key, _)| !given.contains(key)).cloned());
-        for (_, path) in pairs.iter_mut().filter(|(key, path)| is_path(key, path)) {
-            *path = self.directory.join(&*path).to_string_lossy().into_owned();
-        }
-        let options = Options::of_pairs(pairs);
+        let mut options = Options::of_pairs(pairs);
+        options.make_paths_whole(|path| self.directory.join(path)).map_err(|error| self.wrong(at, error))?;
         let drive: DriveOptions = options.to_drive().map_err(|error| self.wrong(at, error))?;
         if drive.disk.name.is_none() {
             return Err(self.wrong(at, "a drive of a configuration needs a name, by which a reload knows it again"));
@@ -449,14 +447,6 @@ fn plain_key(key: &str) -> &str {
     }
 }
 
-fn is_path(key: &str, value: &str) -> bool {
-    match key {
-        "socket" => !value.starts_with("fd:"),
-        "file" => !value.contains(':') || value.starts_with(['/', '.']),
-        _ => false,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -471,8 +461,8 @@ mod tests {
             "control = '/run/control'\nstate-dir = 'state'\nreactors = 2\nbacking = ['/base.qcow2']\n\
              drives = ['file=b.raw,format=raw,name=b,cache=writeback']\n\
              [defaults]\ncache = 'none'\nqueues = 2\n\
-             [[drive]]\nname = 'a'\nfile = '/a.qcow2'\nreadonly = true\nexport = false\n\
-             filter = ['throttle:iops-total=5', 'delay:ms=1']\n\
+             [[drive]]\nname = 'a'\nfile = '/a.qcow2'\nsnapshot = true\nkeep = 'kept'\nexport = false\n\
+             filter = ['throttle:iops-total=5', 'log:file=changes']\n\
              [[export]]\ndisk = 'a'\nsocket = 'a.sock'\nread-only = true\nqueues = 1\nsocket-mode = '0640'\nseg-max = 30\nwrite-cache = false\n\
              [[export]]\ntype = 'nbd'\ndisk = 'a'\nlisten = '127.0.0.1:10809'\nname = 'x'\nbitmaps = ['b']\n\
              tls-creds = 'pki'\ntls = 'allow'\ntls-verify-peer = false\n",
@@ -483,7 +473,8 @@ mod tests {
         let texts: Vec<&str> = config.drives.iter().map(|drive| drive.text.as_str()).collect();
         let expected = [
             "file=/etc/ringdisk/b.raw,format=raw,name=b,cache=writeback,queues=2",
-            "name=a,file=/a.qcow2,readonly=on,filter=throttle:iops-total=5,filter=delay:ms=1,cache=none,queues=2",
+            "name=a,file=/a.qcow2,snapshot=on,keep=/etc/ringdisk/kept,filter=throttle:iops-total=5,\
+             filter=log:file=/etc/ringdisk/changes,cache=none,queues=2",
         ];
         assert_eq!(texts, expected);
         let drive = config.drive("a").unwrap();

@@ -2,8 +2,11 @@
 //!
 //! A change is answered when its record is durable. A change of the daemon that cannot be recorded is undone.
 
+mod add;
 mod answers;
+mod away;
 mod change;
+mod configured;
 mod exports;
 mod held;
 mod latency;
@@ -13,69 +16,30 @@ mod restore;
 #[cfg(test)]
 mod tests;
 
+pub use self::configured::Configured;
+
 use self::answers::{counters_of, to_counters, to_disk, to_job};
+use self::away::Away;
 use self::exports::{refuse_number_of_passed, to_export, with_absolute_paths};
 use self::held::Holding;
 use self::reload::Configuration;
 use crate::api::{
-    AddDisk, AddExport, Counters, Disk, DiskStats, Event, EventKind, Export, FailedDisk, FailedExport, FormerTop, Job,
-    Overlay, ReactorStats, Stats, TableStats,
+    AddExport, Counters, Disk, DiskStats, Event, EventKind, Export, FailedDisk, FailedExport, Job, Overlay,
+    ReactorStats, Stats, TableStats,
 };
 use crate::events::Events;
 use crate::failure::Failure;
 use crate::options::Options;
-use crate::record::{Record, RecordedDisk, Records, Top, whole_name};
+use crate::record::{Record, RecordedDisk, Records};
 use crate::routes::StorageCalls;
 use block::{Error, ErrorKind, Result};
 use daemon::{Daemon, DaemonConfig, DiskStatus, ExportId, JobId, NodeId, absolute};
-use drive::DriveOptions;
 use image::FileName;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use tokio::sync::broadcast;
-
-/// A disk that the command line or a configuration file gives.
-#[derive(Debug, Clone)]
-pub struct Configured {
-    /// The disk and its export.
-    pub drive: DriveOptions,
-    /// The same as `key=value,...`. The record identifies the disk by this text, from one start to the next.
-    pub text: String,
-    /// Whether to serve it at the socket of its options, or beside its image.
-    pub serve: bool,
-    /// Its other exports. An export that names no disk belongs to this one.
-    pub exports: Vec<AddExport>,
-}
-
-impl Configured {
-    /// Returns the name, if the options give one.
-    pub(crate) fn name(&self) -> Option<&str> {
-        self.drive.disk.name.as_deref()
-    }
-
-    /// Returns its other exports; those without a disk get the disk `name`.
-    pub(crate) fn exports_of(&self, name: &str) -> impl Iterator<Item = AddExport> {
-        self.exports.iter().cloned().map(move |export| match export.disk.is_empty() {
-            true => AddExport { disk: name.to_owned(), ..export },
-            false => export,
-        })
-    }
-
-    /// Returns the text by which the record identifies it.
-    pub(crate) fn key(&self) -> String {
-        let mut key = self.text.clone();
-        if !self.serve {
-            key.push_str("#no-export");
-        }
-        for export in &self.exports {
-            key.push('#');
-            key.push_str(&serde_json::to_string(export).unwrap_or_default());
-        }
-        key
-    }
-}
 
 /// A daemon with a record of what it serves.
 ///
@@ -86,8 +50,10 @@ pub struct Manager {
     pub(crate) records: Arc<Records>,
     /// The request that made each export: `None` for the export of the disk's own options.
     exports: Mutex<BTreeMap<ExportId, Option<AddExport>>>,
-    /// Recorded disks that could not be opened, and why.
-    failed: Mutex<BTreeMap<String, String>>,
+    /// Recorded disks that are not served at the moment.
+    away: Away,
+    /// The disks that serve drives of the command line or of the configuration file, by name.
+    configured: Mutex<BTreeMap<String, NodeId>>,
     /// Recorded exports that could not be served.
     failed_exports: Mutex<Vec<exports::NotServed>>,
     pub(crate) events: Arc<Events>,
@@ -98,6 +64,7 @@ pub struct Manager {
     configuration: Mutex<Option<Configuration>>,
     /// The machine that the disks belong to.
     pub(crate) domain: OnceLock<String>,
+    changes: change::Changing,
     ending: Mutex<bool>,
     asked_to_end: Condvar,
 }
@@ -122,12 +89,14 @@ impl Manager {
             daemon: Daemon::start(config)?,
             records: Arc::new(records),
             exports: Mutex::default(),
-            failed: Mutex::default(),
+            away: Away::default(),
+            configured: Mutex::default(),
             failed_exports: Mutex::default(),
             events,
             storage_calls: Arc::default(),
             configuration: Mutex::default(),
             domain: OnceLock::new(),
+            changes: change::Changing::default(),
             ending: Mutex::new(false),
             asked_to_end: Condvar::new(),
         })
@@ -144,211 +113,82 @@ impl Manager {
         let _ = self.domain.set(name.to_owned());
     }
 
-    /// Opens a disk and, unless `request` says otherwise, serves it.
-    pub fn add_disk(&self, request: AddDisk) -> Result<Disk> {
-        let options = absolute_file(request.options)?;
-        let mut drive = options.to_drive()?;
-        drive.disk.former_tops = request.former_tops.len();
-        drive.disk.bases = request.bases;
-        let tops = request.former_tops;
-        let Some(overlay) = request.overlay else {
-            let node = self.add(&drive, Some(options), request.export, None, &tops)?;
-            return self.disk(&self.name_of(node)?);
-        };
-        let node = self.add(&drive, Some(options), false, None, &tops)?;
-        let name = self.name_of(node)?;
-        let put_on = self.snapshot(&[Overlay { disk: name.clone(), overlay }]);
-        let served = put_on.and_then(|_| match request.export {
-            true => self.export_as_added(&name, &drive),
-            false => Ok(()),
-        });
-        if let Err(error) = served {
-            self.undo_add_of(&name, node);
-            return Err(error);
-        }
-        self.disk(&name)
-    }
-
-    /// Adds the export of the disk's own options.
-    fn export_as_added(&self, name: &str, drive: &DriveOptions) -> Result<()> {
-        let node = self.node(name)?;
-        let id = self.daemon.add_export(node, &drive.export)?;
-        let export = self.daemon.exports().into_iter().find(|export| export.id == id);
-        let socket = export.map(|export| export.attachment.socket);
-        self.record_of(name, node).change(|disk| {
-            disk.own_export = true;
-            if let Some(socket) = &socket {
-                disk.options.set("socket", socket.to_string_lossy());
-            }
-        })?;
-        lock(&self.exports).insert(id, None);
-        self.events.publish(EventKind::ExportAdded, Some(name), Some(id.number()), None);
-        Ok(())
-    }
-
-    fn add(
-        &self,
-        drive: &DriveOptions,
-        options: Option<Options>,
-        export: bool,
-        configured: Option<&str>,
-        former_tops: &[FormerTop],
-    ) -> Result<NodeId> {
-        let name = drive.disk.name.as_deref();
-        if let Some(name) = name.filter(|name| lock(&self.failed).contains_key(*name)) {
-            let message = format!("there is a disk '{name}' already, which could not be opened: remove it first");
-            return Err(Error::new(ErrorKind::Locked, message));
-        }
-        let may_come_back = !matches!(drive.disk.file, Some(FileName::Descriptor(_)));
-        if self.records.is_durable() && !may_come_back && configured.is_none() {
-            let message = "a passed descriptor (fd:N) cannot be served again after a restart: name a path, \
-                           or serve it without a state directory";
-            return Err(Error::new(ErrorKind::Unsupported, message));
-        }
-        let (node, own_export) = match export {
-            true => self.daemon.add(drive).map(|(node, export)| (node, Some(export)))?,
-            false => (self.daemon.add_disk(&drive.disk)?, None),
-        };
-        let name = self.name_of(node)?;
-        self.records.is_of(&name, node);
-        self.check_former_tops(node, drive, former_tops).inspect_err(|_| self.undo_add(node))?;
-        self.listen_to_hold(node, &name);
-        if let Some(mut options) = options.filter(|_| may_come_back) {
-            if let Some(export) = self.daemon.exports().into_iter().find(|export| Some(export.id) == own_export) {
-                // The default socket lies beside the top layer's file, which may change.
-                options.set("socket", export.attachment.socket.to_string_lossy());
-            }
-            let mut recorded = RecordedDisk {
-                name: name.clone(),
-                options,
-                own_export: own_export.is_some(),
-                exports: Vec::new(),
-                former_tops: former_tops.iter().rev().map(Top::from).collect(),
-                bases: Vec::new(),
-                moved_from: None,
-                unfinished: None,
-                fleeces: Vec::new(),
-                kept_in: None,
-                configured: configured.map(str::to_owned),
-            };
-            recorded.may_rest_on(&drive.disk.bases);
-            self.records.change(|record| record.put(recorded)).inspect_err(|_| self.undo_add(node))?;
-        }
-        self.events.publish(EventKind::DiskAdded, Some(&name), None, None);
-        if let Some(id) = own_export {
-            lock(&self.exports).insert(id, None);
-            self.events.publish(EventKind::ExportAdded, Some(&name), Some(id.number()), None);
-        }
-        Ok(node)
-    }
-
-    /// Refuses former tops that are not the layers below: those are open for writing now, and have not been written to.
-    fn check_former_tops(&self, node: NodeId, drive: &DriveOptions, tops: &[FormerTop]) -> Result<()> {
-        if tops.is_empty() {
-            return Ok(());
-        }
-        let layers = self.daemon.layer_files(node)?;
-        let below =
-            layers.iter().skip(if drive.disk.snapshot { 2 } else { 1 }).map(Some).chain(std::iter::repeat(None));
-        for (top, layer) in tops.iter().zip(below) {
-            let top = whole_name(&top.file);
-            let file = FileName::parse(&top)?;
-            let canonical = file.path().and_then(|path| path.canonicalize().ok()).map_or(file.clone(), FileName::from);
-            if layer.is_none_or(|layer| !layer.is_same_file(&canonical)) {
-                let instead = layer.map_or_else(|| "no other layer".to_owned(), |layer| format!("'{layer}'"));
-                let what = format!("'{file}' is no former top of the disk: the images name {instead} there");
-                return Err(Error::new(ErrorKind::BadOption, what));
-            }
-        }
-        Ok(())
-    }
-
-    /// Also a disk that another call removes, or the end of the daemon, leaves the record: half of what was asked for
-    /// must not come back.
-    fn undo_add_of(&self, name: &str, node: NodeId) {
-        self.undo_add(node);
-        self.forget_ended_exports();
-        if let Err(error) = self.forget(name, Some(node), None) {
-            tracing::error!("{error}");
-        }
-        self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
-    }
-
-    fn undo_add(&self, node: NodeId) {
-        if let Err(error) = self.daemon.remove_disk(node, true) {
-            tracing::error!("{error}");
-        }
-    }
-
     /// Closes a disk, with the exports that nobody uses. A disk with guests, clients or jobs is refused, unless `force`
-    /// ends them first.
+    /// ends them first. A disk that could not be opened is taken off the record. A configured disk stays away.
     pub fn remove_disk(&self, name: &str, force: bool) -> Result<()> {
-        let mut closed = Ok(());
-        // From here on, another disk may get the name at any time.
-        let mut node = self.records.node_of(name);
         let key = self.records.current().disk(name).and_then(|disk| disk.configured.clone());
-        if lock(&self.failed).remove(name).is_none() {
-            let served = self.node(name)?;
-            node = Some(served);
-            closed = self.daemon.remove_disk(served, force);
-            // A disk that could not be closed is removed, too.
-            if self.daemon.disk_named(name) == Some(served) {
-                return closed;
+        match self.daemon.disk_named(name) {
+            Some(node) => {
+                let key = key.filter(|_| self.record_of(name, node).check().is_ok());
+                self.remove_served(name, node, force, key)
             }
-            let what = || format!("the disk '{name}' is removed, but could not be closed");
-            closed = closed.map_err(|error| error.in_context(what()));
-            self.forget_ended_exports();
+            None if self.away.has_failed(name) => self.forget_failed(name, key),
+            None => self.node(name).map(drop),
         }
-        self.forget(name, node, key)?;
-        lock(&self.failed_exports).retain(|export| export.request.disk != name);
+    }
+
+    /// Closes a disk that is open, whatever else may get its name meanwhile.
+    fn remove_served(&self, name: &str, node: NodeId, force: bool, key: Option<String>) -> Result<()> {
+        let closed = self.daemon.remove_disk(node, force);
+        // A disk that could not be closed is removed, too.
+        if self.daemon.disk_named(name) == Some(node) {
+            return closed;
+        }
+        let what = || format!("the disk '{name}' is removed, but could not be closed");
+        let closed = closed.map_err(|error| error.in_context(what()));
+        self.forget_ended_exports();
+        self.records.forget(name, Some(node), key)?;
+        self.take_failed_exports(node);
         self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
         closed
     }
 
-    /// Takes a disk off the record, unless the record of this name is another disk's by now. If the disk is configured,
-    /// by `key`, it stays away.
-    fn forget(&self, name: &str, node: Option<NodeId>, key: Option<String>) -> Result<()> {
-        self.records.change(|record| {
-            record.removed.extend(key.filter(|key| !record.removed.contains(key)));
-            if self.records.node_of(name) == node {
-                record.disks.retain(|disk| disk.name != name);
-            }
-        })?;
-        node.iter().for_each(|node| self.records.is_gone(name, *node));
+    /// Takes a disk that could not be opened off the record.
+    fn forget_failed(&self, name: &str, key: Option<String>) -> Result<()> {
+        self.records.forget(name, self.records.node_of(name), key)?;
+        self.away.take_failed(name);
+        self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
         Ok(())
     }
 
     /// Reopens the files of a disk, because one was replaced, or changed behind the disk.
     pub fn reopen(&self, name: &str, force: bool) -> Result<Disk> {
-        self.daemon.reopen(self.node(name)?, force)?;
+        let node = self.node(name)?;
+        self.daemon.reopen(node, force)?;
         self.events.publish(EventKind::DiskChanged, Some(name), None, Some("its files were opened anew".to_owned()));
-        self.disk(name)
+        self.disk_of(node)
     }
 
     /// Makes a disk larger; its guests learn the new size.
     pub fn resize(&self, name: &str, size_bytes: u64) -> Result<Disk> {
-        self.daemon.resize(self.node(name)?, size_bytes)?;
+        let node = self.node(name)?;
+        self.daemon.resize(node, size_bytes)?;
         self.events.publish(EventKind::DiskResized, Some(name), None, Some(format!("{size_bytes} bytes")));
-        self.disk(name)
+        self.disk_of(node)
     }
 
     /// Puts new, empty qcow2 layers on top of disks, all at one moment. The record names them before anything is
     /// written to them.
     pub fn snapshot(&self, overlays: &[Overlay]) -> Result<Vec<Disk>> {
-        let wanted = overlays.iter().map(|overlay| Ok((overlay.disk.as_str(), absolute(&overlay.overlay))));
-        let wanted = wanted.collect::<Result<Vec<(&str, PathBuf)>>>()?;
+        let wanted = |overlay: &Overlay| {
+            let Overlay { disk, overlay } = overlay;
+            Ok((disk.clone(), self.node(disk)?, absolute(overlay)))
+        };
+        let wanted = overlays.iter().map(wanted).collect::<Result<Vec<_>>>()?;
         if wanted.is_empty() {
             return Err(Error::new(ErrorKind::BadOption, "a snapshot needs at least one disk and its overlay"));
         }
-        let nodes = wanted.iter().map(|(name, path)| Ok((self.node(name)?, path.as_path())));
-        let nodes = nodes.collect::<Result<Vec<(NodeId, &Path)>>>()?;
+        self.put_on(&wanted)?;
+        wanted.iter().map(|(_, node, _)| self.disk_of(*node)).collect()
+    }
+
+    /// Puts layers on these disks, by their names and numbers: other disks may get the names meanwhile.
+    fn put_on(&self, wanted: &[(String, NodeId, PathBuf)]) -> Result<()> {
+        let nodes: Vec<(NodeId, &Path)> = wanted.iter().map(|(_, node, path)| (*node, path.as_path())).collect();
         let put_on = |record: &mut Record| {
-            for ((name, path), (node, _)) in wanted.iter().zip(&nodes) {
+            for (name, node, path) in wanted {
                 // The call may have waited for storage longer than the disk was there.
-                if self.records.node_of(name) != Some(*node) {
-                    let message = format!("the disk '{name}' was removed meanwhile, and another one has its name");
-                    return Err(Error::new(ErrorKind::Locked, message));
-                }
+                self.record_of(name, *node).check()?;
                 if let Some(disk) = record.disk_mut(name) {
                     disk.put_on(&path.to_string_lossy());
                 }
@@ -364,17 +204,21 @@ impl Manager {
             tracing::error!("the record may name layers that do not exist: {error}");
         }
         result?;
-        let changed = |(name, path): &(&str, PathBuf)| {
+        for (name, _, path) in wanted {
             let message = format!("'{}' is the new top", path.display());
             self.events.publish(EventKind::LayersChanged, Some(name), None, Some(message));
-            self.disk(name)
-        };
-        wanted.iter().map(changed).collect()
+        }
+        Ok(())
     }
 
     /// Adds an export of a disk, for a guest's monitor or for NBD clients.
     pub fn add_export(&self, request: AddExport) -> Result<Export> {
         let node = self.node(&request.disk)?;
+        self.add_export_to(node, request)
+    }
+
+    /// As [`Manager::add_export`], to the disk of this number, whatever else may get its name meanwhile.
+    fn add_export_to(&self, node: NodeId, request: AddExport) -> Result<Export> {
         let request = with_absolute_paths(request);
         if self.records.is_durable() {
             refuse_number_of_passed(&request)?;
@@ -385,19 +229,21 @@ impl Manager {
             disk.exports.retain(|other| *other != request);
             disk.exports.push(request.clone());
         };
-        self.record_of(&request.disk, node).change(record).inspect_err(|_| {
-            if let Err(error) = self.daemon.remove_export(id) {
-                tracing::error!("{error}");
-            }
-        })?;
+        self.record_of(&request.disk, node).try_change(record).inspect_err(|_| self.undo_export(id))?;
         let disk = request.disk.clone();
-        lock(&self.failed_exports).retain(|other| other.request != request);
+        lock(&self.failed_exports).retain(|other| other.node != node || other.request != request);
         lock(&self.exports).insert(id, Some(request));
         let gone = || Error::new(ErrorKind::Locked, "the export was removed meanwhile");
         let export = self.exports().into_iter().find(|export| export.id == id.number()).ok_or_else(gone)?;
         let uri = export.nbd.as_ref().map(|nbd| nbd.uri.clone());
         self.events.publish(EventKind::ExportAdded, Some(&disk), Some(id.number()), uri);
         Ok(export)
+    }
+
+    fn undo_export(&self, id: ExportId) {
+        if let Err(error) = self.daemon.remove_export(id) {
+            tracing::error!("{error}");
+        }
     }
 
     /// Removes an export. The disk stays.
@@ -426,13 +272,10 @@ impl Manager {
 
     /// Says why a disk cannot be used now.
     fn absence_of(&self, name: &str) -> Error {
-        if let Some(error) = lock(&self.failed).get(name) {
-            let message = format!("the disk '{name}' could not be opened, so it can only be removed: {error}");
-            return Error::new(ErrorKind::Unsupported, message);
-        }
+        let none = || Error::new(ErrorKind::BadOption, format!("there is no disk '{name}'"));
         match self.daemon.disk_named(name) {
             Some(_) => Error::new(ErrorKind::Locked, format!("the disk '{name}' is being added or removed just now")),
-            None => Error::new(ErrorKind::BadOption, format!("there is no disk '{name}'")),
+            None => self.away.absence(name).unwrap_or_else(none),
         }
     }
 
@@ -443,12 +286,19 @@ impl Manager {
 
     /// Whether there is a disk of this name, including one that could not be opened.
     pub(crate) fn knows(&self, name: &str) -> bool {
-        self.daemon.disk_named(name).is_some() || lock(&self.failed).contains_key(name)
+        self.daemon.disk_named(name).is_some() || self.away.refuse_name(name).is_err()
     }
 
     /// Returns the disk of this name.
     pub fn disk(&self, name: &str) -> Result<Disk> {
         self.disks().into_iter().find(|disk| disk.name == name).ok_or_else(|| self.absence_of(name))
+    }
+
+    /// Returns the disk of this number.
+    fn disk_of(&self, node: NodeId) -> Result<Disk> {
+        let status = self.daemon.disks().into_iter().find(|disk| disk.id == node);
+        let gone = || Error::new(ErrorKind::Locked, "the disk was removed meanwhile");
+        Ok(to_disk(status.ok_or_else(gone)?, &self.records.current(), &self.exports()))
     }
 
     /// Returns all served disks, in the order in which they were added.
@@ -461,11 +311,8 @@ impl Manager {
     /// Returns recorded disks that could not be opened, and those that are served without one of their exports.
     #[must_use]
     pub fn failed_disks(&self) -> Vec<FailedDisk> {
-        let to_failed = |(name, error): (&String, &String)| FailedDisk {
-            name: name.clone(),
-            error: format!("could not be opened: {error}"),
-        };
-        let mut failed: Vec<FailedDisk> = lock(&self.failed).iter().map(to_failed).collect();
+        let to_failed = |(name, error)| FailedDisk { name, error: format!("could not be opened: {error}") };
+        let mut failed: Vec<FailedDisk> = self.away.failed().into_iter().map(to_failed).collect();
         let without = |FailedExport { id, disk, error }| FailedDisk {
             name: disk,
             error: format!("is served, but its export {id} is not ('ctl unexport {id}' forgets it): {error}"),
@@ -584,16 +431,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Makes paths absolute: another run of the daemon may have another working directory.
 fn absolute_file(mut options: Options) -> Result<Options> {
+    options.make_paths_whole(absolute)?;
+    // Other files name a device by its path alone.
     if let Some(path) = options.get("file").map(FileName::parse).transpose()?.as_ref().and_then(FileName::path) {
-        let file = absolute(path);
-        let text = file.to_str().ok_or_else(|| {
-            let message = format!("the path '{}' is not UTF-8, which JSON cannot name", file.display());
-            Error::new(ErrorKind::BadOption, message)
-        })?;
-        options.set("file", text);
-    }
-    if let Some(socket) = options.get("socket").map(|socket| absolute(Path::new(socket))) {
-        options.set("socket", socket.to_string_lossy());
+        options.set("file", path.to_string_lossy());
     }
     Ok(options)
 }

@@ -23,6 +23,7 @@ impl Manager {
             let message = format!("'{text}' exists: choose another name, or say that it is to be written over");
             return Err(Error::new(ErrorKind::BadOption, message));
         }
+        self.refuse_writing_below(None, std::slice::from_ref(&text))?;
         let options = MirrorOptions {
             target,
             format: request.format.as_deref().map(str::parse).transpose()?,

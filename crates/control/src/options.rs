@@ -6,6 +6,7 @@ use serde::de::{Error as _, MapAccess, Visitor};
 use serde::ser::SerializeMap;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
+use std::path::{Path, PathBuf};
 use utoipa::openapi::RefOr;
 use utoipa::openapi::schema::{AdditionalProperties, AnyOfBuilder, ArrayBuilder, ObjectBuilder, Schema, Type};
 use utoipa::{PartialSchema, ToSchema};
@@ -65,9 +66,28 @@ impl Options {
 
     /// Replaces the value of the first `key` whose value `is_meant`.
     pub(crate) fn replace(&mut self, key: &str, is_meant: impl Fn(&str) -> bool, new: &str) {
-        if let Some((_, value)) = self.0.iter_mut().find(|(other, value)| other == key && is_meant(value)) {
+        if let Some(value) = self.values_mut(key).find(|value| is_meant(value)) {
             new.clone_into(value);
         }
+    }
+
+    /// Replaces all values of `key` that are `is_meant`.
+    pub(crate) fn replace_all(&mut self, key: &str, is_meant: impl Fn(&str) -> bool, new: &str) {
+        self.values_mut(key).filter(|value| is_meant(value)).for_each(|value| new.clone_into(value));
+    }
+
+    /// Makes all paths in the values absolute, by `whole`: whoever opens the drive may have another working directory.
+    pub fn make_paths_whole(&mut self, whole: impl Fn(&Path) -> PathBuf) -> Result<()> {
+        for (key, value) in &mut self.0 {
+            if let Some(path) = drive::with_whole_path(key, value, &whole)? {
+                *value = path;
+            }
+        }
+        Ok(())
+    }
+
+    fn values_mut(&mut self, key: &str) -> impl Iterator<Item = &mut String> {
+        self.0.iter_mut().filter(move |(other, _)| other == key).map(|(_, value)| value)
     }
 
     /// Replaces all values of `key` with this one.

@@ -334,9 +334,7 @@ impl Target {
     /// Notes that all of the target is durable, and makes its name durable, too.
     fn is_done(&mut self) -> Result<()> {
         let Some(path) = self.made.take() else { return Ok(()) };
-        let directory = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
-        let synced = std::fs::File::open(directory).and_then(|directory| directory.sync_all());
-        synced.map_err(|error| Error::io(format!("cannot make the name '{}' durable", path.display()), error))
+        engine::sync_directory_of(&path)
     }
 }
 

@@ -100,7 +100,7 @@ impl Made {
     pub(crate) fn file(&mut self, path: &Path, length_bytes: u64) -> Result<()> {
         engine::create(path, length_bytes)?;
         self.0.push(path.to_owned());
-        sync_directory_of(path)
+        engine::sync_directory_of(path)
     }
 
     fn overlay(&mut self, found: &Found, image: &Image, path: &Path) -> Result<OpenedOverlay> {
@@ -136,22 +136,6 @@ impl Made {
 
     pub(crate) fn keep(&mut self) {
         self.0.clear();
-    }
-}
-
-/// Makes the names in the directory of `path` durable, if the directory can be synced.
-fn sync_directory_of(path: &Path) -> Result<()> {
-    use std::io::ErrorKind::{InvalidInput, PermissionDenied, Unsupported};
-    let directory = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
-    match std::fs::File::open(directory).and_then(|directory| directory.sync_all()) {
-        // It may be writable but not readable, or its file system cannot sync it.
-        Err(error) if matches!(error.kind(), PermissionDenied | InvalidInput | Unsupported) => {
-            tracing::warn!("nobody can say whether the name '{}' is durable: {error}", path.display());
-            Ok(())
-        }
-        synced => {
-            synced.map_err(|error| Error::io(format!("cannot make the name '{}' durable", path.display()), error))
-        }
     }
 }
 

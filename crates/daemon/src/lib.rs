@@ -45,6 +45,7 @@ pub use self::daemon::{Daemon, DaemonConfig, GIVE_UP_AFTER};
 pub use attach::{Attachment, absolute, attach_flags, quote};
 pub use backup::{BackupMode, BackupOptions, BackupRecord};
 pub use block::Part;
+pub use engine::sync_directory_of;
 pub use export_vhost_user::{KindLatency, LatencyHistogram, QueueLatency, RingStats};
 pub use mirror::{MirrorOptions, MirrorSwitch};
 pub use nbd::{NbdAddress, NbdOptions, NbdTls, SocketAccess};

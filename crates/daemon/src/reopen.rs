@@ -23,20 +23,21 @@ impl Daemon {
     /// given up. Waits for requests in flight.
     pub fn reopen(&self, node: NodeId, force: bool) -> Result<()> {
         let options = self.disk_options(node)?;
-        self.open_files_as(node, &options, force)
+        self.open_files_with(EngineOpener::of_disk(&options).anew(), node, &options, force)
     }
 
     /// As [`Daemon::reopen`], with new `options`: another engine, cache mode, or memory for tables. Other options have
     /// no effect until the disk is added anew. On an error the disk goes on as it was.
     pub fn reopen_as(&self, node: NodeId, options: &DiskOptions) -> Result<()> {
-        self.open_files_as(node, options, false)?;
+        // A base at a server stays the one that the disk was made on.
+        self.open_files_with(EngineOpener::of_disk(options), node, options, false)?;
         self.table.has_new_options(node, options.clone());
         Ok(())
     }
 
-    fn open_files_as(&self, node: NodeId, options: &DiskOptions, force: bool) -> Result<()> {
+    fn open_files_with(&self, opener: EngineOpener, node: NodeId, options: &DiskOptions, force: bool) -> Result<()> {
         let (_work, found, image) = self.image_for("its files being opened anew".to_owned(), node, None)?;
-        let opener = EngineOpener::of_disk(options).with_buffers(image.buffers());
+        let opener = opener.with_buffers(image.buffers());
         let (policy, listed) = (self.config.allow_backing.clone(), self.listed_for(&found));
         image.reopen(force, || open_again(&opener, options, &image, policy, &listed))
     }

@@ -34,6 +34,7 @@ mod keyval;
 mod opener;
 mod options;
 mod passed;
+mod paths;
 mod running;
 mod shown;
 mod size;
@@ -53,6 +54,7 @@ pub use options::{
     parse_socket_mode, socket_beside,
 };
 pub use passed::PassedDescriptors;
+pub use paths::with_whole_path;
 pub use running::{RunningChange, THROTTLING};
 pub use shown::{SHOWN_KEYS, ShownOptions};
 pub use size::{human_size, is_size_out_of_range, parse_integer, parse_size};

@@ -27,6 +27,8 @@ pub const LOCK_TIMEOUT_S: u32 = 30;
 pub struct EngineOpener {
     options: OpenOptions,
     descriptor: Option<Arc<OwnedFd>>,
+    /// Whether nothing that is remembered of a file may say what it is.
+    anew: bool,
 }
 
 impl Default for EngineOpener {
@@ -39,7 +41,7 @@ impl EngineOpener {
     /// Makes an opener with the options of `disk`.
     #[must_use]
     pub fn of_disk(disk: &DiskOptions) -> Self {
-        Self { options: open_options(disk), descriptor: None }
+        Self { options: open_options(disk), descriptor: None, anew: false }
     }
 
     /// Sets another cache mode.
@@ -77,6 +79,13 @@ impl EngineOpener {
         self
     }
 
+    /// For files that may have been replaced: servers are asked, whatever is remembered of their files.
+    #[must_use]
+    pub fn anew(mut self) -> Self {
+        self.anew = true;
+        self
+    }
+
     /// Opens a file by its protocol.
     fn open_by_name(&self, name: &FileName, options: &OpenOptions) -> Result<Arc<dyn File>> {
         match name {
@@ -95,7 +104,10 @@ impl EngineOpener {
             },
             FileName::VhostUser(socket) => crate::vhost_user::open(socket, options.read_only),
             FileName::Nbd(uri) => file_nbd::open(&NbdUri::parse(uri)?, options.read_only, &options.buffers),
-            FileName::Http(url) => file_http::open(&HttpUrl::parse(url)?, options.read_only, &options.buffers),
+            FileName::Http(url) => {
+                let open = if self.anew { file_http::open_anew } else { file_http::open };
+                open(&HttpUrl::parse(url)?, options.read_only, &options.buffers)
+            }
             FileName::Rbd(image) => file_rbd::open(&RbdName::parse(image)?, &rbd_options(options)),
             _ => {
                 Err(Error::new(ErrorKind::Unsupported, format!("'{name}': no file with this protocol is opened here")))
@@ -163,9 +175,7 @@ impl Opener for EngineOpener {
     }
 
     fn sync_directory_of(&self, path: &Path) -> Result<()> {
-        let directory = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
-        let synced = std::fs::File::open(directory).and_then(|directory| directory.sync_all());
-        synced.map_err(|error| Error::io(format!("cannot sync the directory '{}'", directory.display()), error))
+        engine::sync_directory_of(path)
     }
 
     fn temporary(&self) -> Result<Box<dyn TemporaryFiles>> {
@@ -287,9 +297,10 @@ struct Again<'a> {
 impl Opener for Again<'_> {
     fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
         let identity = name.path().and_then(|path| std::fs::metadata(path).ok()).map(|meta| (meta.dev(), meta.ino()));
+        let opener = self.opener.clone();
         match identity.is_some_and(|identity| self.locked.contains(&identity)) {
-            true => self.opener.clone().without_locks().open(name, role),
-            false => self.opener.clone().with_lock_timeout(Duration::ZERO).open(name, role),
+            true => opener.without_locks().open(name, role),
+            false => opener.with_lock_timeout(Duration::ZERO).open(name, role),
         }
     }
 

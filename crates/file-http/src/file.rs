@@ -26,11 +26,20 @@ const PIECE_BYTES_MAX: u64 = 4 << 20;
 
 /// Opens the file at `url`. It cannot be written. Requests of a disk in it take room for their buffers from `buffers`.
 pub fn open(url: &HttpUrl, read_only: bool, buffers: &BufferAccount) -> Result<Arc<dyn File>> {
+    open_as(url, read_only, buffers, false)
+}
+
+/// As [`open`], but asks the server which file it has, whatever this program or the cache remembers.
+pub fn open_anew(url: &HttpUrl, read_only: bool, buffers: &BufferAccount) -> Result<Arc<dyn File>> {
+    open_as(url, read_only, buffers, true)
+}
+
+fn open_as(url: &HttpUrl, read_only: bool, buffers: &BufferAccount, anew: bool) -> Result<Arc<dyn File>> {
     if !read_only {
         let message = format!("'{url}' is a file on a web server, which can only be read: put an overlay over it");
         return Err(Error::new(ErrorKind::BadOption, message).only_for_writing());
     }
-    let blocks = shared(url)?;
+    let blocks = shared(url, anew || url.options.revalidate)?;
     let info = FileInfo {
         name: url.to_string(),
         length_bytes: blocks.pin.length_bytes,
@@ -57,17 +66,20 @@ type Open = HashMap<(String, String), Weak<Blocks>>;
 /// Files that are open: disks that share one have its blocks once.
 static OPEN: Mutex<Option<Open>> = Mutex::new(None);
 
-fn shared(url: &HttpUrl) -> Result<Arc<Blocks>> {
+/// With `anew`, the server is asked, and blocks are shared only if it has the same file.
+fn shared(url: &HttpUrl, anew: bool) -> Result<Arc<Blocks>> {
     let key = (url.key(), format!("{:?}", url.options));
-    if let Some(blocks) = known(&mut OPEN.lock().unwrap_or_else(PoisonError::into_inner), &key, url) {
+    let known_now = known(&mut OPEN.lock().unwrap_or_else(PoisonError::into_inner), &key);
+    if let Some(blocks) = known_now.filter(|_| !anew) {
         return Ok(blocks);
     }
     // A server that does not answer keeps nobody from opening files of others.
-    let blocks = Arc::new(find(url)?);
+    let blocks = Arc::new(find(url, anew)?);
     let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(theirs) = known(&mut open, &key, url) {
-        // Opened by another meanwhile. It is shared if it is the same file.
-        if theirs.pin == blocks.pin {
+    if let Some(theirs) = known(&mut open, &key) {
+        // Opened by another meanwhile, or before. It is shared if it is the same file, as far as the server says.
+        let is_said = !anew || check_version(&blocks.pin).is_ok();
+        if theirs.pin == blocks.pin && is_said {
             return Ok(theirs);
         }
     }
@@ -76,22 +88,21 @@ fn shared(url: &HttpUrl) -> Result<Arc<Blocks>> {
 }
 
 /// The blocks of a file that is open, if they may be used.
-fn known(open: &mut Option<Open>, key: &(String, String), url: &HttpUrl) -> Option<Arc<Blocks>> {
+fn known(open: &mut Option<Open>, key: &(String, String)) -> Option<Arc<Blocks>> {
     let open = open.get_or_insert_default();
     open.retain(|_, blocks| blocks.strong_count() > 0);
-    let known = open.get(key).and_then(Weak::upgrade).filter(|blocks| !blocks.remote.has_changed());
-    known.filter(|_| !url.options.revalidate)
+    open.get(key).and_then(Weak::upgrade).filter(|blocks| !blocks.remote.has_changed())
 }
 
-/// Asks the cache, and then the server where the cache knows nothing.
-fn find(url: &HttpUrl) -> Result<Blocks> {
+/// Asks the cache unless `anew`, and then the server where the cache knows nothing.
+fn find(url: &HttpUrl, anew: bool) -> Result<Blocks> {
     let in_context = |error: Error| error.in_context(format!("'{url}'"));
-    let HttpOptions { cache, cache_bytes, revalidate, ca_file, .. } = &url.options;
+    let HttpOptions { cache, cache_bytes, ca_file, .. } = &url.options;
     let secrets = Secrets::read(&url.uri, &url.options).map_err(in_context)?;
     let remote = Remote::new(url.clone(), Client::new(ca_file.as_deref()).map_err(in_context)?, secrets);
     let runtime = runtime::handle()?;
     let kept = match cache {
-        Some(directory) if !revalidate => Cache::find(directory, *cache_bytes, &url.key()).map_err(in_context)?,
+        Some(directory) if !anew => Cache::find(directory, *cache_bytes, &url.key()).map_err(in_context)?,
         _ => None,
     };
     if let Some((cache, pin)) = kept {

@@ -27,5 +27,5 @@ mod runtime;
 mod secrets;
 mod url;
 
-pub use file::open;
+pub use file::{open, open_anew};
 pub use url::HttpUrl;

@@ -2,7 +2,7 @@
 
 use block::{File, FileOp, FileQueue, IoResult, PastEnd, block_on};
 use memory::{BufferAccount, IoBuf};
-use ringdisk_file_http::{HttpUrl, open};
+use ringdisk_file_http::{HttpUrl, open, open_anew};
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -336,4 +336,27 @@ fn a_file_that_is_given_up_ends_its_reads_and_no_others() {
     assert!(read(&given_up.open_blocking().unwrap(), 1 << 20, 512).is_err());
     server.behaviour.refusals.store(0, Ordering::SeqCst);
     assert!(read(&kept.open_blocking().unwrap(), 0, 65536).unwrap() == bytes[..65536]);
+}
+
+#[test]
+fn a_file_that_is_opened_anew_is_what_the_server_has_now_although_the_old_one_is_open() {
+    let directory = tempfile::tempdir().unwrap();
+    for (keys, is_named) in [(String::new(), true), (String::new(), false), (cache_key(directory.path()), true)] {
+        let server = WebServer::start(&[1; 8192]);
+        let tag = |tag: &str| *server.behaviour.tag.lock().unwrap() = if is_named { tag.into() } else { String::new() };
+        tag("\"one\"");
+        let url = server.url(&format!("/a{keys}"));
+        let anew = || {
+            let file = open_anew(&HttpUrl::parse(&url).unwrap(), true, &BufferAccount::UNLIMITED).unwrap();
+            read(&file.open_blocking().unwrap(), 0, 4096).unwrap()
+        };
+        let old = opened(&url);
+        assert_eq!(read(&old.open_blocking().unwrap(), 0, 4096).unwrap(), [1; 4096]);
+        assert_eq!(anew(), [1; 4096]);
+        *server.behaviour.bytes.lock().unwrap() = vec![2; 8192];
+        tag("\"two\"");
+        assert_eq!(anew(), [2; 4096], "{keys} {is_named}");
+        // What is remembered of the old one stays with the old one.
+        assert_eq!(read(&old.open_blocking().unwrap(), 0, 4096).unwrap(), [1; 4096], "{keys} {is_named}");
+    }
 }

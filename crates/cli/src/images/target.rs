@@ -6,8 +6,6 @@ use crate::output::program;
 use anyhow::{Context, bail};
 use engine::CacheMode;
 use image::{FileName, Format, Image};
-use rustix::io::Errno;
-use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
@@ -83,46 +81,7 @@ pub(crate) fn leave_page_cache(path: &Path, cache: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes the names in the directory of `path` durable, if the directory can be synced.
+/// Makes the names in the directory of a target durable, if the directory can be synced.
 pub(crate) fn sync_directory(path: &Path) -> anyhow::Result<()> {
-    let directory = match path.parent() {
-        _ if is_socket(path) => return Ok(()),
-        Some(parent) if parent != Path::new("") => parent,
-        _ => Path::new("."),
-    };
-    match std::fs::File::open(directory).and_then(|file| file.sync_all()) {
-        // The copy itself is complete.
-        Err(error) if cannot_be_asked(&error) => {
-            tracing::info!("nobody can say whether the name '{}' is durable: {error}", opened_name(path));
-            Ok(())
-        }
-        done => done.with_context(|| format!("cannot make the name '{}' durable", opened_name(path))),
-    }
-}
-
-/// Whether the directory cannot be synced: it may be writable but not readable, or its file system cannot sync it.
-fn cannot_be_asked(error: &io::Error) -> bool {
-    let refused = [Errno::ACCESS, Errno::INVAL, Errno::NOTSUP];
-    Errno::from_io_error(error).is_some_and(|error| refused.contains(&error))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_a_sync_that_was_tried_and_failed_fails_a_copy() {
-        for (error, is_none) in [
-            (Errno::ACCESS, true),
-            (Errno::INVAL, true),
-            (Errno::NOTSUP, true),
-            (Errno::IO, false),
-            (Errno::NOSPC, false),
-        ] {
-            assert_eq!(cannot_be_asked(&error.into()), is_none, "{error}");
-        }
-        let dir = tempfile::tempdir().unwrap();
-        sync_directory(&dir.path().join("name")).unwrap();
-        sync_directory(&dir.path().join("missing/name")).expect_err("there is no such directory");
-    }
+    if is_socket(path) { Ok(()) } else { Ok(engine::sync_directory_of(path)?) }
 }

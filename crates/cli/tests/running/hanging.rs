@@ -123,6 +123,47 @@ fn requests_that_nobody_can_cancel_are_given_up() {
     drop(daemon.end());
 }
 
+/// The storage of a local file hangs with requests in flight, whoever submits them.
+#[test]
+fn a_disk_whose_local_storage_hangs_is_removed_with_each_engine() {
+    for (engine, cache) in [
+        ("io_uring", "writeback"),
+        ("io_uring", "none"),
+        ("linux-aio", "none"),
+        ("threads", "writeback"),
+        ("threads", "none"),
+    ] {
+        let dir = directory();
+        let Some(storage) = Stoppable::of_bytes(dir.path(), 64 << 20) else { return };
+        let drive = format!(
+            "file={},format=raw,name=far,socket={},engine={engine},cache={cache}",
+            storage.path.display(),
+            at(&dir, "far.sock").display()
+        );
+        let good = format!("format=null,size=1G,name=good,socket={}", at(&dir, "good.sock").display());
+        let daemon = Daemon::start_in(dir, &["--give-up-after", "1", "--drive", &drive, "--drive", &good]);
+        let (far, near) = (Guest::begin(&daemon.path("far.sock")), daemon.path("good.sock"));
+        daemon.wait_for_requests("far", 100);
+        storage.signal("STOP");
+        daemon.wait_until_it_hangs("far");
+        let removed = run(&daemon.arguments(&["remove", "far", "--force"]));
+        let said = text(&removed.stderr);
+        let could_not_close = said.contains("'far' is removed, but could not be closed");
+        assert!(removed.status.success() || could_not_close, "{engine} {cache}: {said}");
+        let list = daemon.json(&["list"]);
+        assert_eq!(list["disks"].as_array().unwrap().len(), 1, "{engine} {cache}: {list:#}");
+        // With direct I/O, reads are not answered, and the guest is disconnected.
+        let worked = far.stop();
+        assert!(worked.errors > 0, "{engine} {cache}: its requests in flight end with errors");
+        assert_eq!(worked.mismatches, 0, "{engine} {cache}");
+        drop(driver::Driver::connect(&near, driver::DriverOptions::default()).expect("the other disk is served"));
+        storage.signal("CONT");
+        daemon.ctl(&["shutdown"]);
+        let mut server = daemon.server;
+        server.wait();
+    }
+}
+
 /// A file of the host whose storage hangs while the server of its file system is stopped.
 struct Stoppable {
     server: Child,
@@ -242,7 +283,7 @@ impl Daemon {
         }
     }
 
-    fn wait_for_requests(&self, disk: &str, more: u64) {
+    pub(super) fn wait_for_requests(&self, disk: &str, more: u64) {
         let count = || self.stats(disk)["counters"]["requests"].as_u64().unwrap();
         let (begun, deadline) = (count(), Instant::now() + PATIENCE);
         while count() < begun + more {

@@ -1,89 +1,218 @@
 //! A daemon that is killed at any moment of the calls that change what it serves.
+//!
+//! A few moments by default; `RINGDISK_KILL9_MOMENTS=50` for more, `RINGDISK_KILL9_SEED` for others.
 
 use super::{Daemon, common};
-use common::{assert_valid, at, directory, has_tool, path_str, run, run_ok};
+use common::{PATIENCE, assert_valid, at, directory, has_tool, kill9_moments, path_str, run, run_ok};
 use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+use testkit::Dice;
 
-const DISKS: usize = 3;
+/// Two disks of one group, one with limits of its own, and one of the configuration file.
+const DISKS: [&str; 4] = ["d0", "d1", "d2", "configured"];
+const GROUP: &str = "throttle:group=g";
+const CONFIGURED: usize = 3;
 const SIZE: u64 = 16 << 20;
+/// The longest time from the first call to the kill.
+const LONGEST_MS: u64 = 1500;
+const CACHES: [&str; 3] = ["none", "writeback", "writethrough"];
 
 /// What a disk is to be.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Served {
     file: PathBuf,
     size_bytes: u64,
-    cache: Option<&'static str>,
-    exports: usize,
+    /// All options but the names of files.
+    options: BTreeMap<String, Value>,
+    /// The sockets of its exports.
+    exports: BTreeSet<PathBuf>,
 }
 
 impl Served {
     fn of(disk: &Value) -> Self {
-        let cache = disk["options"]["cache"].as_str();
+        let mut options: BTreeMap<String, Value> = serde_json::from_value(disk["options"].clone()).unwrap();
+        options.retain(|key, _| !["file", "format", "name", "socket"].contains(&key.as_str()));
+        let exports = disk["exports"].as_array().unwrap().iter();
         Self {
             file: disk["file"].as_str().unwrap().into(),
             size_bytes: disk["size_bytes"].as_u64().unwrap(),
-            cache: cache.map(|cache| CACHES.into_iter().find(|known| *known == cache).expect("a known mode")),
-            exports: disk["exports"].as_array().unwrap().len(),
+            options,
+            exports: exports.map(|export| export["socket"].as_str().unwrap().into()).collect(),
         }
+    }
+
+    fn set(&mut self, key: &str, value: &str) {
+        self.options.insert(key.to_owned(), value.into());
     }
 }
 
-const CACHES: [&str; 3] = ["none", "writeback", "writethrough"];
-
+/// What all disks are to be.
 type Disks = Vec<Option<Served>>;
 
 /// Changes of disks, chosen by a seed.
 struct Script<'a> {
     dir: &'a Path,
-    seed: u64,
-    dice: u64,
+    control: &'a Path,
+    dice: Dice,
     made: u32,
+    /// The layers of each disk below its top.
+    below: [Vec<PathBuf>; DISKS.len()],
+    /// The sizes of images that are not served.
+    sizes: [u64; DISKS.len()],
+    serial: u32,
+}
+
+/// A call, and what it makes of the disks and their lower layers.
+struct Call {
+    words: Vec<String>,
+    disks: Disks,
+    below: Option<(usize, Vec<PathBuf>)>,
+}
+
+/// Whether no reload brings the export back.
+fn is_of_a_call(socket: &Path) -> bool {
+    socket.extension().is_none()
+}
+
+fn words(words: &[&str]) -> Vec<String> {
+    words.iter().map(|word| (*word).to_owned()).collect()
 }
 
 impl Script<'_> {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.dice = self.dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.dice >> 33) % bound
-    }
-
     fn new_path(&mut self, kind: &str) -> PathBuf {
         self.made += 1;
-        self.dir.join(format!("{kind}{}-{}", self.seed, self.made))
+        self.dir.join(format!("{kind}{}", self.made))
     }
 
-    /// A call, and what the disk is when it is done.
-    fn next(&mut self, which: usize, now: Option<&Served>) -> (Vec<String>, Option<Served>) {
-        let (name, words) =
-            (format!("d{which}"), |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect());
-        let Some(now) = now else {
-            let file = self.dir.join(format!("{name}.qcow2"));
-            let call = words(&["add", &format!("file={},name={name}", file.display())]);
-            // It may have grown before it was removed.
-            return (call, Some(Served { size_bytes: 0, file, cache: None, exports: 1 }));
+    fn image(&self, which: usize) -> PathBuf {
+        self.dir.join(format!("{}.qcow2", DISKS[which]))
+    }
+
+    fn configuration(&self, cache: &str) -> String {
+        format!(
+            "[[drive]]\nname = 'configured'\nfile = '{}'\ncache = '{cache}'\nserial = '{}'\n",
+            self.image(CONFIGURED).display(),
+            self.serial
+        )
+    }
+
+    /// The configured disk, with the words of its configuration.
+    fn configured(&self, cache: &str, layered: Option<Served>) -> Served {
+        let (file, socket) = (self.image(CONFIGURED), self.dir.join("configured.qcow2.sock"));
+        let mut served = layered.unwrap_or_else(|| Served {
+            file,
+            size_bytes: SIZE,
+            options: BTreeMap::new(),
+            exports: [socket].into(),
+        });
+        served.options.clear();
+        served.set("cache", cache);
+        served.set("serial", &self.serial.to_string());
+        served
+    }
+
+    fn next(&mut self, now: &Disks) -> Call {
+        let which = self.dice.below(DISKS.len() as u64) as usize;
+        let (name, mut disks) = (DISKS[which], now.clone());
+        let Some(disk) = &mut disks[which] else {
+            let (file, socket) = (self.image(which), self.new_path("s"));
+            let filter = if which < 2 { GROUP } else { "throttle" };
+            let (file, size_bytes) = (self.below[which].first().cloned().unwrap_or(file), self.sizes[which]);
+            let mut disk = Served { file, size_bytes, options: BTreeMap::new(), exports: [socket].into() };
+            [("filter", filter), ("on-error", "hold")].into_iter().for_each(|(key, value)| disk.set(key, value));
+            let socket = disk.exports.first().unwrap().display();
+            let drive =
+                format!("file={},name={name},filter={filter},on-error=hold,socket={socket}", disk.file.display());
+            let words = words(&["add", &drive]);
+            disks[which] = Some(disk);
+            return Call { words, disks, below: Some((which, Vec::new())) };
         };
-        let now = now.clone();
-        match self.below(6) {
-            0 => (words(&["remove", &name, "--force"]), None),
-            1 | 2 => {
+        let mut below = None;
+        let words = match self.dice.below(10) {
+            0 if which != CONFIGURED => {
+                // Its image is as large as the lowest layer.
+                disks[which] = None;
+                words(&["remove", name, "--force"])
+            }
+            0 | 1 => {
+                let cache = CACHES[self.dice.below(3) as usize];
+                self.serial += self.dice.below(2) as u32;
+                std::fs::write(self.dir.join("disks.toml"), self.configuration(cache)).unwrap();
+                disks[CONFIGURED] = Some(self.configured(cache, now[CONFIGURED].clone()));
+                words(&["reload"])
+            }
+            2 | 3 => {
                 let file = self.new_path("o");
-                (words(&["snapshot", &name, path_str(&file)]), Some(Served { file, ..now }))
+                let mut layers = self.below[which].clone();
+                layers.push(disk.file.clone());
+                below = Some((which, layers));
+                disk.file.clone_from(&file);
+                words(&["snapshot", name, path_str(&file)])
             }
-            3 => {
-                let cache = CACHES[self.below(3) as usize];
-                (words(&["set", &name, &format!("cache={cache}")]), Some(Served { cache: Some(cache), ..now }))
+            4 if !self.below[which].is_empty() => {
+                let mut layers = self.below[which].clone();
+                disk.file = layers.pop().unwrap();
+                below = Some((which, layers));
+                words(&["commit", name])
             }
-            4 => {
-                let size_bytes = now.size_bytes + (1 << 20);
-                (words(&["resize", &name, &size_bytes.to_string()]), Some(Served { size_bytes, ..now }))
+            5 if which != CONFIGURED => {
+                let cache = CACHES[self.dice.below(3) as usize];
+                disk.set("cache", cache);
+                words(&["set", name, &format!("cache={cache}")])
+            }
+            6 if which != CONFIGURED => {
+                let policy = ["hold", "report"][self.dice.below(2) as usize];
+                disk.set("on-error", policy);
+                words(&["set", name, &format!("on-error={policy}")])
+            }
+            7 if which != CONFIGURED => {
+                let limit = 100_000 + self.dice.below(1000);
+                let (others, group) = if which < 2 { (0..2, ":group=g") } else { (which..which + 1, "") };
+                let filter = format!("throttle:iops-total={limit}{group}");
+                disks[others].iter_mut().flatten().for_each(|disk| disk.set("filter", &filter));
+                words(&["set", name, &format!("throttling.iops-total={limit}")])
+            }
+            8 if disk.exports.iter().any(|socket| is_of_a_call(socket)) => {
+                let socket = disk.exports.iter().find(|socket| is_of_a_call(socket)).unwrap().clone();
+                disk.exports.remove(&socket);
+                words(&["unexport", &self.number_of(&socket)])
+            }
+            8 | 9 => {
+                let socket = self.new_path("s");
+                disk.exports.insert(socket.clone());
+                words(&["export", name, "--socket", path_str(&socket)])
             }
             _ => {
-                let socket = self.new_path("s");
-                let call = words(&["export", &name, "--socket", path_str(&socket)]);
-                (call, Some(Served { exports: now.exports + 1, ..now }))
+                disk.size_bytes += 1 << 20;
+                words(&["resize", name, &disk.size_bytes.to_string()])
+            }
+        };
+        Call { words, disks, below }
+    }
+
+    /// The number of the export at a socket. None has it once the daemon is gone.
+    fn number_of(&self, socket: &Path) -> String {
+        let output = run(&["ctl", "--control", path_str(self.control), "exports", "--output=json"]);
+        let exports: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+        let exports = exports["exports"].as_array().cloned().unwrap_or_default();
+        let found = exports.iter().find(|export| export["socket"] == path_str(socket));
+        found.map_or_else(|| "4294967295".to_owned(), |export| export["id"].to_string())
+    }
+
+    fn is_done(&mut self, call: Call, before: &Disks) -> Disks {
+        if let Some((which, below)) = call.below {
+            self.below[which] = below;
+        }
+        for (which, gone) in before.iter().enumerate() {
+            if let (Some(gone), None) = (gone, &call.disks[which]) {
+                // Added anew, it begins with the layer that it had on top.
+                self.sizes[which] = gone.size_bytes;
+                self.below[which] = vec![gone.file.clone()];
             }
         }
+        call.disks
     }
 }
 
@@ -92,27 +221,29 @@ fn listed(control: &Path) -> Value {
     serde_json::from_str(&list).unwrap()
 }
 
-fn found(list: &Value, which: usize) -> Option<Served> {
-    let name = format!("d{which}");
-    list["disks"].as_array().unwrap().iter().find(|disk| disk["name"] == name.as_str()).map(Served::of)
+fn found(list: &Value) -> Disks {
+    let disks = list["disks"].as_array().unwrap();
+    let found = |name: &&str| disks.iter().find(|disk| disk["name"] == **name).map(Served::of);
+    DISKS.iter().map(found).collect()
 }
 
-/// Calls until the daemon is gone. What it has answered, and what the last call, which it has not, would have made.
-fn calls_until_the_end(control: &Path, script: &mut Script<'_>) -> (Disks, (usize, Option<Served>)) {
-    let mut disks: Disks = vec![None; DISKS];
+/// Calls until the daemon is gone. Returns what it has answered, and what the last call, which it has not, would have
+/// made.
+fn calls_until_the_end(script: &mut Script<'_>, first: Disks) -> (Disks, Disks, Vec<String>) {
+    let (mut disks, deadline) = (first, Instant::now() + PATIENCE);
     loop {
-        let which = script.below(DISKS as u64) as usize;
-        let (call, mut next) = script.next(which, disks[which].as_ref());
-        let call: Vec<&str> = call.iter().map(String::as_str).collect();
-        let output = run(&[&["ctl", "--control", path_str(control), "--output=json"], &call[..]].concat());
+        assert!(Instant::now() < deadline, "the daemon does not die");
+        let call = script.next(&disks);
+        let arguments: Vec<&str> = call.words.iter().map(String::as_str).collect();
+        let control = path_str(script.control).to_owned();
+        let output = run(&[&["ctl", "--control", &control, "--output=json"], &arguments[..]].concat());
         if !output.status.success() {
-            return (disks, (which, next));
+            let said = common::text(&output.stderr);
+            let is_gone = ["cannot reach", "does not answer", "no export"].iter().any(|word| said.contains(word));
+            assert!(is_gone, "{:?} fails: {said}", call.words);
+            return (disks, call.disks, call.words);
         }
-        if let (Some(next), true) = (&mut next, call[0] == "add") {
-            let added: Value = serde_json::from_slice(&output.stdout).unwrap();
-            next.size_bytes = added["size_bytes"].as_u64().unwrap();
-        }
-        disks[which] = next;
+        disks = script.is_done(call, &disks);
     }
 }
 
@@ -121,39 +252,43 @@ fn killed_at_any_moment_the_record_and_the_answers_agree() {
     if !has_tool("qemu-img") {
         return;
     }
-    let rounds = std::env::var("RINGDISK_KILL9_MOMENTS").map_or(4, |value| value.parse().expect("a number"));
-    for seed in 1..=rounds {
+    let first = std::env::var("RINGDISK_KILL9_SEED").map_or(1, |value| value.parse().expect("a number"));
+    for seed in first..first + kill9_moments(4) {
         let dir = directory();
-        for which in 0..DISKS {
-            let image = at(&dir, &format!("d{which}.qcow2"));
-            run_ok(&["create", "-q", "-f", "qcow2", path_str(&image), &SIZE.to_string()]);
+        for disk in DISKS {
+            run_ok(&["create", "-q", "-f", "qcow2", path_str(&at(&dir, &format!("{disk}.qcow2"))), &SIZE.to_string()]);
         }
-        let state = at(&dir, "state");
-        let more = ["--state-dir", path_str(&state)];
-        let Daemon { dir, control, server } = Daemon::start_in(dir, &more);
+        let (state, config, control) = (at(&dir, "state"), at(&dir, "disks.toml"), at(&dir, "control"));
+        let path = dir.path().to_owned();
+        let mut script = Script {
+            dir: &path,
+            control: &control,
+            dice: Dice::new(seed),
+            made: 0,
+            below: Default::default(),
+            sizes: [SIZE; DISKS.len()],
+            serial: 0,
+        };
+        std::fs::write(&config, script.configuration("none")).unwrap();
+        let mut disks: Disks = vec![None; DISKS.len()];
+        disks[CONFIGURED] = Some(script.configured("none", None));
+        let more = ["--state-dir", path_str(&state), "--config", path_str(&config)];
+        let Daemon { dir, server, .. } = Daemon::start_in(dir, &more);
+        let moment = Duration::from_millis(script.dice.below(LONGEST_MS));
         let killer = std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_millis(40 + seed * 97 % 700));
+            std::thread::sleep(moment);
             server.kill();
         });
-        let mut script = Script { dir: dir.path(), seed, dice: seed, made: 0 };
-        let (disks, (which_open, open)) = calls_until_the_end(&control, &mut script);
+        let (disks, open, call) = calls_until_the_end(&mut script, disks);
         killer.join().unwrap();
         let daemon = Daemon::start_in(dir, &more);
         let list = listed(&control);
-        assert_eq!(list["failed"], serde_json::json!([]), "seed {seed}: {disks:?}, then {open:?}");
-        for (which, expected) in disks.iter().enumerate() {
-            let found = found(&list, which);
-            // The last call was in flight: it may have happened or not.
-            let may_be = |open: &Option<Served>| match (open, &found) {
-                // An added disk's size is its image's.
-                (Some(open), Some(found)) => Served { size_bytes: found.size_bytes, ..open.clone() } == *found,
-                (None, None) => true,
-                _ => false,
-            };
-            let agrees = found == *expected || which == which_open && may_be(&open);
-            assert!(agrees, "seed {seed}: d{which} is {found:?}, not {expected:?}; then d{which_open} to be {open:?}");
-        }
-        let files: Vec<PathBuf> = (0..DISKS).filter_map(|which| Some(found(&list, which)?.file)).collect();
+        assert_eq!(list["failed"], serde_json::json!([]), "seed {seed}: {disks:?}, then {call:?}");
+        let found = found(&list);
+        // The last call was in flight: it has happened or not.
+        let agrees = found == disks || found == open;
+        assert!(agrees, "seed {seed}: the disks are {found:#?}\nnot {disks:#?}\nnor, by {call:?}, {open:#?}");
+        let files: Vec<PathBuf> = found.into_iter().flatten().map(|disk| disk.file).collect();
         let _files = daemon.end();
         files.iter().for_each(|file| assert_valid(file, true));
     }

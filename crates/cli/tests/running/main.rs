@@ -3,6 +3,7 @@
 mod by_curl;
 #[path = "../common/mod.rs"]
 mod common;
+mod full;
 #[path = "../common/guest.rs"]
 mod guest;
 mod hanging;

@@ -1,14 +1,38 @@
 //! Options that change while a disk runs.
 
-use super::Manager;
+use super::{Manager, lock};
 use crate::api::{ChangeDisk, Disk, EventKind};
 use crate::options::Options;
-use crate::record::RecordedDisk;
+use crate::record::Record;
 use block::{Error, ErrorKind, Result};
 use daemon::NodeId;
 use drive::{DiskOptions, DriveOptions, RunningChange, THROTTLING, ThrottleOptions};
 use image::{ErrorPolicy, HoldControl, ThrottleMember};
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, Weak};
+
+/// Locks of those who change running disks.
+#[derive(Debug, Default)]
+pub(super) struct Changing {
+    /// Held from when limits are read until new ones are recorded and in force. A group's are those of several disks.
+    pub(super) limits: Mutex<()>,
+    /// Held while the files of a disk are opened in another way, which its storage may make long.
+    files: Mutex<BTreeMap<NodeId, Weak<Mutex<()>>>>,
+}
+
+impl Changing {
+    /// Returns the lock of those who change how the files of a disk are opened.
+    pub(super) fn files_of(&self, node: NodeId) -> Arc<Mutex<()>> {
+        let mut files = lock(&self.files);
+        files.retain(|_, lock| lock.strong_count() > 0);
+        let present = files.get(&node).and_then(Weak::upgrade);
+        present.unwrap_or_else(|| {
+            let new = Arc::default();
+            files.insert(node, Arc::downgrade(&new));
+            new
+        })
+    }
+}
 
 type Pairs<'a> = Vec<(&'a str, &'a str)>;
 
@@ -36,18 +60,18 @@ impl<'a> Changes<'a> {
         Ok(changes)
     }
 
-    /// Writes the changes into the record of `disk`.
-    fn note(&self, disk: &mut RecordedDisk, limits: Option<&ThrottleOptions>) {
+    /// Writes the changes into the record of the disk `name`, and the limits of a group into those of all its disks.
+    fn note(&self, record: &mut Record, name: &str, limits: Option<&ThrottleOptions>) {
+        let Some(disk) = record.disk_mut(name) else { return };
         self.policies.iter().chain(&self.files).for_each(|(key, value)| disk.options.set(key, *value));
         let Some(limits) = limits else { return };
-        // Other disks of the group that are added or restored later give their own limits, and the last ones count. The
-        // record has only the group's name and these limits.
         let is_throttle = |text: &str| text == "throttle" || text.starts_with("throttle:");
         let old = disk.options.pairs().find(|(key, value)| *key == "filter" && is_throttle(value));
         let group = old.and_then(|(_, text)| text.split(':').find_map(|part| part.strip_prefix("group=")));
-        let mut limits = limits.clone();
-        limits.group = group.map(str::to_owned);
-        disk.options.replace("filter", is_throttle, &limits.to_text());
+        match group.map(str::to_owned) {
+            Some(group) => record.set_group_limits(&group, limits.limits),
+            None => disk.options.replace("filter", is_throttle, &limits.to_text()),
+        }
     }
 
     /// Returns the new value of a policy, if the call changes it.
@@ -70,27 +94,37 @@ impl Manager {
     pub fn change_disk(&self, name: &str, request: &ChangeDisk) -> Result<Disk> {
         let changes = Changes::of(&request.options)?;
         let node = self.node(name)?;
-        let limits = self.limits_to_be(name, node, &changes.limits)?;
+        // What is wrong is found before anything changes.
+        self.limits_to_be(name, node, &changes.limits)?;
         let hold = self.hold_to_be(name, node, &changes.policies)?;
+        let files = self.changes.files_of(node);
+        let _files = (!changes.files.is_empty()).then(|| lock(&files));
         let before = self.daemon.disk_options(node)?;
         let after = before.with_files_as(&changes.files)?;
         // The step that can fail comes first.
         self.open_files_as(node, &before, &after)?;
-        self.record_of(name, node)
-            .change(|disk| changes.note(disk, limits.as_ref().map(|(_, limits)| limits)))
-            .inspect_err(|_| {
-                if let Err(error) = self.open_files_as(node, &after, &before) {
-                    tracing::error!(disk = name, "its files stay opened as the record does not say: {error}");
-                }
-            })?;
-        if let Some((throttle, limits)) = limits {
-            throttle.group().set_limits(limits.limits);
-        }
+        self.change_recorded(name, node, &changes).inspect_err(|_| {
+            if let Err(error) = self.open_files_as(node, &after, &before) {
+                tracing::error!(disk = name, "its files stay opened as the record does not say: {error}");
+            }
+        })?;
         if let Some(hold) = hold {
             hold.set_policies(changes.policy("on-error"), changes.policy("on-no-space"));
         }
         self.events.publish(EventKind::DiskChanged, Some(name), None, Some(changes.to_text()));
-        self.disk(name)
+        self.disk_of(node)
+    }
+
+    /// Records changes, and sets limits. Limits of a disk or of a group that two calls change at once are both changed.
+    fn change_recorded(&self, name: &str, node: NodeId, changes: &Changes<'_>) -> Result<()> {
+        let _limits = lock(&self.changes.limits);
+        let limits = self.limits_to_be(name, node, &changes.limits)?;
+        let new = limits.as_ref().map(|(_, limits)| limits);
+        self.record_of(name, node).try_change_with(|record| changes.note(record, name, new))?;
+        if let Some((throttle, limits)) = limits {
+            throttle.group().set_limits(limits.limits);
+        }
+        Ok(())
     }
 
     /// Reopens the files of a disk, unless the options are the same.

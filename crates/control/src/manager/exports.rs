@@ -1,7 +1,7 @@
 //! Requested exports: how the daemon adds them, and how the interface describes them.
 
 use super::{Manager, counters_of, lock};
-use crate::api::{AddExport, AddNbd, AddTls, Export, FailedExport, GuestMemory, NbdExport};
+use crate::api::{AddExport, AddNbd, AddTls, EventKind, Export, FailedExport, GuestMemory, NbdExport};
 use crate::record::RecordedDisk;
 use block::{Error, ErrorKind, Result};
 use daemon::{ExportId, ExportStatus, NbdAddress, NbdOptions, NbdTls, NodeId, SocketAccess, absolute};
@@ -13,6 +13,7 @@ use std::path::Path;
 /// A recorded export that could not begin.
 pub(super) struct NotServed {
     pub(super) id: u64,
+    pub(super) node: NodeId,
     pub(super) request: AddExport,
     error: String,
 }
@@ -26,18 +27,35 @@ impl Manager {
         }
     }
 
-    /// Starts the exports of a restored disk. An export may fail, because its port, certificates or bitmap are gone.
-    /// The disk and the other exports are still served. The failed export is logged, listed with its error, and tried
-    /// again at the next start.
+    /// Starts the exports of a restored disk.
     pub(super) fn restore_exports(&self, node: NodeId, disk: &RecordedDisk) {
         for export in &disk.exports {
-            match self.restore_export(node, export) {
-                Ok(id) => drop(lock(&self.exports).insert(id, Some(export.clone()))),
-                Err(error) => {
-                    tracing::error!(disk = %disk.name, "an export is not served: {error}");
-                    let (id, request) = (self.daemon.spare_export_id().number(), export.clone());
-                    lock(&self.failed_exports).push(NotServed { id, request, error: error.to_string() });
-                }
+            let begun = self.restore_export(node, export);
+            // Why it failed is logged and listed.
+            let _ = self.note_begun(node, export, begun);
+        }
+    }
+
+    /// Starts an export that is in the record already. An export may fail, because its port, certificates or bitmap are
+    /// gone. The disk and the other exports are still served. The failed export is logged, listed with its error, and
+    /// tried again at the next start.
+    pub(super) fn begin_recorded(&self, node: NodeId, export: &AddExport) -> Result<()> {
+        let begun = self.begin_export(node, export);
+        self.note_begun(node, export, begun)
+    }
+
+    fn note_begun(&self, node: NodeId, export: &AddExport, begun: Result<ExportId>) -> Result<()> {
+        match begun {
+            Ok(id) => {
+                lock(&self.exports).insert(id, Some(export.clone()));
+                self.events.publish(EventKind::ExportAdded, Some(&export.disk), Some(id.number()), None);
+                Ok(())
+            }
+            Err(error) => {
+                tracing::error!(disk = %export.disk, "an export is not served: {error}");
+                let (id, request) = (self.daemon.spare_export_id().number(), export.clone());
+                lock(&self.failed_exports).push(NotServed { id, node, request, error: error.to_string() });
+                Err(error)
             }
         }
     }
@@ -45,7 +63,7 @@ impl Manager {
     /// Returns the recorded exports that failed at the start.
     #[must_use]
     pub fn failed_exports(&self) -> Vec<FailedExport> {
-        let to_failed = |NotServed { id, request, error }: &NotServed| FailedExport {
+        let to_failed = |NotServed { id, request, error, .. }: &NotServed| FailedExport {
             id: *id,
             disk: request.disk.clone(),
             error: error.clone(),
@@ -55,15 +73,27 @@ impl Manager {
 
     /// Removes an export that failed at the start from the record. Returns the name of its disk, if there is such an export.
     pub(super) fn forget_failed_export(&self, is_it: impl Fn(&NotServed) -> bool) -> Result<Option<String>> {
-        let found = lock(&self.failed_exports).iter().find(|export| is_it(export)).map(|export| export.request.clone());
-        let Some(request) = found else { return Ok(None) };
-        self.records.change(|record| {
-            if let Some(disk) = record.disk_mut(&request.disk) {
-                disk.exports.retain(|other| *other != request);
-            }
-        })?;
-        lock(&self.failed_exports).retain(|export| export.request != request);
+        let found = lock(&self.failed_exports)
+            .iter()
+            .find(|export| is_it(export))
+            .map(|export| (export.node, export.request.clone()));
+        let Some((node, request)) = found else { return Ok(None) };
+        self.record_of(&request.disk, node).change(|disk| disk.exports.retain(|other| *other != request))?;
+        lock(&self.failed_exports).retain(|export| export.node != node || export.request != request);
         Ok(Some(request.disk))
+    }
+
+    /// Returns the recorded exports of a disk that failed. They are no longer listed: they are begun again, or go.
+    pub(super) fn take_failed_exports(&self, node: NodeId) -> Vec<AddExport> {
+        let mut failed = lock(&self.failed_exports);
+        failed.extract_if(.., |export| export.node == node).map(|export| export.request).collect()
+    }
+
+    /// Returns the export of a disk that was made by this request.
+    pub(super) fn export_of(&self, node: NodeId, request: &AddExport) -> Option<ExportId> {
+        let exports = lock(&self.exports);
+        let of_disk = self.daemon.exports().into_iter().filter(|export| export.node == node);
+        of_disk.map(|export| export.id).find(|id| exports.get(id).is_some_and(|how| how.as_ref() == Some(request)))
     }
 
     /// Forgets how exports were made that have ended with their disks.

@@ -1,12 +1,18 @@
 //! Reads the configuration file again, and adds, removes and changes what differs, while other disks run.
+//!
+//! A call may remove a configured disk, and another may give its name to another disk. A reload leaves that one alone.
 
-use super::restore::{keep_usual_socket, refuse_left_file, refuse_left_files};
+use super::add::NewDisk;
+use super::configured::exports_of_calls;
+use super::exports::with_absolute_paths;
+use super::restore::{keep_usual_socket, refuse_forgetting, refuse_left_file, refuse_left_files};
 use super::{Configured, Manager, absolute_file, lock};
 use crate::api::{AddExport, EventKind, FailedDisk, Reloaded};
 use crate::config::Config;
 use crate::options::Options;
 use crate::record::RecordedDisk;
 use block::{Error, ErrorKind, Result};
+use daemon::NodeId;
 use drive::{FilterOptions, RunningChange};
 use std::path::PathBuf;
 
@@ -24,6 +30,17 @@ enum Way {
     Running,
     /// The disk is closed and opened.
     Anew,
+}
+
+/// What has the name of a drive of the configuration.
+enum Present {
+    /// The disk that serves the drive.
+    Served(NodeId),
+    /// That disk, which could not be opened.
+    Failed,
+    /// A disk that a call has added.
+    OfACall,
+    Nothing,
 }
 
 impl Manager {
@@ -55,10 +72,6 @@ impl Manager {
             outcome.notes.push(note.to_owned());
         }
         let mut present = Config { drives: Vec::new(), settings: configuration.present.settings.clone() };
-        let fail = |outcome: &mut Reloaded, name: &str, error: Error| {
-            tracing::error!(disk = name, "the configuration is not in force for a disk: {error}");
-            outcome.failed.push(FailedDisk { name: name.to_owned(), error: error.to_string() });
-        };
         let recorded = self.records.current();
         let mut stay: Vec<&RecordedDisk> = Vec::new();
         // Removals come first: new disks may need their sockets and images.
@@ -67,17 +80,15 @@ impl Manager {
             if new.drive(name).is_some() {
                 continue;
             }
-            let refused = recorded
-                .disk(name)
-                .map_or(Ok(()), |disk| refuse_left_files(disk, &new.drives).inspect_err(|_| stay.push(disk)));
-            match refused.and_then(|()| self.remove_configured(name)) {
-                Ok(true) => outcome.removed.push(name.to_owned()),
-                Ok(false) => {}
-                Err(error) => {
-                    fail(&mut outcome, name, error);
-                    // A disk that could not be closed is gone, too.
-                    present.drives.extend(Some(old).filter(|_| self.knows(name)).cloned());
-                }
+            let disk = recorded.disk(name).filter(|disk| disk.configured.is_some());
+            let refused = disk.map_or(Ok(()), |disk| {
+                let refused = refuse_left_files(disk, &new.drives).and_then(|()| refuse_forgetting(disk, &new.drives));
+                refused.inspect_err(|_| stay.push(disk))
+            });
+            if let Err(error) = refused.and_then(|()| self.remove_configured(name, &mut outcome)) {
+                fail(&mut outcome, name, &error);
+                // A disk that could not be closed is gone, too.
+                present.drives.extend(Some(old).filter(|_| self.knows(name)).cloned());
             }
         }
         for given in &new.drives {
@@ -88,7 +99,7 @@ impl Manager {
             match refused.and_then(|()| self.bring_to(old, given, &mut outcome)) {
                 Ok(()) => present.drives.push(given.clone()),
                 Err(error) => {
-                    fail(&mut outcome, name, error);
+                    fail(&mut outcome, name, &error);
                     // The next reload tries the removal again.
                     present.drives.extend(old.filter(|_| self.daemon.disk_named(name).is_some()).cloned());
                 }
@@ -98,104 +109,143 @@ impl Manager {
         Ok(outcome)
     }
 
-    /// Removes a disk. Returns whether there was one.
-    fn remove_configured(&self, name: &str) -> Result<bool> {
-        if !self.knows(name) {
-            return Ok(false);
+    fn present(&self, name: &str) -> Present {
+        match self.daemon.disk_named(name) {
+            Some(node) if lock(&self.configured).get(name) == Some(&node) => Present::Served(node),
+            Some(_) => Present::OfACall,
+            None if !self.away.has_failed(name) => Present::Nothing,
+            None => match self.records.current().disk(name) {
+                Some(disk) if disk.configured.is_none() => Present::OfACall,
+                _ => Present::Failed,
+            },
         }
-        let key = self.records.current().disk(name).and_then(|disk| disk.configured.clone());
-        let removed = self.remove_disk(name, true);
-        if removed.is_err() && self.knows(name) {
-            return removed.map(|()| true);
+    }
+
+    /// Removes the disk of a drive that is no longer given, if it is served or has failed.
+    fn remove_configured(&self, name: &str, outcome: &mut Reloaded) -> Result<()> {
+        match self.present(name) {
+            // If the drive is given again, it is served again.
+            Present::Served(node) => self.remove_served(name, node, true, None)?,
+            Present::Failed => self.forget_failed(name, None)?,
+            Present::OfACall => {
+                outcome.notes.push(format!("the disk '{name}' stays: a command has added it"));
+                return Ok(());
+            }
+            Present::Nothing => return Ok(()),
         }
-        self.records.change(|record| record.removed.retain(|removed| Some(removed) != key.as_ref()))?;
-        removed.map(|()| true)
+        outcome.removed.push(name.to_owned());
+        Ok(())
     }
 
     fn bring_to(&self, old: Option<&Configured>, new: &Configured, outcome: &mut Reloaded) -> Result<()> {
         let name = new.name().unwrap_or_default();
-        let has_failed = lock(&self.failed).contains_key(name);
-        let Some(old) = old.filter(|_| self.daemon.disk_named(name).is_some()) else {
-            let stays_away = old.is_some_and(|old| old.key() == new.key()) && !has_failed;
-            if stays_away {
+        let is_same = old.is_some_and(|old| old.key() == new.key());
+        let (node, old) = match (self.present(name), old) {
+            // A call has removed it.
+            (Present::OfACall | Present::Nothing, _) if is_same => return Ok(()),
+            (Present::Served(node), _) if is_same => {
+                let failed = self.take_failed_exports(node);
+                self.begin_all(node, name, &failed, outcome);
                 return Ok(());
             }
-            let key = new.key();
-            self.records.change(|record| record.removed.retain(|removed| *removed != key))?;
-            let before = lock(&self.failed).remove(name);
-            self.open_configured(new).inspect_err(|error| {
-                if before.is_some() {
-                    lock(&self.failed).insert(name.to_owned(), error.to_string());
-                }
-            })?;
-            outcome.added.push(name.to_owned());
-            return Ok(());
+            (Present::Served(node), Some(old)) => (node, old),
+            (Present::Failed | Present::Nothing, _) => {
+                self.open_again(new, outcome)?;
+                outcome.added.push(name.to_owned());
+                return Ok(());
+            }
+            (Present::OfACall | Present::Served(_), _) => {
+                let message = format!(
+                    "a disk '{name}' was added by a command, and stays: remove it ('ctl remove {name}'), then reload"
+                );
+                return Err(Error::new(ErrorKind::Locked, message));
+            }
         };
-        if old.key() == new.key() {
-            return Ok(());
-        }
         let (before, after) = (Options::parse(&old.text)?, Options::parse(&new.text)?);
         if way(&before, &after)? == Way::Anew || old.serve != new.serve {
-            self.open_anew(old, new)?;
+            self.open_anew(node, old, new, outcome)?;
             outcome.reopened.push(name.to_owned());
             return Ok(());
         }
-        self.change_running(name, &before, &after)?;
-        self.change_exports(old, new)?;
-        self.records.change(|record| {
-            if let Some(disk) = record.disk_mut(name) {
-                disk.configured = Some(new.key());
-            }
-        })?;
+        self.change_running(name, node, &before, &after)?;
+        self.change_exports(node, old, new, outcome)?;
+        self.record_of(name, node).try_change(|disk| disk.configured = Some(new.key()))?;
         outcome.changed.push(name.to_owned());
         Ok(())
     }
 
     /// Changes the limits of the disk's filters `throttle`, and how its files are opened.
-    fn change_running(&self, name: &str, before: &Options, after: &Options) -> Result<()> {
+    fn change_running(&self, name: &str, node: NodeId, before: &Options, after: &Options) -> Result<()> {
         if before == after {
             return Ok(());
         }
-        let node = self.node(name)?;
+        let files = self.changes.files_of(node);
+        let _changing = lock(&files);
         let throttles = self.daemon.throttles(node)?;
         let open = self.daemon.disk_options(node)?;
         self.open_files_as(node, &open, &open.with_files_of(&after.to_drive()?.disk))?;
         let limits: Vec<_> = filters(after)?
             .into_iter()
             .filter_map(|filter| match filter {
-                FilterOptions::Throttle(options) => Some(options.limits),
+                FilterOptions::Throttle(options) => Some(options),
                 _ => None,
             })
             .collect();
         let options = absolute_file(after.clone())?;
-        self.record_of(name, node).change(|disk| disk.set_options(options))?;
-        throttles.iter().zip(limits).for_each(|(throttle, limits)| throttle.group().set_limits(limits));
+        let _limits = lock(&self.changes.limits);
+        self.record_of(name, node).try_change_with(|record| {
+            if let Some(disk) = record.disk_mut(name) {
+                disk.set_options(options);
+            }
+            for limits in &limits {
+                limits.group.iter().for_each(|group| record.set_group_limits(group, limits.limits));
+            }
+        })?;
+        throttles.iter().zip(limits).for_each(|(throttle, limits)| throttle.group().set_limits(limits.limits));
         self.events.publish(EventKind::DiskChanged, Some(name), None, None);
         Ok(())
     }
 
-    fn change_exports(&self, old: &Configured, new: &Configured) -> Result<()> {
-        for gone in old.exports.iter().filter(|export| !new.exports.contains(export)) {
-            let is_it = |how: &Option<AddExport>| how.as_ref() == Some(gone);
-            let id = lock(&self.exports).iter().find(|(_, how)| is_it(how)).map(|(id, _)| id.number());
-            match id {
+    fn change_exports(&self, node: NodeId, old: &Configured, new: &Configured, outcome: &mut Reloaded) -> Result<()> {
+        let [old, given] = [old, new].map(|drive| drive.exports.iter().cloned().map(with_absolute_paths));
+        let (old, given): (Vec<AddExport>, Vec<AddExport>) = (old.collect(), given.collect());
+        for gone in old.iter().filter(|export| !given.contains(export)) {
+            match self.export_of(node, gone) {
                 Some(id) => {
-                    self.remove_export(id).map_err(|failure| Error::new(ErrorKind::BadOption, failure.0.message))?;
+                    let removed = self.remove_export(id.number());
+                    removed.map_err(|failure| Error::new(ErrorKind::BadOption, failure.0.message))?;
                 }
-                None => drop(self.forget_failed_export(|export| export.request == *gone)?),
+                None => {
+                    self.forget_failed_export(|export| export.node == node && export.request == *gone)?;
+                }
             }
         }
-        let added = new.exports.iter().filter(|export| !old.exports.contains(export));
-        added.into_iter().try_for_each(|export| self.add_export(export.clone()).map(drop))
+        let name = new.name().unwrap_or_default();
+        let mut added = self.take_failed_exports(node);
+        let is_new = |export: &AddExport| {
+            !old.contains(export) && !added.contains(export) && self.export_of(node, export).is_none()
+        };
+        let new: Vec<AddExport> = given.into_iter().filter(is_new).collect();
+        added.extend(new.iter().cloned());
+        self.record_of(name, node).try_change(|disk| disk.exports.extend(new))?;
+        self.begin_all(node, name, &added, outcome);
+        Ok(())
+    }
+
+    /// Begins exports that are in the record. The outcome names those that cannot begin.
+    fn begin_all(&self, node: NodeId, name: &str, exports: &[AddExport], outcome: &mut Reloaded) {
+        for export in exports {
+            if let Err(error) = self.begin_recorded(node, export) {
+                fail(outcome, name, &error.in_context("is served, but without one of its exports"));
+            }
+        }
     }
 
     /// Closes a disk and opens it with its new options, or with the old ones if that fails. Until it is open again, the
-    /// record keeps the old state.
-    fn open_anew(&self, old: &Configured, new: &Configured) -> Result<()> {
+    /// record keeps the old state. Exports that calls have added stay.
+    fn open_anew(&self, node: NodeId, old: &Configured, new: &Configured, outcome: &mut Reloaded) -> Result<()> {
         let name = new.name().unwrap_or_default();
-        let recorded = self.records.current().disk(name).map(|disk| disk.exports.clone()).unwrap_or_default();
-        let of_calls: Vec<AddExport> = recorded.into_iter().filter(|export| !old.exports.contains(export)).collect();
-        let node = self.node(name)?;
+        let _changing = self.away.changes(name);
         if let Err(error) = self.daemon.remove_disk(node, true) {
             if self.daemon.disk_named(name) == Some(node) {
                 return Err(error);
@@ -204,20 +254,35 @@ impl Manager {
             tracing::error!(disk = name, "could not be closed: {error}");
         }
         self.forget_ended_exports();
+        // They are in the record, and are begun again.
+        self.take_failed_exports(node);
         self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
-        self.open_configured(new).map_err(|error| match self.open_configured(old) {
+        self.open_configured(new, outcome).map_err(|error| match self.open_configured(old, outcome) {
             Ok(()) => error.in_context("it was opened again as it was before"),
             Err(second) => {
-                lock(&self.failed).insert(name.to_owned(), second.to_string());
+                self.away.fails(name, second.to_string());
                 error.in_context(format!("it is not served any more ({second})"))
             }
-        })?;
-        of_calls.into_iter().try_for_each(|export| self.add_export(export).map(drop))
+        })
+    }
+
+    /// Opens a disk that is not open: a new one, one that a call has removed, or one that could not be opened.
+    fn open_again(&self, given: &Configured, outcome: &mut Reloaded) -> Result<()> {
+        let (name, key) = (given.name().unwrap_or_default(), given.key());
+        let _changing = self.away.changes(name);
+        self.records.change(|record| record.removed.retain(|removed| *removed != key))?;
+        let before = self.away.take_failed(name);
+        self.open_configured(given, outcome).inspect_err(|error| {
+            if before.is_some() {
+                self.away.fails(name, error.to_string());
+            }
+        })
     }
 
     /// Opens a disk that the record may have with other options. The disk keeps the layers that were put on it, unless
-    /// its options name another file than before.
-    fn open_configured(&self, given: &Configured) -> Result<()> {
+    /// its options name another file than before, and the exports that calls have added. The outcome names exports that
+    /// cannot begin.
+    fn open_configured(&self, given: &Configured, outcome: &mut Reloaded) -> Result<()> {
         let mut given = given.clone();
         let key = given.key();
         let mut options = absolute_file(Options::parse(&given.text)?)?;
@@ -234,9 +299,26 @@ impl Manager {
             given.drive.disk.former_tops = disk.former_tops.len();
             given.drive.disk.bases = disk.files().map(PathBuf::from).collect();
         }
-        self.add(&given.drive, Some(options), given.serve, Some(&key), &[])?;
-        given.exports.iter().try_for_each(|export| self.add_export(export.clone()).map(drop))
+        let mut exports = given.exports.clone();
+        let of_calls = recorded.map(exports_of_calls).unwrap_or_default();
+        exports.extend(of_calls.into_iter().filter(|export| !given.exports.contains(export)));
+        let added = self.add(NewDisk {
+            drive: &given.drive,
+            options: Some(options),
+            own_export: given.serve,
+            configured: Some(&key),
+            former_tops: &[],
+            exports,
+            comes_back: true,
+        })?;
+        self.begin_all(added.node, &added.name, &added.exports, outcome);
+        Ok(())
     }
+}
+
+fn fail(outcome: &mut Reloaded, name: &str, error: &Error) {
+    tracing::error!(disk = name, "the configuration is not in force for a disk: {error}");
+    outcome.failed.push(FailedDisk { name: name.to_owned(), error: error.to_string() });
 }
 
 fn filters(options: &Options) -> Result<Vec<FilterOptions>> {

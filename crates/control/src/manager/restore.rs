@@ -11,13 +11,21 @@
 //! A configured disk that no drive gives is forgotten. That fails if a drive would write to a file that the disk has
 //! left, unless that drive has its name, or the disk has moved to a full copy that some drive gives or that is gone. Where
 //! a layer is gone, its file system may only not be mounted.
+//!
+//! A disk with layers is not forgotten as long as a drive of another name gives a file below them, if only to read it. It
+//! is not served then.
 
+use super::add::NewDisk;
+use super::configured::exports_of_calls;
+use super::exports::with_absolute_paths;
 use super::{Configured, Manager, absolute_file, lock};
+use crate::api::AddExport;
 use crate::options::Options;
-use crate::record::{Record, RecordedDisk, whole_name};
+use crate::record::{Record, RecordedDisk};
 use block::{Error, ErrorKind, Result};
 use daemon::absolute;
 use drive::{DiskOptions, ExportOptions};
+use std::collections::BTreeMap;
 
 impl Manager {
     /// Serves the disks of the record and of `configured`: the command line or a configuration file. A disk that is in
@@ -29,21 +37,36 @@ impl Manager {
     /// cannot be opened is an error.
     pub fn restore(&self, configured: &[Configured]) -> Result<()> {
         let keys: Vec<String> = configured.iter().map(Configured::key).collect();
-        let mut kept = Record::clone(&self.records.current());
-        configured.iter().for_each(|given| keep_layers(&mut kept, given, configured));
+        let before = self.records.current();
         let is_forgotten = |disk: &&RecordedDisk| disk.configured.as_ref().is_some_and(|key| !keys.contains(key));
-        kept.disks.iter().filter(is_forgotten).try_for_each(|disk| refuse_left_files(disk, configured))?;
+        let mut kept = Record::clone(&before);
+        configured.iter().for_each(|given| keep_layers(&mut kept, given, configured));
+        let mut not_served = BTreeMap::new();
+        for disk in kept.disks.iter().filter(is_forgotten) {
+            refuse_left_files(disk, configured)?;
+            if let Err(error) = refuse_forgetting(disk, configured) {
+                if configured.iter().any(|given| given.name() == Some(&disk.name)) {
+                    return Err(error.in_context(format!("another drive has the name '{}'", disk.name)));
+                }
+                not_served.insert(disk.name.clone(), error.to_string());
+            }
+        }
+        let kept = not_served.keys().cloned().collect();
         self.records.change(|record| {
             configured.iter().for_each(|given| keep_layers(record, given, configured));
-            record.forget_unconfigured(&keys);
+            record.forget_unconfigured(&keys, &kept);
         })?;
         self.remove_unfinished()?;
         let record = self.records.current();
         for disk in &record.disks {
             let given = configured.iter().zip(&keys).find(|(_, key)| disk.configured.as_ref() == Some(key));
-            if let Err(error) = self.bring_back(disk, given.map(|(given, _)| given)) {
-                tracing::error!(disk = %disk.name, "a disk of the state directory is not served: {error}");
-                lock(&self.failed).insert(disk.name.clone(), error.to_string());
+            let back = match not_served.remove(&disk.name) {
+                Some(why) => Err(why),
+                None => self.bring_back(disk, given.map(|(given, _)| given)).map_err(|error| error.to_string()),
+            };
+            if let Err(why) = back {
+                tracing::error!(disk = %disk.name, "a disk of the state directory is not served: {why}");
+                self.away.fails(&disk.name, why);
             }
         }
         for (given, key) in configured.iter().zip(&keys) {
@@ -51,18 +74,41 @@ impl Manager {
                 let text = image::options_without_secrets(&given.text);
                 tracing::warn!("{text}: was removed while it was served, and stays away; 'ctl add' brings it back");
             } else if !record.disks.iter().any(|disk| disk.configured.as_ref() == Some(key)) {
-                self.add_configured(given)?;
+                let was_it = |disk: &&RecordedDisk| match given.name() {
+                    Some(name) => disk.name == name,
+                    None => given.file().is_some_and(|file| disk.has_top(&file)),
+                };
+                let former = before.disks.iter().filter(is_forgotten).find(was_it);
+                self.add_configured(given, former.map(exports_of_calls).unwrap_or_default())?;
             }
         }
         Ok(())
     }
 
-    /// Serves a disk of the command line or of the configuration file.
-    pub(super) fn add_configured(&self, given: &Configured) -> Result<()> {
+    /// Serves a disk of the command line or of the configuration file, also at the exports that calls had added when it
+    /// was given in other words.
+    fn add_configured(&self, given: &Configured, of_calls: Vec<AddExport>) -> Result<()> {
         // A disk whose names JSON cannot hold is served, but not recorded: the next start gives it again.
         let options = Options::parse(&given.text).and_then(absolute_file).ok();
-        let node = self.add(&given.drive, options, given.serve, Some(&given.key()), &[])?;
-        given.exports_of(&self.name_of(node)?).try_for_each(|export| self.add_export(export).map(drop))
+        let key = given.key();
+        let of_calls = of_calls.into_iter().filter(|export| !given.exports.contains(export));
+        let added = self.add(NewDisk {
+            drive: &given.drive,
+            options,
+            own_export: given.serve,
+            configured: Some(&key),
+            former_tops: &[],
+            exports: given.exports.iter().cloned().chain(of_calls).collect(),
+            comes_back: false,
+        })?;
+        for (index, export) in added.exports.iter().enumerate() {
+            let begun = self.begin_recorded(added.node, export);
+            if index < given.exports.len() {
+                // The next start tries again all that was asked for.
+                begun.inspect_err(|_| self.undo_add_of(&added.name, added.node))?;
+            }
+        }
+        Ok(())
     }
 
     fn bring_back(&self, disk: &RecordedDisk, given: Option<&Configured>) -> Result<()> {
@@ -81,6 +127,9 @@ impl Manager {
         }
         let node = self.daemon.add_disk(&drive.disk)?;
         self.records.is_of(&disk.name, node);
+        if given.is_some() {
+            lock(&self.configured).insert(disk.name.clone(), node);
+        }
         self.listen_to_hold(node, &disk.name);
         if disk.own_export {
             let id = self.daemon.add_export(node, &drive.export).inspect_err(|_| self.undo_add(node))?;
@@ -118,10 +167,13 @@ fn keep_layers(record: &mut Record, given: &Configured, configured: &[Configured
         !is_known && is_called_so && disk.has_layers_on(options.get("file"))
     };
     if let Some(disk) = record.disks.iter_mut().find(is_it) {
+        let of_calls = exports_of_calls(disk);
         disk.set_options(options.clone());
         disk.configured = Some(key);
         disk.own_export = given.serve;
-        disk.exports = given.exports_of(&disk.name).collect();
+        disk.exports = given.exports_of(&disk.name).map(with_absolute_paths).collect();
+        let new = of_calls.into_iter().filter(|export| !disk.exports.contains(export)).collect::<Vec<_>>();
+        disk.exports.extend(new);
     }
 }
 
@@ -139,7 +191,7 @@ pub(super) fn refuse_left_files(disk: &RecordedDisk, configured: &[Configured]) 
 /// means it.
 pub(super) fn refuse_left_file(disk: &RecordedDisk, given: &Configured) -> Result<()> {
     let is_another = given.name() != Some(&disk.name);
-    let Some(file) = written_by(given).filter(|file| is_another && disk.has_left(file)) else { return Ok(()) };
+    let Some(file) = given.written().filter(|file| is_another && disk.has_left(file)) else { return Ok(()) };
     let (name, top) = (&disk.name, disk.options.get("file").unwrap_or_default());
     let message = format!(
         "'{file}' was the image of the disk '{name}', whose guest has written to '{top}' since: to go on with that, give \
@@ -149,20 +201,21 @@ pub(super) fn refuse_left_file(disk: &RecordedDisk, given: &Configured) -> Resul
     Err(Error::new(ErrorKind::BadOption, message))
 }
 
-fn file_of(given: &Configured) -> Option<String> {
-    let options = Options::parse(&given.text).and_then(absolute_file).ok()?;
-    options.get("file").map(str::to_owned)
-}
-
-/// Returns the file that `given` writes to: its image or its kept scratch overlay.
-fn written_by(given: &Configured) -> Option<String> {
-    let disk = &given.drive.disk;
-    match disk.snapshot {
-        true => drive::kept_overlay(disk).ok()?.map(|index| whole_name(&index)),
-        false => file_of(given).filter(|_| !disk.read_only),
-    }
+/// Refuses to forget a disk with layers while a drive of another name gives a file below them, if only to read it: that
+/// file was not left out.
+pub(super) fn refuse_forgetting(disk: &RecordedDisk, configured: &[Configured]) -> Result<()> {
+    let others = configured.iter().filter(|given| given.name() != Some(&disk.name)).filter_map(Configured::file);
+    let has_layers = disk.files().count() > 1 && !disk.is_gone_copy();
+    let Some(file) = others.filter(|_| has_layers).find(|file| disk.has_left(file)) else { return Ok(()) };
+    let name = &disk.name;
+    let message = format!(
+        "the disk '{name}' is not given, but '{file}' is, which lies below its layers: they are kept. To go on with them, \
+         give '{file}' with name={name}. To forget the disk and its layers, use 'ctl remove {name}', or leave '{file}' out of \
+         one start or reload"
+    );
+    Err(Error::new(ErrorKind::Locked, message))
 }
 
 fn gives_top(configured: &[Configured], disk: &RecordedDisk) -> bool {
-    configured.iter().filter_map(file_of).any(|file| disk.has_top(&file))
+    configured.iter().filter_map(Configured::file).any(|file| disk.has_top(&file))
 }

@@ -1,5 +1,8 @@
+mod away;
+mod reloaded;
+
 use super::*;
-use crate::api::{ChangeDisk, CommitDisk, Reloaded};
+use crate::api::{AddDisk, ChangeDisk, CommitDisk, FormerTop, Reloaded};
 use crate::config::Config;
 use image::{CreateOptions, Opener as _, Role};
 use std::sync::Barrier;
@@ -75,10 +78,25 @@ impl Managed {
     }
 
     fn add(&self, file: &Path, former_tops: &[&Path]) -> Result<Disk> {
-        let options = Options::parse(&format!("file={},format=qcow2,name=web", file.display())).unwrap();
+        self.add_as(&format!("file={},format=qcow2,name=web", file.display()), former_tops)
+    }
+
+    fn add_as(&self, text: &str, former_tops: &[&Path]) -> Result<Disk> {
+        let options = Options::parse(text).unwrap();
         let top = |file: &&Path| FormerTop { file: (*file).to_owned(), format: Some("qcow2".to_owned()) };
         let former_tops = former_tops.iter().map(top).collect();
         self.manager.add_disk(AddDisk { options, export: false, overlay: None, former_tops, bases: Vec::new() })
+    }
+
+    fn set(&self, disk: &str, key: &str, value: &str) -> Result<Disk> {
+        let mut options = Options::default();
+        options.set(key, value);
+        self.manager.change_disk(disk, &ChangeDisk { options })
+    }
+
+    /// The names of the disks that are not served.
+    fn away(&self) -> Vec<String> {
+        self.manager.failed_disks().into_iter().map(|disk| disk.name).collect()
     }
 
     fn recorded(&self) -> Option<RecordedDisk> {
@@ -159,7 +177,7 @@ fn a_disk_that_gets_the_name_of_a_removed_one_at_once_keeps_its_record() {
     let node = managed.manager.node("web").unwrap();
     managed.manager.daemon.remove_disk(node, true).unwrap();
     managed.add(&other, &[]).unwrap();
-    managed.manager.forget("web", Some(node), Some("key".to_owned())).unwrap();
+    managed.manager.records.forget("web", Some(node), Some("key".to_owned())).unwrap();
     assert_eq!(managed.recorded().unwrap().options.get("file"), Some(&*other.to_string_lossy()));
     assert_eq!(managed.manager.records.current().removed, ["key"]);
     managed.manager.remove_disk("web", false).unwrap();
@@ -231,7 +249,16 @@ fn a_call_that_ends_late_changes_no_other_disk_of_the_same_name() {
     assert!(error.contains("'web'") && error.contains("removed meanwhile"), "{error}");
     assert_eq!(managed.recorded(), before);
     let change: ChangeDisk = serde_json::from_str(r#"{"options": {"lock-timeout-s": "7"}}"#).unwrap();
-    managed.manager.change_disk("web", &change).unwrap();
+    let error = managed.manager.change_disk("web", &change).unwrap_err().to_string();
+    assert!(error.contains("removed meanwhile"), "{error}");
+    assert_eq!(managed.recorded(), before);
+    let drive =
+        Options::parse(&format!("file={},socket={}", one.display(), one.with_file_name("s").display())).unwrap();
+    let node = managed.manager.node("web").unwrap();
+    managed.manager.export_as_added("web", node, &drive.to_drive().unwrap()).unwrap_err();
+    let export = AddExport { disk: "web".into(), socket: Some(one.with_file_name("t")), ..AddExport::default() };
+    managed.manager.add_export(export).unwrap_err();
+    assert!(managed.manager.exports().is_empty());
     assert_eq!(managed.recorded(), before);
 }
 

@@ -276,3 +276,47 @@ pub fn create(path: &Path, length_bytes: u64) -> Result<()> {
         Error::io(message, errno.into())
     })
 }
+
+/// Makes the names in the directory of `path` durable, if the directory can be synced. If it cannot, a warning says so: it
+/// may be writable but not readable, or its file system has no such call, and nobody could do more.
+pub fn sync_directory_of(path: &Path) -> Result<()> {
+    let directory = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
+    match std::fs::File::open(directory).and_then(|directory| directory.sync_all()) {
+        Err(error) if cannot_be_asked(&error) => {
+            tracing::warn!("nobody can say whether the name '{}' is durable: {error}", path.display());
+            Ok(())
+        }
+        synced => {
+            synced.map_err(|error| Error::io(format!("cannot make the name '{}' durable", path.display()), error))
+        }
+    }
+}
+
+/// Whether a directory could not even be asked to become durable.
+fn cannot_be_asked(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{InvalidInput, PermissionDenied, Unsupported};
+    matches!(error.kind(), PermissionDenied | InvalidInput | Unsupported)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_directory_that_was_asked_to_become_durable_and_did_not_fails() {
+        for (errno, is_none) in [
+            (Errno::ACCESS, true),
+            (Errno::INVAL, true),
+            (Errno::NOTSUP, true),
+            (Errno::NOSYS, true),
+            (Errno::IO, false),
+            (Errno::NOSPC, false),
+        ] {
+            assert_eq!(cannot_be_asked(&errno.into()), is_none, "{errno}");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        sync_directory_of(&dir.path().join("name")).unwrap();
+        sync_directory_of(Path::new("/proc/self/name")).expect("procfs has no such call");
+        sync_directory_of(&dir.path().join("missing/name")).expect_err("there is no such directory");
+    }
+}

@@ -305,13 +305,7 @@ impl Ctl {
     fn add(&self, options: &str, export: bool) -> anyhow::Result<()> {
         let mut options = Options::parse(options)?;
         // The daemon has another working directory.
-        for key in ["file", "socket"] {
-            let value = options.get(key).filter(|value| !value.is_empty()).map(str::to_owned);
-            let is_path = |value: &String| key == "socket" || !value.contains(':') || value.starts_with(['/', '.']);
-            if let Some(path) = value.filter(is_path) {
-                options.set(key, daemon::absolute(Path::new(&path)).to_string_lossy());
-            }
-        }
+        options.make_paths_whole(daemon::absolute)?;
         let disk: Disk = self.client.post(
             "/v1/disks",
             &AddDisk { options, export, overlay: None, former_tops: Vec::new(), bases: Vec::new() },

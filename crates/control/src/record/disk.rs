@@ -1,0 +1,243 @@
+//! One disk of the record: its options, and how its layers came to be.
+
+use crate::api::{AddExport, FormerTop};
+use crate::options::Options;
+use daemon::absolute;
+use drive::{FilterOptions, ThrottleOptions};
+use image::{FileName, ThrottleLimits};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// A disk, as the next start serves it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct RecordedDisk {
+    pub(crate) name: String,
+    /// `file` and `format` are those of the top layer.
+    pub(crate) options: Options,
+    /// Whether it has the export that its options describe.
+    pub(crate) own_export: bool,
+    /// Its other exports.
+    pub(crate) exports: Vec<AddExport>,
+    /// The layers below the top that were tops before, the last on top. `file` and `format` become the last of them
+    /// when the top layer is taken off.
+    pub(crate) former_tops: Vec<Top>,
+    /// Images that the user named as its lower layers.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) bases: Vec<String>,
+    /// The file that it was added with, if it has moved to a copy since.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) moved_from: Option<String>,
+    /// A file that a job is making for it, and that is useless if the job does not finish.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) unfinished: Option<String>,
+    /// Fleeces of backups, from before they are made until they are gone.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) fleeces: Vec<String>,
+    /// The directory of its kept scratch overlay, once another layer was put on that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) kept_in: Option<String>,
+    /// Its key in the command line or the configuration file, if it comes from there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) configured: Option<String>,
+}
+
+/// The file of a top layer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Top {
+    pub(super) file: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    format: Option<String>,
+}
+
+impl From<&FormerTop> for Top {
+    fn from(top: &FormerTop) -> Self {
+        Self { file: whole_name(&top.file), format: top.format.clone() }
+    }
+}
+
+impl RecordedDisk {
+    /// Returns the files of its tops, former ones included, and its bases.
+    pub(crate) fn files(&self) -> impl Iterator<Item = &str> {
+        let former = self.former_tops.iter().map(|top| top.file.as_str());
+        self.options.get("file").into_iter().chain(former).chain(self.bases.iter().map(String::as_str))
+    }
+
+    /// Whether it uses this file, also under another name.
+    pub(crate) fn uses(&self, file: &str) -> bool {
+        self.files().chain(self.fleeces.iter().map(String::as_str)).any(|used| is_same_file(used, file))
+    }
+
+    /// Whether layers were put on it since it was added with this file, also under another name of the file.
+    pub(crate) fn has_layers_on(&self, file: Option<&str>) -> bool {
+        let first = self.former_tops.first().map(|first| first.file.as_str());
+        let mut given = first.into_iter().chain(self.moved_from.as_deref());
+        file.is_some_and(|file| given.any(|given| is_same_file(given, file)))
+    }
+
+    /// Whether it has left this file: it wrote to it once, and now writes to another.
+    pub(crate) fn has_left(&self, file: &str) -> bool {
+        let former = self.former_tops.iter().map(|top| top.file.as_str());
+        former.chain(self.moved_from.as_deref()).any(|former| is_same_file(former, file))
+    }
+
+    /// Whether this file may lie below its top layer, also under another name.
+    pub(crate) fn rests_on(&self, file: &str) -> bool {
+        let tops = usize::from(self.options.get("file").is_some());
+        self.files().skip(tops).any(|below| is_same_file(below, file))
+    }
+
+    /// Sets the limits of its filters `throttle` that are of a group.
+    pub(super) fn set_group_limits(&mut self, group: &str, limits: ThrottleLimits) {
+        let is_of_group = |text: &str| match FilterOptions::parse(text) {
+            Ok(FilterOptions::Throttle(options)) => options.group.as_deref() == Some(group),
+            _ => false,
+        };
+        let mut new = ThrottleOptions::of_limits(limits);
+        new.group = Some(group.to_owned());
+        self.options.replace_all("filter", is_of_group, &new.to_text());
+    }
+
+    /// Whether it has gone to a copy, and the file of that copy is gone. What it has left is no layer of it.
+    pub(crate) fn is_gone_copy(&self) -> bool {
+        let top = self.options.get("file").and_then(|file| FileName::parse(file).ok());
+        let is_gone = top.as_ref().and_then(FileName::path).is_some_and(|path| matches!(path.try_exists(), Ok(false)));
+        is_gone && self.files().count() == 1
+    }
+
+    /// Whether this is the file of its top layer.
+    pub(crate) fn has_top(&self, file: &str) -> bool {
+        self.options.get("file").is_some_and(|top| is_same_file(top, file))
+    }
+
+    /// Replaces its options. Its layers stay, and so does its socket if the options name none.
+    pub(crate) fn set_options(&mut self, options: Options) {
+        let layered = !self.former_tops.is_empty() || self.moved_from.is_some();
+        let mut options = if layered { self.with_own_top(options) } else { options };
+        if let Some(socket) = self.options.get("socket").filter(|_| options.get("socket").is_none()) {
+            options.set("socket", socket);
+        }
+        self.options = options;
+    }
+
+    /// Returns `options` with this disk's top layer.
+    pub(crate) fn with_own_top(&self, mut options: Options) -> Options {
+        for key in ["file", "format"] {
+            match self.options.get(key) {
+                Some(value) => options.set(key, value),
+                None => options.remove(&[key]),
+            }
+        }
+        if self.kept_in.is_some() && self.keeps_in(options.get("keep")) {
+            options.remove(&["snapshot", "keep"]);
+        }
+        options
+    }
+
+    /// Whether its kept scratch overlay is in this directory, also under another name, or it has none below its layers.
+    pub(crate) fn keeps_in(&self, keep: Option<&str>) -> bool {
+        self.kept_in.as_deref().is_none_or(|kept| keep.is_some_and(|keep| is_same_file(kept, keep)))
+    }
+
+    /// Records a new qcow2 layer on top.
+    pub(crate) fn put_on(&mut self, overlay: &str) {
+        self.name_kept_overlay();
+        let file = self.options.get("file").unwrap_or_default().to_owned();
+        self.former_tops.push(Top { file, format: self.options.get("format").map(str::to_owned) });
+        self.options.set("file", overlay);
+        self.options.set("format", "qcow2");
+    }
+
+    /// It may rest on these, beside its former tops.
+    pub(crate) fn may_rest_on(&mut self, bases: &[PathBuf]) {
+        for base in bases.iter().map(|base| whole_name(base)) {
+            if !self.files().any(|file| file == base) {
+                self.bases.push(base);
+            }
+        }
+    }
+
+    /// Names a kept scratch overlay itself as the top: a layer that is put on it rests on it, not on its image.
+    fn name_kept_overlay(&mut self) {
+        let Ok(Some(index)) = self.options.to_drive().and_then(|drive| drive::kept_overlay(&drive.disk)) else {
+            return;
+        };
+        let index = std::path::absolute(&index).unwrap_or(index).to_string_lossy().into_owned();
+        let below = self.options.get("file").unwrap_or_default().to_owned();
+        self.kept_in = self.options.get("keep").map(|keep| whole_name(Path::new(keep)));
+        self.moved_from = self.moved_from.take().or_else(|| Some(below.clone()));
+        self.bases.extend([below, format!("{index}.data")]);
+        self.options.remove(&["snapshot", "keep"]);
+        self.options.set("file", index);
+        self.options.set("format", "scratch");
+    }
+
+    /// Removes the layer that was put on last, which does not exist.
+    pub(crate) fn undo_put_on(&mut self) {
+        if let Some(former) = self.former_tops.last().map(|top| top.file.clone()) {
+            self.take_off(&former);
+        }
+    }
+
+    /// Records that the top will rest on `base`, unless that is one of its layers, and that the `gone` layers above
+    /// that will go. Until the image names the new base, it may be opened with its old layers.
+    pub(crate) fn rest_on(&mut self, gone: usize, base: Option<String>) {
+        let stay = self.former_tops.len().saturating_sub(gone);
+        if stay == 0 {
+            // It was added with this file.
+            let first = self.former_tops.first().map(|first| first.file.clone());
+            self.moved_from = self.moved_from.take().or(first);
+        }
+        let gone = self.former_tops.split_off(stay).into_iter().map(|top| top.file);
+        for file in gone.chain(base).collect::<Vec<_>>() {
+            if !self.bases.contains(&file) {
+                self.bases.push(file);
+            }
+        }
+    }
+
+    /// Moves the disk to a copy of itself. A copy of its top layer rests on the same layers, `below`; a full copy rests
+    /// on none.
+    pub(crate) fn move_to(&mut self, target: &str, format: &str, below: Option<Vec<String>>) {
+        let first = self.former_tops.first().map(|first| first.file.clone());
+        let given = first.or_else(|| self.options.get("file").map(str::to_owned));
+        self.moved_from = self.moved_from.take().or(given);
+        match below {
+            Some(below) => below.into_iter().for_each(|file| {
+                if !self.bases.contains(&file) {
+                    self.bases.push(file);
+                }
+            }),
+            None => (self.former_tops, self.bases) = (Vec::new(), Vec::new()),
+        }
+        self.options.set("file", target);
+        self.options.set("format", format);
+        self.unfinished = None;
+    }
+
+    /// Records that the top layer was taken off, and that `below` is the new top.
+    pub(crate) fn take_off(&mut self, below: &str) {
+        let former = self.former_tops.pop().filter(|former| is_same_file(&former.file, below));
+        // The record keeps the name that the user gave: layers are compared by their canonical name.
+        self.options.set("file", former.as_ref().map_or(below, |former| &former.file));
+        match former.and_then(|former| former.format) {
+            Some(format) => self.options.set("format", format),
+            None => self.options.remove(&["format"]),
+        }
+    }
+}
+
+/// A file's whole path; the name of what lies at a server.
+pub(crate) fn whole_name(file: &Path) -> String {
+    let is_remote = FileName::parse(file).is_ok_and(|name| name.is_remote());
+    let file = if is_remote { file.to_owned() } else { absolute(file) };
+    file.to_string_lossy().into_owned()
+}
+
+/// Whether two names lead to one file, also through symbolic links.
+fn is_same_file(one: &str, other: &str) -> bool {
+    let whole = |path: &Path| path.canonicalize().unwrap_or_else(|_| absolute(path));
+    let path = |name: &str| FileName::parse(name).ok().and_then(|name| name.path().map(whole));
+    one == other || path(one).is_some_and(|one| path(other) == Some(one))
+}

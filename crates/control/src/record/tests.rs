@@ -1,0 +1,181 @@
+use super::directory::{FILE, NEW_FILE};
+use super::*;
+use crate::api::{AddExport, FormerTop};
+use crate::options::Options;
+use daemon::absolute;
+
+fn disk(file: &str) -> RecordedDisk {
+    let options = Options::parse(&format!("file={file},format=raw")).unwrap();
+    RecordedDisk {
+        name: "a".into(),
+        options,
+        own_export: true,
+        exports: Vec::new(),
+        former_tops: Vec::new(),
+        bases: Vec::new(),
+        moved_from: None,
+        unfinished: None,
+        fleeces: Vec::new(),
+        kept_in: None,
+        configured: None,
+    }
+}
+
+#[test]
+fn a_layer_on_a_kept_overlay_rests_on_that_whatever_the_configuration_says() {
+    let given = Options::parse("file=/a.raw,format=raw,name=a,snapshot=on,keep=/kept,cache=none").unwrap();
+    let mut disk = RecordedDisk { options: given.clone(), ..disk("/a.raw") };
+    disk.put_on("/b.qcow2");
+    assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2,name=a,cache=none");
+    assert!(disk.files().eq(["/b.qcow2", "/kept/a.scratch", "/a.raw", "/kept/a.scratch.data"]));
+    assert!(disk.has_layers_on(Some("/a.raw")));
+    disk.set_options(given.clone());
+    assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2,name=a,cache=none");
+    disk.take_off("/kept/a.scratch");
+    disk.set_options(given);
+    assert_eq!(disk.options.to_text(), "file=/kept/a.scratch,format=scratch,name=a,cache=none");
+}
+
+#[test]
+fn an_export_says_nothing_of_memory_unless_that_was_set() {
+    let plain = serde_json::to_value(AddExport::default()).unwrap();
+    assert!(plain.get("guest_memory").is_none() && plain.get("guest_memory_max").is_none(), "{plain}");
+    let guest_memory = crate::api::GuestMemory::Locked;
+    let set = serde_json::to_value(AddExport { guest_memory, ..AddExport::default() }).unwrap();
+    assert_eq!(set["guest_memory"], "locked");
+}
+
+#[test]
+fn a_former_top_at_a_server_keeps_its_name_and_a_file_gets_its_whole_path() {
+    let mut disk = disk("/top");
+    let top = |file: &str| FormerTop { file: file.into(), format: None };
+    let own = absolute(Path::new("own")).display().to_string();
+    disk.former_tops = ["https://h/a", "rbd:pool/x", "/a:b", "own"].map(|file| Top::from(&top(file))).to_vec();
+    assert!(disk.files().eq(["/top", "https://h/a", "rbd:pool/x", "/a:b", own.as_str()]));
+}
+
+#[test]
+fn a_record_comes_back_and_only_one_daemon_has_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("state");
+    let records = Records::in_directory(&path).unwrap();
+    records.change(|record| record.disks.push(disk("/a.raw"))).unwrap();
+    let kept = records.current();
+    assert_eq!(Records::in_directory(&path).unwrap_err().kind(), ErrorKind::Locked);
+    drop(records);
+    assert_eq!(*Records::in_directory(&path).unwrap().current(), *kept);
+}
+
+#[test]
+fn layers_go_on_and_come_off_with_their_formats() {
+    let mut disk = disk("/a.raw");
+    disk.put_on("/b.qcow2");
+    assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2");
+    disk.put_on("/c.qcow2");
+    disk.take_off("/b.qcow2");
+    assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2");
+    disk.take_off("/a.raw");
+    assert_eq!(disk.options.to_text(), "file=/a.raw,format=raw");
+}
+
+#[test]
+fn a_disk_that_went_over_to_a_copy_keeps_it_whatever_else_its_options_say() {
+    let mut moved = disk("/a.raw");
+    moved.put_on("/b.qcow2");
+    moved.unfinished = Some("/c.qcow2".to_owned());
+    let mut top = moved.clone();
+    moved.move_to("/c.qcow2", "qcow2", None);
+    assert_eq!(moved.options.to_text(), "file=/c.qcow2,format=qcow2");
+    assert_eq!((moved.files().count(), &moved.unfinished), (1, &None));
+    assert!(moved.has_layers_on(Some("/a.raw")) && !moved.has_layers_on(Some("/b.qcow2")));
+    moved.set_options(Options::parse("file=/a.raw,format=raw,cache=none").unwrap());
+    assert_eq!(moved.options.get("file"), Some("/c.qcow2"));
+
+    top.move_to("/d.qcow2", "qcow2", Some(vec!["/a.raw".to_owned()]));
+    top.take_off("/a.raw");
+    assert_eq!(top.options.to_text(), "file=/a.raw,format=raw");
+}
+
+#[test]
+fn a_disk_whose_top_took_in_all_layers_keeps_it() {
+    let mut merged = disk("/a.raw");
+    merged.put_on("/b.qcow2");
+    merged.rest_on(1, None);
+    assert!(merged.has_layers_on(Some("/a.raw")) && merged.has_left("/a.raw"));
+    merged.set_options(Options::parse("file=/a.raw,format=raw,cache=none").unwrap());
+    assert_eq!(merged.options.to_text(), "file=/b.qcow2,format=qcow2,cache=none");
+    let mut alone = disk("/a.raw");
+    alone.rest_on(0, Some("/base.raw".to_owned()));
+    assert_eq!(alone.moved_from, None);
+}
+
+#[test]
+fn a_layer_comes_off_a_disk_that_was_given_by_a_link_and_leaves_it_as_it_was_given() {
+    let dir = tempfile::tempdir().unwrap();
+    let (own, link) = (dir.path().canonicalize().unwrap().join("own"), dir.path().join("link"));
+    std::fs::write(&own, "").unwrap();
+    std::os::unix::fs::symlink(&own, &link).unwrap();
+    let mut disk = disk(link.to_str().unwrap());
+    let given = disk.clone();
+    disk.put_on("/fleece");
+    disk.take_off(own.to_str().unwrap());
+    assert_eq!(disk, given);
+    disk.put_on("/b.qcow2");
+    assert!(disk.uses(own.to_str().unwrap()) && !disk.uses("/other"));
+}
+
+#[test]
+fn a_disk_of_another_file_does_not_take_over_a_fleece() {
+    let mut old = disk("/a.raw");
+    old.fleeces.push("/fleece".into());
+    old.put_on("/fleece");
+    let mut record = Record { disks: vec![old], ..Record::default() };
+    record.put(disk("/fleece"));
+    assert_eq!(record.disks[0].fleeces, ["/fleece"]);
+    record.put(disk("/b.raw"));
+    assert!(record.disks[0].fleeces.is_empty());
+}
+
+#[test]
+fn a_record_that_is_none_is_refused_with_its_path() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join(FILE), "{\"version\": 1}").unwrap();
+    let error = Records::in_directory(dir.path()).unwrap_err();
+    assert!(error.to_string().contains(FILE), "{error}");
+    std::fs::write(dir.path().join(FILE), r#"{"version": 2, "disks": [], "removed": []}"#).unwrap();
+    assert!(Records::in_directory(dir.path()).unwrap_err().to_string().contains("version is 2"));
+}
+
+#[test]
+fn the_disks_of_a_group_have_the_same_limits_in_the_record() {
+    let with = |filter: &str| {
+        let options = Options::parse(&format!("format=null,size=1M,filter=delay:ms=1,filter={filter}")).unwrap();
+        RecordedDisk { options, ..disk("/a") }
+    };
+    let filters = ["throttle:iops-total=5:group=g", "throttle:group=g", "throttle:iops-total=5:group=h", "throttle"];
+    let mut record = Record { disks: filters.map(with).into(), ..Record::default() };
+    let mut limits = ThrottleLimits::default();
+    limits.total.requests.per_second = Some(9);
+    record.set_group_limits("g", limits);
+    let all = ["throttle:iops-total=9:group=g", "throttle:iops-total=9:group=g", filters[2], filters[3]];
+    for (disk, expected) in record.disks.iter().zip(all) {
+        let filters: Vec<&str> =
+            disk.options.pairs().filter(|(key, _)| *key == "filter").map(|(_, text)| text).collect();
+        assert_eq!(filters, ["delay:ms=1", expected]);
+    }
+    record.set_group_limits("g", ThrottleLimits::default());
+    assert!(record.disks[0].options.to_text().ends_with("filter=throttle:group=g"));
+}
+
+#[test]
+fn a_change_that_cannot_be_written_changes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let records = Records::in_directory(dir.path()).unwrap();
+    std::fs::create_dir(dir.path().join(NEW_FILE)).unwrap();
+    assert!(records.change(|record| record.disks.push(disk("/a.raw"))).is_err());
+    assert!(records.current().disks.is_empty());
+    // Whatever the directory holds, the next change writes the current record.
+    std::fs::remove_dir(dir.path().join(NEW_FILE)).unwrap();
+    records.change(|_| ()).unwrap();
+    assert!(dir.path().join(FILE).exists());
+}
