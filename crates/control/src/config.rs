@@ -263,7 +263,7 @@ impl<'i> Reader<'i> {
             match key {
                 "disk" => export.disk = self.scalar(key, value)?,
                 "socket" => {
-                    let passed = value.get_ref().as_str().filter(|text| !is_path(key, text));
+                    let passed = value.get_ref().as_str().filter(|text| text.starts_with("fd:"));
                     export.socket = Some(passed.map_or_else(|| self.path(key, value), |word| Ok(word.into()))?);
                 }
                 "socket-mode" | "socket-group" => self.access(key, value, &mut export)?,
