@@ -7,11 +7,19 @@ use drive::{DiskOptions, open_disk};
 use image::BackingPolicy;
 use std::os::unix::fs::FileTypeExt;
 
-/// Refuses targets on which a writing load would destroy data: block devices, and files that hold data. Disks of
+/// Refuses targets on which a writing load would destroy data: block devices, files that hold data, and scratch overlays
+/// that are kept and exist. A temporary overlay (`snapshot=on`) has nothing to lose, nor has the image below it. Disks of
 /// servers cannot be checked.
 pub(super) fn refuse(targets: &[Target]) -> anyhow::Result<()> {
     for disk in targets.iter().filter_map(Target::disk_options) {
         let Some(file) = disk.file.as_ref().filter(|_| !disk.read_only) else { continue };
+        if disk.snapshot {
+            if let Some(overlay) = drive::kept_overlay(disk)?.filter(|overlay| overlay.exists()) {
+                let what = "keeps what was written to the disk, and some of that would be overwritten";
+                return Err(usage(format!("'{}' {what}: give --destroy if that may be lost", overlay.display())));
+            }
+            continue;
+        }
         let is_device = file.path().and_then(|path| std::fs::metadata(path).ok());
         let what = match is_device.is_some_and(|meta| meta.file_type().is_block_device()) {
             true => "is a device, and what is on it would be overwritten",
