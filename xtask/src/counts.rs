@@ -20,6 +20,13 @@ impl Counts {
         self.skipped += other.skipped;
     }
 
+    /// So many of the tests that passed were skipped.
+    pub(crate) fn skip(&mut self, tests: u64) {
+        let tests = tests.min(self.passed);
+        self.passed -= tests;
+        self.skipped += tests;
+    }
+
     /// Sums the summary lines among `lines`.
     pub(crate) fn parse<'a>(lines: impl IntoIterator<Item = &'a str>) -> Self {
         let mut counts = Self::default();
@@ -66,6 +73,13 @@ mod tests {
             "test result: FAILED. 1 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s",
         ];
         assert_eq!(Counts::parse(lines), Counts { passed: 4, failed: 2, skipped: 1 });
+    }
+
+    #[test]
+    fn what_was_skipped_has_not_passed() {
+        let mut counts = Counts { passed: 4, failed: 1, skipped: 2 };
+        counts.skip(3);
+        assert_eq!(counts, Counts { passed: 1, failed: 1, skipped: 5 });
     }
 
     #[test]

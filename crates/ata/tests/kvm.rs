@@ -15,7 +15,7 @@ use ringdisk_ata::Drive;
 fn a_real_mode_guest_copies_a_sector_by_strings() {
     let Some(mut machine) = Machine::new(&guest::copy_sector(5, 9)).unwrap() else {
         // No list of packages brings a processor's virtualization along.
-        eprintln!("skipped: /dev/kvm cannot be opened");
+        testkit::skipped("/dev/kvm cannot be opened");
         return;
     };
     let disk = MemorySectors::new(16, 21);

@@ -112,6 +112,11 @@ pub trait File: Send + Sync + Debug {
         false
     }
 
+    /// Whether [`File::map_reserved`] may map anything. Cheap.
+    fn can_map_reserved(&self) -> bool {
+        false
+    }
+
     /// Maps a range for writing. Its space is reserved, so writing there needs no more. Flushes of the file cover these
     /// writes.
     fn map_reserved(&self, offset: u64, length_bytes: usize) -> Option<MappedRange> {

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Server, at, directory, path_str, run_fails, run_ok};
+use common::{Server, at, directory, path_str, run, run_fails, run_ok, text};
 use serde_json::Value;
 
 /// Short measurements of null disks. These tests do not ask how fast they are.
@@ -93,7 +93,7 @@ fn what_would_be_overwritten_asks_for_destroy() {
         run_ok(&["bench", kind, path_str(file), "--rw", "read", "--count", "4"]);
         run_ok(&[&write[..], &["--destroy"]].concat());
     }
-    // A server's disk may be a guest's, whatever it holds. A temporary layer is nobody's.
+    // A server's disk may be a guest's, whatever it holds.
     let (socket, image) = (at(&dir, "s"), path_str(&qcow2));
     let before = std::fs::read(&qcow2).unwrap();
     let server = Server::start(&[image, "--socket", path_str(&socket)]);
@@ -105,8 +105,20 @@ fn what_would_be_overwritten_asks_for_destroy() {
     run_ok(&["bench", "--socket", path_str(&socket), "--count", "4"]);
     server.stop();
     assert!(std::fs::read(&qcow2).unwrap() == before, "the server's disk was written");
-    run_ok(&["bench", "--drive", &format!("file={image},snapshot=on"), "--rw", "write", "--count", "4"]);
-    assert!(std::fs::read(&qcow2).unwrap() == before, "the layer below was written");
+    // Under an overlay nothing below is written. One that is kept holds something from then on.
+    let before = std::fs::read(&raw).unwrap();
+    let drive = format!("name=one,file={},format=raw,snapshot=on", raw.display());
+    let kept = format!("{drive},keep={}", dir.path().display());
+    let write = |drive: &str| run(&["bench", "--drive", drive, "--rw", "write", "--count", "4", "--bs", "64k"]);
+    for drive in [&drive, &drive, &kept] {
+        let output = write(drive);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    }
+    let overlay = at(&dir, "one.scratch");
+    let index = std::fs::read(&overlay).unwrap();
+    let said = text(&write(&kept).stderr);
+    assert!(said.contains("--destroy") && said.contains(path_str(&overlay)), "{said}");
+    assert!(std::fs::read(&overlay).unwrap() == index && std::fs::read(&raw).unwrap() == before);
 }
 
 #[test]
@@ -293,7 +305,7 @@ fn maps_read_and_write_what_requests_do_and_are_counted() {
     let raw = at(&image, "disk.raw");
     std::fs::write(&raw, vec![7; 1 << 20]).unwrap();
     let drive = format!("file={},format=raw,snapshot=on", raw.display());
-    let load = ["--rw", "randrw", "--bs", "4k", "--depth", "4", "--count", "4000", "--verify", "--destroy"];
+    let load = ["--rw", "randrw", "--bs", "4k", "--depth", "4", "--count", "4000", "--verify"];
     let requests = json(&[&["--drive", &drive], &load[..]].concat());
     assert!(requests["by_maps"].is_null() && requests["mismatches"] == 0, "{requests}");
     let maps = json(&[&["--drive", &drive, "--maps"], &load[..]].concat());

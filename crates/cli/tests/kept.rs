@@ -74,6 +74,7 @@ fn a_kept_overlay_outlives_its_daemon_and_goes_wherever_its_user_wants() {
         compare(&index);
         run_ok(&["commit", "--allow-backing", "any", path_str(&index)]);
         is_same(&base, format);
+        assert_eq!(std::fs::metadata(keep.join("base.scratch.data")).unwrap().len(), 0, "it gives its space back");
         // Emptied, it shows what its image holds by now.
         compare(&index);
         let map = run_ok(&["map", "--allow-backing", "any", path_str(&index)]);
@@ -154,4 +155,71 @@ fn a_layer_on_a_kept_overlay_is_there_when_the_daemon_is_started_again() {
     let server = Server::start(&arguments);
     is_there();
     server.stop();
+}
+
+/// Does what the message says.
+#[test]
+fn a_kept_overlay_is_read_while_it_is_served_and_goes_into_its_image_when_the_daemon_has_let_it_go() {
+    let dir = directory();
+    let path = |name: &str| at(&dir, name);
+    let (base, keep, socket, pieces, out) = (path("base"), path("keep"), path("s"), path("pieces"), path("out"));
+    let (control, index) = (path("control"), path("keep/root.scratch"));
+    std::fs::create_dir(&keep).unwrap();
+    let mut contents = numbered(SIZE);
+    std::fs::write(&base, &contents).unwrap();
+    let drive = format!(
+        "file={},format=raw,name=root,snapshot=on,keep={},queues=1,socket={}",
+        base.display(),
+        keep.display(),
+        socket.display()
+    );
+    let ctl = |arguments: &[&str]| run(&[&["ctl", "--control", path_str(&control)], arguments].concat());
+    let ctl_ok = |arguments: &[&str]| {
+        let output = ctl(arguments);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    };
+    let server = Server::start(&["--control", path_str(&control), "--drive", &drive]);
+    let bench = ["bench", "--socket", path_str(&socket), "--rw", "write", "--bs", "64k", "--count", "10", "--destroy"];
+    run_ok(&bench);
+    std::fs::write(&pieces, vec![7; 3 << 20]).unwrap();
+    write(&socket, &pieces);
+    contents[..3 << 20].fill(7);
+    let refused = ctl(&["commit", "root"]);
+    let said = text(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("ctl remove"), "{said}");
+    let advice = said.split("'ringdisk ").nth(2).and_then(|rest| rest.split('\'').next()).unwrap().to_owned();
+    assert!(advice.starts_with("commit ") && advice.ends_with("/keep/root.scratch"), "{advice}");
+    // What was flushed is there for readers, too.
+    run_ok(&["convert", "-U", "--allow-backing", "any", "-O", "raw", path_str(&index), path_str(&out)]);
+    assert!(std::fs::read(&out).unwrap() == contents);
+
+    ctl_ok(&["remove", "root", "--force"]);
+    run_ok(&["convert", "--allow-backing", "any", "-O", "raw", path_str(&index), path_str(&out)]);
+    assert!(std::fs::read(&out).unwrap() == contents);
+    run_ok(&advice.split(' ').collect::<Vec<_>>());
+    assert!(std::fs::read(&base).unwrap() == contents, "the image has it now");
+    ctl_ok(&["add", &drive]);
+    std::fs::write(&pieces, vec![8; 1 << 20]).unwrap();
+    write(&socket, &pieces);
+    contents[..1 << 20].fill(8);
+    let source = format!("if=vhost-user:{}", socket.display());
+    run_ok(&["dd", "-f", "raw", "-O", "raw", "bs=64K", &source, &format!("of={}", out.display())]);
+    assert!(std::fs::read(&out).unwrap() == contents);
+    server.stop();
+}
+
+/// What `kill -9` leaves of an overlay that was being made.
+#[test]
+fn a_daemon_that_was_killed_while_it_made_an_overlay_makes_it_the_next_time() {
+    for names in [&["one.scratch"][..], &["one.scratch", "one.scratch.data"]] {
+        let dir = directory();
+        let path = |name: &str| at(&dir, name);
+        std::fs::write(path("base"), numbered(1 << 20)).unwrap();
+        names.iter().for_each(|name| std::fs::write(path(name), "").unwrap());
+        let (file, keep, socket) = (path("base"), dir.path().display().to_string(), path("s"));
+        let drive =
+            format!("file={},format=raw,name=one,snapshot=on,keep={keep},socket={}", file.display(), socket.display());
+        Server::start(&["--drive", &drive]).stop();
+        assert!(run_ok(&["info", path_str(&path("one.scratch"))]).contains("file format: scratch"), "{names:?}");
+    }
 }

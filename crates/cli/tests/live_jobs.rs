@@ -4,8 +4,12 @@
 mod common;
 mod live_bench;
 
-use common::{assert_valid, has_tool, path_str};
+use common::{assert_valid, has_tool, path_str, ringdisk, text};
 use live_bench::{Bench, SIZE};
+use serde_json::Value;
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
+use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 use testkit::{HistoryLoad, SectorHistory};
@@ -54,6 +58,77 @@ fn layers_are_streamed_and_committed_while_guests_work() {
     let top = bench.path("e.qcow2");
     assert_valid(&top, false);
     bench.history.check_read(0, &bench.as_qemu_sees(&top), bench.history.now()).unwrap();
+}
+
+/// Runs a job to its end; what it tells rises to its total.
+fn shows_its_progress(bench: &Bench, call: &[&str]) {
+    let output = ringdisk().args(bench.arguments(call)).arg("--progress=json").output().unwrap();
+    let said = text(&output.stderr);
+    assert!(output.status.success(), "{call:?}: {said}");
+    let lines: Vec<Value> = said.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let figure = |line: &Value, name: &str| line[name].as_u64().unwrap();
+    let done: Vec<u64> = lines.iter().map(|line| figure(line, "done-bytes")).collect();
+    let total: Vec<u64> = lines.iter().map(|line| figure(line, "total-bytes")).collect();
+    assert!(!lines.is_empty() && done.is_sorted() && total.is_sorted(), "{call:?}: {said}");
+    assert_eq!(done.last(), total.last(), "{call:?}: {said}");
+}
+
+/// Presses Ctrl-C while the job runs; it is cancelled.
+fn is_cancelled_by_ctrl_c(bench: &Bench, call: &[&str]) {
+    let mut command = ringdisk();
+    command.args(bench.arguments(call)).args(["--rate", "64K", "--progress=json"]);
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+    let first = lines.next().unwrap_or_default();
+    assert!(first.starts_with('{'), "{call:?}: {first}");
+    common::tool_ok("kill", &["-INT", &child.id().to_string()]);
+    let said = lines.filter(|line| !line.starts_with('{')).collect::<Vec<_>>().join("\n");
+    let status = child.wait().unwrap();
+    assert!(said.contains("is cancelled") && status.signal() == Some(2), "{call:?}: {status} {said}");
+    let jobs = bench.json(&["jobs"]);
+    assert_eq!(jobs["jobs"].as_array().unwrap().last().unwrap()["state"], "cancelled", "{call:?}: {jobs}");
+}
+
+/// Each kind of job: the list that `long_verbs.rs` compares with the command line.
+#[test]
+fn a_job_shows_its_progress_and_ctrl_c_cancels_it() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let bench = Bench::new();
+    let server = bench.serve();
+    fill_and_discard(&bench, 1);
+    let before = bench.json(&["show", "root"])["layers"].clone();
+    let [copy, moved, saved, top, other] =
+        ["copy", "moved", "saved", "top.qcow2", "other.qcow2"].map(|name| path_str(&bench.path(name)).to_owned());
+    for call in [&["compact", "root"][..], &["mirror", "root", &copy, "--keep"], &["backup", "root", &saved]] {
+        is_cancelled_by_ctrl_c(&bench, call);
+        assert_eq!(bench.json(&["show", "root"])["layers"], before, "{call:?}");
+        shows_its_progress(&bench, call);
+    }
+    for name in ["commit", "stream", "rebase"] {
+        let _ = std::fs::remove_file(&top);
+        bench.ctl(&["snapshot", "root", &top]);
+        let guests = bench.guests(3, 50);
+        guests.wait_for_more(500);
+        assert_eq!(guests.finish(), [""; 0]);
+        common::run_ok(&["create", "-q", "-f", "qcow2", &other, &SIZE.to_string()]);
+        let mut call = vec![name, "root"];
+        call.extend((name == "rebase").then_some(other.as_str()));
+        is_cancelled_by_ctrl_c(&bench, &call);
+        assert_eq!(bench.layers(), 2, "{call:?}");
+        shows_its_progress(&bench, &call);
+        match name {
+            "commit" => assert_eq!(bench.layers(), 1),
+            // Nothing is below it any more: back to one layer under the next name.
+            "stream" => bench.ctl(&["mirror", "root", &moved]).clear(),
+            _ => {}
+        }
+    }
+    let guests = bench.guests(4, 0);
+    guests.wait_for_more(300);
+    assert_eq!(guests.finish(), [""; 0]);
+    server.stop();
 }
 
 fn commits_and_streams_are_killed(moments: u64) {

@@ -22,6 +22,10 @@ struct Verb {
     line: &'static [&'static str],
     /// Makes the images.
     prepare: fn(&Path),
+    /// Whether they name each other by whole paths, and so are made in each place anew.
+    stay: bool,
+    /// What the verb makes and does not overwrite.
+    makes: &'static [&'static str],
     /// Images that stay byte for byte.
     sources: &'static [&'static str],
     /// qcow2 images that are valid at any time, if they are there.
@@ -89,11 +93,46 @@ fn snapshot(directory: &Path) {
     in_directory_ok(directory, &["convert", "-n", "-O", "qcow2", "b.raw", "base.qcow2"]);
 }
 
+/// The base has a bitmap `one` with bits, and an empty one, `two`.
+fn bitmaps(directory: &Path) {
+    chain(directory);
+    in_directory_ok(directory, &["bitmap", "--add", "base.qcow2", "one"]);
+    in_directory_ok(directory, &["convert", "-n", "-O", "qcow2", "b.raw", "base.qcow2"]);
+    in_directory_ok(directory, &["bitmap", "--add", "base.qcow2", "two"]);
+}
+
+/// `saved`, a machine's state with the bytes of `a.raw`.
+fn state(directory: &Path) {
+    raw_disk(&directory.join("a.raw"), 1);
+    let mut stream = std::fs::File::open(directory.join("a.raw")).unwrap();
+    save::StateFile::write(&directory.join("saved"), &mut stream, &mut |_| Ok(())).unwrap();
+}
+
+/// `a.raw`, and a kept scratch overlay over it that shows `b.raw`.
+fn kept(directory: &Path) {
+    raw_disk(&directory.join("a.raw"), 1);
+    let drive = "name=disk,file=a.raw,format=raw,snapshot=on,keep=.";
+    let load = ["--rw", "randwrite", "--bs", "16k", "--count", "300"];
+    in_directory_ok(directory, &[&["bench", "--drive", drive][..], &load].concat());
+    in_directory_ok(directory, &["convert", "-O", "raw", "disk.scratch", "b.raw"]);
+}
+
+/// `log`, of writes to `a.raw` that made it what `b.raw` shows.
+fn write_log(directory: &Path) {
+    raw_disk(&directory.join("a.raw"), 1);
+    std::fs::copy(directory.join("a.raw"), directory.join("b.raw")).unwrap();
+    let drive = "file=b.raw,format=raw,filter=log:file=log";
+    let load = ["--rw", "randwrite", "--bs", "16k", "--count", "300", "--destroy"];
+    in_directory_ok(directory, &[&["bench", "--drive", drive][..], &load].concat());
+}
+
 const ONE: &[(&str, &str)] = &[("base.qcow2", "a.raw")];
 
 const CONVERT: Verb = Verb {
     line: &["convert", "-O", "qcow2", "base.qcow2", "new.qcow2"],
     prepare: one_image,
+    stay: false,
+    makes: &[],
     sources: &["base.qcow2"],
     valid: &["new.qcow2"],
     always: ONE,
@@ -105,6 +144,8 @@ const DD: Verb = Verb { line: &["dd", "-O", "qcow2", "bs=64k", "if=base.qcow2", 
 const COMMIT: Verb = Verb {
     line: &["commit", "top.qcow2"],
     prepare: chain,
+    stay: false,
+    makes: &[],
     sources: &["other.qcow2"],
     valid: &["top.qcow2", "base.qcow2"],
     always: &[("top.qcow2", "b.raw")],
@@ -114,6 +155,8 @@ const COMMIT: Verb = Verb {
 const REBASE: Verb = Verb {
     line: &["rebase", "-b", "other.qcow2", "-F", "qcow2", "top.qcow2"],
     prepare: chain,
+    stay: false,
+    makes: &[],
     sources: &["base.qcow2", "other.qcow2"],
     valid: &["top.qcow2"],
     always: &[("top.qcow2", "b.raw")],
@@ -125,6 +168,8 @@ const FLATTEN: Verb = Verb { line: &["rebase", "-b", "", "top.qcow2"], ..REBASE 
 const CHECK: Verb = Verb {
     line: &["check", "-r", "all", "base.qcow2"],
     prepare: leaks,
+    stay: false,
+    makes: &[],
     sources: &["a.raw"],
     valid: &["base.qcow2"],
     always: ONE,
@@ -139,6 +184,8 @@ const RESIZE: Verb =
 const APPLY: Verb = Verb {
     line: &["snapshot", "-a", "one", "base.qcow2"],
     prepare: snapshot,
+    stay: false,
+    makes: &[],
     sources: &["top.qcow2", "other.qcow2"],
     valid: &["base.qcow2"],
     always: &[],
@@ -148,6 +195,8 @@ const APPLY: Verb = Verb {
 const COMPARE: Verb = Verb {
     line: &["compare", "a.raw", "base.qcow2"],
     prepare: one_image,
+    stay: false,
+    makes: &[],
     sources: &["a.raw", "base.qcow2"],
     valid: &[],
     always: &[],
@@ -158,11 +207,132 @@ const MEASURE: Verb = Verb { line: &["measure", "-O", "qcow2", "base.qcow2"], ..
 
 const MAP: Verb = Verb { line: &["map", "base.qcow2"], ..COMPARE };
 
+const CREATE: Verb = Verb {
+    line: &["create", "-q", "-f", "qcow2", "-o", "preallocation=full", "new.qcow2", "40M"],
+    at_end: &[],
+    ..CONVERT
+};
+
+const BITMAP: Verb = Verb {
+    line: &["bitmap", "--merge", "one", "base.qcow2", "two"],
+    prepare: bitmaps,
+    always: &[("base.qcow2", "b.raw")],
+    at_end: &[],
+    ..CHECK
+};
+
+const STATE_CHECK: Verb = Verb { line: &["state", "check", "saved"], prepare: state, sources: &["saved"], ..COMPARE };
+
+const STATE_EXTRACT: Verb = Verb {
+    line: &["state", "extract", "saved", "stream"],
+    makes: &["stream"],
+    at_end: &[("stream", "a.raw")],
+    ..STATE_CHECK
+};
+
+const COMMIT_KEPT: Verb = Verb {
+    line: &["commit", "disk.scratch"],
+    prepare: kept,
+    stay: true,
+    sources: &[],
+    valid: &[],
+    always: &[("disk.scratch", "b.raw")],
+    at_end: &[("a.raw", "b.raw")],
+    ..COMMIT
+};
+
+const CONVERT_KEPT: Verb = Verb {
+    line: &["convert", "-O", "qcow2", "disk.scratch", "new.qcow2"],
+    prepare: kept,
+    stay: true,
+    sources: &[],
+    always: &[("disk.scratch", "b.raw")],
+    at_end: &[("new.qcow2", "b.raw")],
+    ..CONVERT
+};
+
+const REPLAY: Verb = Verb {
+    line: &["replay", "-f", "raw", "log", "a.raw"],
+    prepare: write_log,
+    sources: &["log", "b.raw"],
+    valid: &[],
+    always: &[],
+    at_end: &[("a.raw", "b.raw")],
+    ..CONVERT
+};
+
+/// Jobs of running disks, which `live_jobs.rs` interrupts.
+const LIVE: &[&str] = &["commit", "mirror", "stream", "rebase", "compact", "backup"];
+
+/// Verbs that are not broken off here.
+const NOT_HERE: &[(&str, &str)] = &[
+    ("help", "prints a text"),
+    ("info", "reads headers"),
+    ("serve", "runs until it is told to end"),
+    ("nbd", "runs until it is told to end"),
+    ("try", "changes no file of the user"),
+    ("bench", "measures, and its writes are its purpose"),
+    ("img-compat", "prints a table"),
+    ("save", "tests/save/interrupted.rs: at each of its steps"),
+    ("restore", "tests/save/interrupted.rs: at each of its steps"),
+];
+
+/// Verbs of `ctl` that make one call, which the daemon carries out whatever becomes of the program.
+const CALLS: &[&str] = &[
+    "help",
+    "list",
+    "show",
+    "add",
+    "remove",
+    "resize",
+    "reopen",
+    "set",
+    "snapshot",
+    "bitmap",
+    "snapshot-list",
+    "snapshot-create",
+    "snapshot-delete",
+    "snapshot-apply",
+    "exports",
+    "export",
+    "unexport",
+    "jobs",
+    "pause",
+    "resume",
+    "limit",
+    "cancel",
+    "stats",
+    "top",
+    "watch",
+    "metrics",
+    "reload",
+    "shutdown",
+];
+
+/// The verbs that the help of these words lists.
+fn verbs_of(words: &[&str]) -> Vec<String> {
+    let output = ringdisk().args(words).arg("--help").output().unwrap();
+    let help = text(&output.stdout);
+    let listed = help.lines().skip_while(|line| *line != "Commands:").skip(1).take_while(|line| !line.is_empty());
+    let names = listed.filter_map(|line| line.strip_prefix("  ").filter(|rest| !rest.starts_with(' ')));
+    let names: Vec<String> = names.filter_map(|line| Some(line.split_whitespace().next()?.to_owned())).collect();
+    assert!(!names.is_empty(), "{words:?} has no verbs: {help}");
+    names
+}
+
 /// Copies all files of a directory.
 fn copy(from: &Path, to: &Path) {
     for entry in std::fs::read_dir(from).unwrap() {
         let path = entry.unwrap().path();
         std::fs::copy(&path, to.join(path.file_name().unwrap())).unwrap();
+    }
+}
+
+/// Puts the verb's images into a directory.
+fn fill(verb: &Verb, golden: &Path, target: &Path) {
+    match verb.stay {
+        true => (verb.prepare)(target),
+        false => copy(golden, target),
     }
 }
 
@@ -210,7 +380,7 @@ fn is_stoppable_and_tells_how_far_it_is(verb: &Verb, moments: usize) {
     (verb.prepare)(golden.path());
     let sources = files(golden.path(), verb.sources);
     let whole = directory();
-    copy(golden.path(), whole.path());
+    fill(verb, golden.path(), whole.path());
     let began = Instant::now();
     let watched = [verb.line, &["--progress=json"][..]].concat();
     let output = in_directory(whole.path(), &watched);
@@ -221,7 +391,7 @@ fn is_stoppable_and_tells_how_far_it_is(verb: &Verb, moments: usize) {
     let mut dice = Dice::new(7);
     for moment in 0..moments {
         let place = directory();
-        copy(golden.path(), place.path());
+        fill(verb, golden.path(), place.path());
         let after = dice.below(took.as_micros() as u64 + 1);
         let ended = run_until(place.path(), verb.line, after);
         let when = format!("after {:?} was interrupted (moment {moment}: {ended})", verb.line);
@@ -231,6 +401,9 @@ fn is_stoppable_and_tells_how_far_it_is(verb: &Verb, moments: usize) {
             assert_valid(&image, true);
         }
         shows(place.path(), verb.always, &when);
+        for made in verb.makes {
+            let _ = std::fs::remove_file(place.path().join(made));
+        }
         in_directory_ok(place.path(), verb.line);
         shows(place.path(), verb.at_end, &format!("again {when}"));
         assert!(files(place.path(), verb.sources) == sources, "sources of the second run {when}");
@@ -239,6 +412,8 @@ fn is_stoppable_and_tells_how_far_it_is(verb: &Verb, moments: usize) {
 
 macro_rules! each {
     ($($name:ident: $verb:ident,)*) => {
+        const VERBS: &[&Verb] = &[$(&$verb),*];
+
         $(#[test]
         fn $name() {
             is_stoppable_and_tells_how_far_it_is(&$verb, MOMENTS);
@@ -265,4 +440,36 @@ each! {
     compare_can_be_stopped_at_any_moment_and_run_again: COMPARE,
     measure_can_be_stopped_at_any_moment_and_run_again: MEASURE,
     map_can_be_stopped_at_any_moment_and_run_again: MAP,
+    create_can_be_stopped_at_any_moment_and_run_again: CREATE,
+    bitmap_can_be_stopped_at_any_moment_and_run_again: BITMAP,
+    state_check_can_be_stopped_at_any_moment_and_run_again: STATE_CHECK,
+    state_extract_can_be_stopped_at_any_moment_and_run_again: STATE_EXTRACT,
+    commit_of_a_kept_overlay_can_be_stopped_at_any_moment_and_run_again: COMMIT_KEPT,
+    convert_of_a_kept_overlay_can_be_stopped_at_any_moment_and_run_again: CONVERT_KEPT,
+    replay_can_be_stopped_at_any_moment_and_run_again: REPLAY,
+}
+
+/// Whoever adds a verb says here how it is broken off.
+#[test]
+fn every_verb_of_the_command_line_is_broken_off_somewhere_or_is_not_long() {
+    let row = |words: &[&str]| VERBS.iter().any(|verb| verb.line.starts_with(words));
+    for verb in verbs_of(&[]) {
+        match verb.as_str() {
+            "ctl" => {
+                for call in verbs_of(&["ctl"]) {
+                    let is_known = LIVE.contains(&&*call) ^ CALLS.contains(&&*call);
+                    assert!(is_known, "'ctl {call}': a job belongs into LIVE and live_jobs.rs, a call into CALLS");
+                }
+            }
+            "state" => {
+                for part in verbs_of(&["state"]) {
+                    assert!(part == "help" || row(&["state", &part]), "'state {part}' has no row");
+                }
+            }
+            name => {
+                let reason = NOT_HERE.iter().any(|(known, _)| *known == name);
+                assert!(row(&[name]) ^ reason, "'{name}' needs a row, or a reason why it needs none");
+            }
+        }
+    }
 }

@@ -1,8 +1,10 @@
 //! A real Linux guest that writes all the time is saved again and again, with saves that are killed as their steps begin, goes
 //! on to its end, and is then resumed from what was saved last. Its file system is clean both times.
 //!
-//! Not a step of `cargo xtask ci` yet. By hand, after the step `guests` has fetched its kernel:
+//! By hand, after the step `guests` has fetched its kernel:
 //! `RINGDISK_GUEST_KERNEL=$PWD/target/guest-kernel cargo test -p ringdisk --test save_guest -- --ignored`. It takes a minute.
+//! `RINGDISK_SAVE_GUEST_ROUNDS` and `RINGDISK_SAVE_GUEST_MIB` (of memory) make it longer; at its end it says how long the guest
+//! was paused, and how long saves took.
 
 mod common;
 
@@ -36,13 +38,15 @@ impl Bench {
         std::fs::write(self.path("vm.toml"), text).unwrap();
     }
 
-    /// A save to its end.
-    fn save(&self, keep: bool) {
+    /// A save to its end; returns how long the guest was paused and how long the save took, in seconds.
+    fn save(&self, keep: bool) -> [f64; 2] {
         let file = self.text("vm.toml");
         let more: &[&str] = if keep { &["--keep"] } else { &[] };
-        let output = run(&[&["save", &file][..], more].concat());
+        let output = run(&[&["save", "--output=json", &file][..], more].concat());
         assert!(output.status.success(), "{}", common::text(&output.stderr));
-        eprintln!("{}", common::text(&output.stdout).trim_end());
+        let saved: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        eprintln!("keep {keep}: {saved}");
+        ["paused-seconds", "total-seconds"].map(|name| saved[name].as_f64().unwrap())
     }
 
     /// A save that is killed as a step begins.
@@ -79,6 +83,21 @@ fn command_of(qmp: &Path) -> Vec<String> {
     commands.into_iter().find(is_it).expect("the machine runs")
 }
 
+/// Says the median and the longest of each.
+fn say(what: &str, times: &[[f64; 2]]) {
+    for (index, name) in ["paused", "took"].into_iter().enumerate() {
+        let mut sorted: Vec<f64> = times.iter().map(|both| both[index]).collect();
+        sorted.sort_by(f64::total_cmp);
+        if let (Some(middle), Some(last)) = (sorted.get(sorted.len() / 2), sorted.last()) {
+            println!("{what}, {} saves: {name} {middle:.2} s in the middle, {last:.2} s at most", sorted.len());
+        }
+    }
+}
+
+fn asked(variable: &str, usual: u32) -> u32 {
+    std::env::var(variable).map_or(usual, |number| number.parse().expect("a number"))
+}
+
 fn assert_filled(report: &GuestReport) {
     let [disk] = report.disks.as_slice() else { panic!("{report:?}") };
     assert_eq!((disk.size_bytes, disk.checks, disk.files), (DISK_BYTES, 2, 200), "{disk:?}");
@@ -86,10 +105,9 @@ fn assert_filled(report: &GuestReport) {
 }
 
 #[test]
-#[ignore = "boots a guest; run by hand"]
+#[ignore = "boots a guest; run by cargo xtask ci"]
 fn qemu_on_a_disk_that_is_saved_all_the_time_goes_on_and_comes_back() {
-    let rounds: usize =
-        std::env::var("RINGDISK_SAVE_GUEST_ROUNDS").map_or(3, |rounds| rounds.parse().expect("a number"));
+    let rounds = asked("RINGDISK_SAVE_GUEST_ROUNDS", 3) as usize;
     let bench = Bench { dir: tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap() };
     let (disk, socket, qmp) = (bench.text("disk"), bench.path("s"), bench.path("qmp"));
     tool_ok("qemu-img", &["create", "-q", "-f", "qcow2", &disk, &DISK_BYTES.to_string()]);
@@ -100,7 +118,7 @@ fn qemu_on_a_disk_that_is_saved_all_the_time_goes_on_and_comes_back() {
 
     let (steps, told) = channel();
     let mut options = GuestOptions::new(GuestKind::Qemu, vec![socket]);
-    options.memory_mib = 384;
+    options.memory_mib = asked("RINGDISK_SAVE_GUEST_MIB", 384);
     options.work = GuestWork::Fill { measure_seconds: 0, measure_mib: 0, fio_mib: 48 };
     options.monitor = Some(qmp.clone());
     options.time_limit = Duration::from_secs(1200);
@@ -123,12 +141,16 @@ fn qemu_on_a_disk_that_is_saved_all_the_time_goes_on_and_comes_back() {
     let initramfs = qemu.iter().position(|word| word == "-initrd").unwrap() + 1;
     std::fs::copy(&qemu[initramfs], bench.path("initramfs")).unwrap();
     qemu[initramfs] = bench.text("initramfs");
+    let (mut kept, mut committed) = (Vec::new(), Vec::new());
     for round in 0..rounds {
         bench.killed_save(STEPS[(round * 2 + 1) % STEPS.len()]);
-        bench.save(round % 3 == 1);
+        let times = if round % 2 == 0 { &mut kept } else { &mut committed };
+        times.push(bench.save(round % 2 == 0));
         bench.killed_save(STEPS[round * 2 % STEPS.len()]);
-        bench.save(false);
+        committed.push(bench.save(false));
     }
+    say("with --keep", &kept);
+    say("with a commit", &committed);
     let report = guest.join().unwrap().unwrap_or_else(|error| panic!("{error:#}"));
     assert_filled(&report);
     drop(stops);

@@ -180,11 +180,16 @@ fn with_mounted(directory: &Path, options: &str) -> Option<Vec<String>> {
     })
 }
 
+fn skipped() {
+    assert!(std::env::var_os("RINGDISK_REQUIRE_ALL").is_none(), "nothing can be mounted here, and this is CI");
+    testkit::skipped("nothing can be mounted here");
+}
+
 #[test]
 fn a_directory_that_can_only_be_read_is_said_with_what_to_do_and_other_disks_go_on() {
     let images = Images::new();
     let Some(words) = with_mounted(&images.temporary, "ro") else {
-        eprintln!("skipped: nothing can be mounted here");
+        skipped();
         return;
     };
     let [control, socket] = ["control", "plain"].map(|name| at(&images.dir, name));
@@ -208,7 +213,7 @@ fn a_directory_that_can_only_be_read_is_said_with_what_to_do_and_other_disks_go_
 fn a_directory_without_any_room_is_said_with_what_to_do() {
     let images = Images::new();
     let Some(words) = with_mounted(&images.temporary, "size=65536") else {
-        eprintln!("skipped: nothing can be mounted here");
+        skipped();
         return;
     };
     let drive = format!("file={},snapshot=on", images.files[1].display());
@@ -221,4 +226,90 @@ fn a_directory_without_any_room_is_said_with_what_to_do() {
         assert!(said.contains(wanted), "{said}");
     }
     images.assert_untouched();
+}
+
+/// Files of servers, of a cluster, and one that was passed open.
+#[test]
+fn a_disk_that_lies_elsewhere_is_written_to_as_little() {
+    let dir = directory();
+    let path = |name: &str| at(&dir, name);
+    let (base, temporary) = (path("base.raw"), path("tmp"));
+    std::fs::write(&base, numbered(SIZE)).unwrap();
+    std::fs::create_dir(&temporary).unwrap();
+    let before = state(&base);
+    let (cluster, web) = (testkit::RbdStandIn::new(), testkit::WebServer::start(&before.0));
+    let image = cluster.name("one");
+    let with_cluster = || {
+        let mut command = ringdisk();
+        command.env("RINGDISK_LIBRBD", cluster.library());
+        command
+    };
+    let copied = with_cluster().args(["convert", "-f", "raw", "-O", "raw", path_str(&base), &image]).output().unwrap();
+    assert!(copied.status.success(), "{}", text(&copied.stderr));
+    let mut nbd = ringdisk();
+    nbd.args(["nbd", "--socket", path_str(&path("nbd")), path_str(&base)]);
+    let nbd = Server::start_command(nbd);
+    let uri = format!("nbd+unix:///?socket={}", path("nbd").display());
+    let url = web.url("/base.raw");
+    let written = path("written.raw");
+    let mut bytes = numbered(SIZE);
+    bytes.rotate_left(1000);
+    std::fs::write(&written, &bytes).unwrap();
+    for (index, file) in [uri.as_str(), &url, &image, "fd:9"].into_iter().enumerate() {
+        let socket = path(&format!("s{index}"));
+        let drive = format!("file={file},format=raw,snapshot=on,socket={}", socket.display());
+        let mut command = Command::new("sh");
+        let script = "exec 9< \"$0\"; exec \"$@\"";
+        command.args(["-c", script, path_str(&base)]).arg(ringdisk().get_program()).args(["serve", "--drive", &drive]);
+        command.env("TMPDIR", &temporary).env("RINGDISK_LIBRBD", cluster.library()).env_remove("NOTIFY_SOCKET");
+        let server = Server::start_command(command);
+        let disk = format!("vhost-user:{}", socket.display());
+        run_ok(&["compare", "-f", "raw", "-F", "raw", path_str(&base), &disk]);
+        run_ok(&["convert", "-n", "-f", "raw", "-O", "raw", path_str(&written), &disk]);
+        run_ok(&["compare", "-f", "raw", "-F", "raw", path_str(&written), &disk]);
+        let sizes = open_files(server.pid(), &temporary);
+        assert!(sizes.len() == 2 && sizes.iter().all(|(length, space)| space >= length), "{file}: {sizes:?}");
+        server.kill();
+        assert!(state(&base) == before, "{file}: the image was changed, or its times");
+        assert_eq!(std::fs::read_dir(&temporary).unwrap().count(), 0, "{file}");
+        // A kept overlay names its image by a path.
+        let kept = format!("name=one,file={file},format=raw,snapshot=on,keep={}", dir.path().display());
+        let said = with_cluster().args(["serve", "--drive", &kept]).output().unwrap();
+        assert!(!said.status.success() && !path("one.scratch").exists(), "{file}: {}", text(&said.stderr));
+    }
+    let compared =
+        with_cluster().args(["compare", "-f", "raw", "-F", "raw", path_str(&base), &image]).output().unwrap();
+    assert!(compared.status.success(), "{}", text(&compared.stderr));
+    nbd.stop();
+}
+
+/// Reserved before it is used: at any moment, while a guest writes, no file is longer than its space. Also with names.
+#[test]
+fn no_file_is_ever_longer_than_its_space() {
+    let dir = directory();
+    let (base, socket) = (at(&dir, "base.raw"), at(&dir, "s"));
+    std::fs::File::create(&base).unwrap().set_len(64 << 20).unwrap();
+    for more in ["", ",keep="] {
+        let place = at(&dir, if more.is_empty() { "tmp" } else { "kept" });
+        std::fs::create_dir(&place).unwrap();
+        let keep = if more.is_empty() { String::new() } else { format!("{more}{}", place.display()) };
+        let drive =
+            format!("name=one,file={},format=raw,snapshot=on{keep},socket={}", base.display(), socket.display());
+        let mut command = serve_command();
+        command.env("TMPDIR", &place).args(["--drive", &drive]);
+        let server = Server::start_command(command);
+        let load = ["--rw", "randwrite", "--bs", "16k", "--size", "48M", "--count", "6000", "--destroy"];
+        let words = [&["bench", "--socket", path_str(&socket)][..], &load].concat();
+        let mut guest = ringdisk().args(&words).stdout(std::process::Stdio::null()).spawn().unwrap();
+        let mut moments = 0;
+        while guest.try_wait().unwrap().is_none() || moments == 0 {
+            for (length, space) in open_files(server.pid(), &place) {
+                assert!(space >= length, "{length} bytes have {space}{more}");
+            }
+            moments += 1;
+        }
+        assert!(guest.wait().unwrap().success());
+        assert_eq!(open_files(server.pid(), &place).len(), 2);
+        server.stop();
+    }
 }

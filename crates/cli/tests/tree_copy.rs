@@ -1,9 +1,10 @@
 //! How long a guest takes to copy a tree: on a disk with `snapshot=on`, on a qcow2 overlay of ours, and on one of QEMU's.
 //!
 //! A User Mode Linux guest makes the tree on a raw image once. Then each side serves that image under an overlay of its own,
-//! in turn, and a guest copies the tree from the disk to the disk and compares the two. Each time the image is unchanged.
+//! in turn, and a guest copies the tree from the disk to the disk and compares the two. At the end QEMU does the same on a
+//! disk with `snapshot=on`. The image is unchanged.
 //!
-//! By hand, on a quiet machine and built with `--release`, after `cargo xtask ci --only guests` has fetched its kernel:
+//! For figures, on a quiet machine and built with `--release`, after `cargo xtask ci --only guests` has fetched its kernel:
 //! `RINGDISK_TREE_MIB=300 RINGDISK_TREE_ROUNDS=3 cargo test --release -p ringdisk --test tree_copy -- --ignored --nocapture`.
 //! `RINGDISK_TREE_DIRECTORY` says where the files lie; by default in the build directory.
 
@@ -98,10 +99,12 @@ impl Files {
 }
 
 /// Runs a guest; returns how long its copy took.
-fn guest(socket: &Path, work: GuestWork) -> Option<f64> {
-    let mut options = GuestOptions::new(GuestKind::Uml, vec![socket.to_owned()]);
+fn guest(kind: GuestKind, socket: &Path, work: GuestWork) -> Option<f64> {
+    let mut options = GuestOptions::new(kind, vec![socket.to_owned()]);
     options.work = work;
-    options.memory_mib = 256;
+    if kind == GuestKind::Uml {
+        options.memory_mib = 256;
+    }
     options.time_limit = Duration::from_secs(1200);
     let report =
         guestlab::run(&options, &mut |step| eprintln!("guest: {step}")).unwrap_or_else(|error| panic!("{error:#}"));
@@ -116,7 +119,7 @@ fn median(samples: &[f64]) -> f64 {
 }
 
 #[test]
-#[ignore = "boots guests; run by hand"]
+#[ignore = "boots guests; run by cargo xtask ci"]
 fn a_guest_copies_a_tree_on_each_kind_of_overlay() {
     let (mib, rounds) = (asked("RINGDISK_TREE_MIB", 24), asked("RINGDISK_TREE_ROUNDS", 1));
     let parent = std::env::var("RINGDISK_TREE_DIRECTORY").unwrap_or_else(|_| env!("CARGO_TARGET_TMPDIR").to_owned());
@@ -125,7 +128,7 @@ fn a_guest_copies_a_tree_on_each_kind_of_overlay() {
     std::fs::File::create(&base).unwrap().set_len(u64::from(mib * 2 + mib / 2 + 128) << 20).unwrap();
     let making =
         Server::start(&["--drive", &format!("file={},format=raw,socket={}", base.display(), socket.display())]);
-    guest(&socket, GuestWork::MakeTree { mib });
+    guest(GuestKind::Uml, &socket, GuestWork::MakeTree { mib });
     making.stop();
     let before = tool_ok("sha256sum", &[path_str(&base)]);
 
@@ -133,17 +136,28 @@ fn a_guest_copies_a_tree_on_each_kind_of_overlay() {
     if has_tool(QSD) {
         sides.push((Side::Qemu, Vec::new()));
     }
-    for _ in 0..rounds {
+    for round in 0..rounds {
+        // In turn, and each second time the other way round.
+        sides.reverse();
+        if round == 0 {
+            sides.reverse();
+        }
         for (side, samples) in &mut sides {
             let _ = std::fs::remove_file(&socket);
             let (server, _qemu) = files.serve(*side, &socket);
-            let took = guest(&socket, GuestWork::CopyTree).expect("the guest says how long it took");
+            let took = guest(GuestKind::Uml, &socket, GuestWork::CopyTree).expect("the guest says how long it took");
             server.into_iter().for_each(Server::stop);
             println!("{side:?}: {took:.2} s");
             samples.push(took);
         }
     }
+    let _ = std::fs::remove_file(&socket);
+    let (server, _) = files.serve(Side::Scratch, &socket);
+    let took = guest(GuestKind::Qemu, &socket, GuestWork::CopyTree).expect("the guest says how long it took");
+    println!("QEMU on {:?}: {took:.2} s", Side::Scratch);
+    server.into_iter().for_each(Server::stop);
     assert_eq!(tool_ok("sha256sum", &[path_str(&base)]), before, "the image was written");
+    sides.sort_by_key(|(side, _)| *side as u8);
     let scratch = median(&sides[0].1);
     println!("A tree of {mib} MiB, {rounds} rounds, medians: scratch {scratch:.2} s.");
     for (side, samples) in &sides[1..] {

@@ -164,7 +164,12 @@ impl Opener for EngineOpener {
             Err(_) if path.exists() => Ok(None),
             made => {
                 made?;
-                self.open(&path.into(), Role::Writable).map(Some).inspect_err(|_| self.unmake(path))
+                self.open(&path.into(), Role::Writable).map(Some).inspect_err(|error| {
+                    // Whoever was faster has found it empty, and uses it.
+                    if error.kind() != ErrorKind::Locked {
+                        self.unmake(path);
+                    }
+                })
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use block::{Error, File, Result};
 use engine::{CacheMode, OpenOptions};
-use image::{HostSpace, ScratchFiles, TemporaryFiles};
+use image::{HostSpace, ScratchFiles, Space, TemporaryFiles};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -47,9 +47,12 @@ impl TemporaryFiles for InTemporaryDirectory {
 
     fn scratch(&self) -> Result<ScratchFiles> {
         let (index, data) = (self.file()?, self.file()?);
-        let copy = data.try_clone().map_err(|error| Error::io("cannot duplicate a temporary file", error))?;
-        let space = Arc::new(HostSpace::of(copy));
-        Ok(ScratchFiles { index, data: self.opened("temporary data", data)?, space })
+        let space_of = |file: &std::fs::File| {
+            let copy = file.try_clone().map_err(|error| Error::io("cannot duplicate a temporary file", error))?;
+            Ok::<Arc<dyn Space>, Error>(Arc::new(HostSpace::of(copy)))
+        };
+        let spaces = [space_of(&index)?, space_of(&data)?];
+        Ok(ScratchFiles { index, data: self.opened("temporary data", data)?, spaces })
     }
 
     fn image(&self) -> Result<Arc<dyn File>> {

@@ -104,6 +104,17 @@ impl Index {
         }
     }
 
+    /// Whether any page of the disk lies in the data.
+    pub(crate) fn names_data(&self) -> bool {
+        let parts = u64::try_from(self.directory.len()).unwrap_or(u64::MAX);
+        (0..parts).any(|part| match self.part(part) {
+            Part::All(_) => false,
+            Part::Table(table) => {
+                self.page(u64::from(table)).any(|word| data_page(word.load(Ordering::Acquire)).is_some())
+            }
+        })
+    }
+
     /// Publishes the word of a page whose part has a table. Returns the former word.
     pub(crate) fn set(&self, page: u64, word: u32) -> Option<u32> {
         match self.part(page / TABLE_WORDS) {

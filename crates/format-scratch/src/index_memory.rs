@@ -84,6 +84,17 @@ impl Taken {
         taken
     }
 
+    /// Takes all that an index will ever need, if half of the memory is left for indexes that grow.
+    pub(crate) fn take_ahead(&mut self, pages: u64) -> bool {
+        let half = self.room.limit_pages.load(Ordering::Relaxed) / 2;
+        let sum = |used: u64| used.checked_add(pages).filter(|sum| *sum <= half);
+        let taken = self.room.used_pages.fetch_update(Ordering::Relaxed, Ordering::Relaxed, sum).is_ok();
+        if taken {
+            self.pages = self.pages.saturating_add(pages);
+        }
+        taken
+    }
+
     /// Says what a guest that finds no room cannot be told.
     #[cold]
     pub(crate) fn log_full(&self) {
@@ -118,6 +129,19 @@ mod tests {
         assert!(second.grow_to(25) && !second.grow_to(26));
         drop(first);
         assert!(second.grow_to(50) && !second.grow_to(51));
+        drop(second);
+        assert_eq!(ROOM.used_pages.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn one_that_takes_all_ahead_leaves_half() {
+        static ROOM: Room = Room::new(100);
+        let (mut first, mut second, mut kept) = (Taken::of(&ROOM), Taken::of(&ROOM), Taken::of(&ROOM));
+        assert!(!first.take_ahead(51) && first.take_ahead(40) && !second.take_ahead(11));
+        assert!(first.grow_to(40), "it has them");
+        assert!(kept.grow_to(30) && !second.take_ahead(1));
+        drop((first, kept));
+        assert!(second.take_ahead(50));
         drop(second);
         assert_eq!(ROOM.used_pages.load(Ordering::Relaxed), 0);
     }

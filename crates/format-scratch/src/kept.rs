@@ -171,6 +171,17 @@ impl<'a> Flush<'a> {
 }
 
 impl Inner {
+    /// Whether a durable index names no data. Then there are none any more, and no space for them.
+    fn forget_data_if_empty(&self) -> bool {
+        let mut state = self.lock();
+        let is_durable = state.unwritten.change == state.unwritten.durable && !state.unwritten.is_flushing;
+        let is_empty = self.kept.is_some() && is_durable && !self.index.is_lost() && !self.index.names_data();
+        if is_empty {
+            state.forget_data();
+        }
+        is_empty
+    }
+
     fn leads_to_tables(&self, page: u64) -> bool {
         leads_to_tables(self.index.header_pages, page)
     }
@@ -235,6 +246,17 @@ impl Scratch {
     /// Makes every write that completed before this call durable, if the overlay is kept.
     pub async fn flush(&self, io: &MetaIo) -> IoResult {
         self.inner.flush(io).await
+    }
+
+    /// Gives the space of the data back to the host, if the index names none of them, and is durable. No request is in
+    /// flight.
+    pub async fn give_back_if_empty(&self, io: &MetaIo) -> IoResult {
+        let (inner, Some(data)) = (&*self.inner, io.data()) else { return Ok(()) };
+        if inner.forget_data_if_empty() {
+            data.start(FileOp::SetLength { length: 0 }).await?;
+            data.start(FileOp::Flush).await?;
+        }
+        Ok(())
     }
 
     /// Makes a kept overlay forget whole parts of a range, so that the layer below shows. No request is in flight.

@@ -44,6 +44,17 @@ impl Drop for Staged {
     }
 }
 
+impl Staged {
+    /// Frees space that nobody has written to.
+    pub fn give_back(mut self) {
+        // Nothing is left for the drop.
+        self.is_linked = true;
+        let mut state = self.inner.lock();
+        state.free.add(self.data.clone());
+        self.inner.note_space(&state);
+    }
+}
+
 impl Scratch {
     /// Reserves space for the pages of a range. `None` if the range is not whole pages, or no contiguous space is
     /// ready. Does not wait.
@@ -82,27 +93,25 @@ impl Scratch {
     }
 
     /// Publishes staged pages at `offset` of the disk, where a page begins. All appear at one moment, unless they lie
-    /// in several parts of the disk. Waits while another write allocates one of the pages. Also reserves space for maps
-    /// that come, so that they find some at hand.
+    /// in several parts of the disk. Waits while another write allocates one of the pages.
     pub async fn link(&self, io: &MetaIo, offset: u64, staged: &mut Staged) -> IoResult {
         self.check_link(offset, staged)?;
-        let linked = self.inner.run(io, |state| self.try_link(state, offset / PAGE_BYTES, staged)).await;
-        self.reserve_ahead(io).await;
-        linked
+        self.inner.run(io, |state| self.try_link(state, offset / PAGE_BYTES, staged)).await
     }
 
-    /// Whether maps that come may find no space at hand, and more could be reserved.
+    /// Whether requests that come may find no space at hand, and nobody reserves more.
     #[must_use]
     pub fn is_short(&self) -> bool {
         self.inner.is_short()
     }
 
-    /// Reserves space for maps and writes that come, if little is at hand. Without it, those maps are in memory.
+    /// Reserves space for maps and writes that come, if little is at hand. Without it, those maps are in memory. No request
+    /// should wait for it.
     pub async fn reserve_ahead(&self, io: &MetaIo) {
         self.inner.reserve_ahead(io).await;
     }
 
-    /// As [`Scratch::link`], but `None` if that would wait, or should reserve space.
+    /// As [`Scratch::link`], but `None` if that would wait.
     pub fn link_at_once(&self, offset: u64, staged: &mut Staged) -> Option<IoResult> {
         if let Err(error) = self.check_link(offset, staged) {
             return Some(Err(error));
@@ -110,7 +119,7 @@ impl Scratch {
         if self.inner.index.is_lost() {
             return Some(Err(IoError::EIO));
         }
-        if self.is_short() || !self.has_tables(offset, staged) {
+        if !self.has_tables(offset, staged) {
             return None;
         }
         let mut state = self.inner.lock();

@@ -1,8 +1,9 @@
 //! A scratch overlay.
 
 use crate::index::Index;
-use crate::layout::{MAX_DISK_BYTES, PAGE_BYTES, data_page};
-use crate::space::{HostSpace, Space};
+use crate::index_memory::Taken;
+use crate::layout::{MAX_DISK_BYTES, PAGE_BYTES, data_page, header_pages, index_pages, parts};
+use crate::space::Space;
 use crate::state::{Inner, Spaces};
 use block::{Epochs, Error, ErrorKind, IoError, IoResult, Mapped, Result};
 use std::fs::File;
@@ -18,24 +19,30 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// Makes an empty overlay for a disk of `size_bytes`. `index` is an empty file, open for reading and writing.
-    /// `data` is the space of another file, in which the caller keeps the data. Fails if the index cannot be mapped, or
-    /// its space cannot be reserved.
-    pub fn new(name: &str, size_bytes: u64, index: File, data: Arc<dyn Space>) -> Result<Self> {
+    /// Makes an empty overlay for a disk of `size_bytes`. `index` is an empty file, open for reading and writing. `spaces`
+    /// are its space, and that of another file, in which the caller keeps the data. Fails if the index cannot be mapped,
+    /// or its space cannot be reserved.
+    ///
+    /// A mapped page of a file that is not `resident` may be written out and dropped. A lookup would then wait until it is
+    /// read back. So the index of such a file is in memory, if there is room for all of it ([`crate::limit_index_memory`]);
+    /// the file only keeps its space.
+    pub fn new(name: &str, size_bytes: u64, index: &File, spaces: [Arc<dyn Space>; 2], resident: bool) -> Result<Self> {
         let unsupported = |why: String| Error::new(ErrorKind::Unsupported, format!("'{name}': {why}"));
         if size_bytes > MAX_DISK_BYTES {
             let most = MAX_DISK_BYTES >> 40;
             return Err(unsupported(format!("a scratch overlay is for a disk of at most {most} TiB")));
         }
-        let mapped = Index::new(index.as_fd(), size_bytes);
+        let mut memory = Taken::default();
+        let all = index_pages(header_pages(size_bytes), parts(size_bytes).max(1));
+        let in_memory = !resident && memory.take_ahead(all);
+        let mapped = if in_memory { Index::in_memory(size_bytes) } else { Index::new(index.as_fd(), size_bytes) };
         let mapped = mapped.map_err(|error| unsupported(format!("its file system maps no files ({error})")))?;
-        let space = Arc::new(HostSpace::of(index));
         let cannot = |error| unsupported(format!("no space can be reserved in its directory ({error})"));
-        space.reserve(0, PAGE_BYTES).map_err(cannot)?;
-        data.reserve(0, PAGE_BYTES).map_err(cannot)?;
-        let inner = Inner::new(size_bytes, mapped, Spaces::Given([space, data]), None);
+        spaces.iter().try_for_each(|space| space.reserve(0, PAGE_BYTES)).map_err(cannot)?;
+        let inner = Inner::new(size_bytes, mapped, Spaces::Given(spaces), None);
         let mut state = inner.lock();
         (state.index_reserved, state.data.reserved) = (1, 1);
+        state.index_memory = in_memory.then_some(memory);
         drop(state);
         Ok(Self { inner: Arc::new(inner) })
     }

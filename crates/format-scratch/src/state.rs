@@ -219,6 +219,7 @@ impl State {
         let unusable = self.free.pages().saturating_add(self.retired_pages);
         let at_hand = reserved.saturating_sub(used).saturating_add(unusable);
         !self.is_full
+            && !self.growing
             && reserved < MAX_DATA_PAGES
             && unusable < UNUSABLE_PAGES_MAX
             && (self.missed || at_hand < LOW_PAGES)
@@ -233,7 +234,7 @@ impl State {
 
     /// Asks for a whole step of space ahead, or none, unless somebody reserves space already.
     pub(crate) fn need_ahead(&mut self) -> Option<Need> {
-        if self.growing || !self.is_short() {
+        if !self.is_short() {
             return None;
         }
         match self.need_data(DATA_STEP_PAGES) {
@@ -264,6 +265,13 @@ impl State {
             return Err(Step::Fail(IoError::new(IoErrorKind::NoSpace)));
         }
         Err(self.need_data(count))
+    }
+
+    /// There are no data any more, and no space for them.
+    pub(crate) fn forget_data(&mut self) {
+        (self.data, self.free) = (Reserved::default(), FreePages::default());
+        self.retired.clear();
+        self.retired_pages = 0;
     }
 
     /// Retires pages of the data: requests that begin now cannot find them any more.
@@ -311,7 +319,12 @@ impl Inner {
         if !self.is_short() {
             return;
         }
-        let need = self.lock().need_ahead();
+        let need = {
+            let mut state = self.lock();
+            let need = state.need_ahead();
+            self.note_space(&state);
+            need
+        };
         if let Some(need) = need
             && self.reserve(io, need).await.is_err()
         {
@@ -450,7 +463,10 @@ struct Growing<'a>(&'a Inner);
 
 impl Drop for Growing<'_> {
     fn drop(&mut self) {
-        self.0.lock().growing = false;
+        let mut state = self.0.lock();
+        state.growing = false;
+        self.0.note_space(&state);
+        drop(state);
         self.0.idle.wake_all();
     }
 }

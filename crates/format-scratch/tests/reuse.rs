@@ -2,7 +2,8 @@
 #![allow(clippy::unwrap_used)]
 
 use block::{File, IoErrorKind, IoResult, MetaIo, block_on};
-use ringdisk_format_scratch::{Header, Prepared, Scratch, create_kept};
+use ringdisk_format_scratch::{Header, HostSpace, Prepared, Scratch, Space, create_kept};
+use std::sync::Arc;
 use testkit::{OpKind, SimFileOptions, SimStorage};
 
 const INDEX: &str = "disk.scratch";
@@ -92,4 +93,36 @@ fn where_the_host_is_full_what_was_freed_and_not_flushed_is_flushed_and_used_aga
     assert_eq!(kept.flushes(), flushes);
     kept.discard(0, PAGE);
     kept.write(ROOM * PAGE, PAGE).unwrap();
+}
+
+/// Whatever becomes of the pages of its file: on a disk they may be written out and dropped.
+#[test]
+fn the_index_of_an_overlay_that_is_not_in_memory_does_not_lie_in_its_file() {
+    for resident in [false, true] {
+        let file = || tempfile::tempfile().unwrap();
+        let index = file();
+        let spaces = [index.try_clone().unwrap(), file()].map(|file| Arc::new(HostSpace::of(file)) as Arc<dyn Space>);
+        let scratch = Scratch::new("disk", DISK, &index, spaces, resident).unwrap();
+        let queue = |name: &str| SimStorage::new(1).create(name, 0, SimFileOptions::default()).open_blocking().unwrap();
+        let io = MetaIo::new(queue(INDEX)).with_data(queue(DATA));
+        let mut staged = scratch.try_stage(0, PAGE).unwrap();
+        block_on(scratch.link(&io, 0, &mut staged)).unwrap();
+        assert!(scratch.in_one_piece(0, PAGE).is_some());
+        index.set_len(0).unwrap();
+        assert_eq!(scratch.in_one_piece(0, PAGE).is_some(), !resident);
+    }
+}
+
+/// Where the file of the data cannot be mapped after all.
+#[test]
+fn space_that_is_given_back_unused_is_the_next_that_is_given() {
+    let file = || tempfile::tempfile().unwrap();
+    let index = file();
+    let spaces = [index.try_clone().unwrap(), file()].map(|file| Arc::new(HostSpace::of(file)) as Arc<dyn Space>);
+    let scratch = Scratch::new("disk", DISK, &index, spaces, true).unwrap();
+    // One page is at hand from the start.
+    for round in 0..1000 {
+        scratch.try_stage(0, PAGE).unwrap_or_else(|| panic!("round {round}")).give_back();
+    }
+    assert_eq!(scratch.used_bytes(), PAGE);
 }

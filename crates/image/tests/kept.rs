@@ -216,10 +216,50 @@ fn emptied_it_shows_what_is_below() {
     let image = ringdisk_image::open(&overlay(), &Making::of(&storage)).unwrap();
     assert!(image.can_reveal());
     image.reveal(0, size).unwrap();
+    // The index that names the data is still the durable one.
+    image.give_back_if_empty().unwrap();
+    assert!(!storage.bytes(DATA).is_empty());
     image.close().unwrap();
+    image.give_back_if_empty().unwrap();
     drop(image);
+    assert!(storage.bytes(DATA).is_empty(), "it holds nothing");
     let mut session = Session::open(&storage, &|storage| opened(&overlay(), storage), 1, 1).unwrap();
     assert!(session.read_all().unwrap() == below);
+    let after = use_it(&mut session, size, 9);
+    session.close().unwrap();
+    let image = ringdisk_image::open(&overlay(), &Making::of(&storage)).unwrap();
+    image.give_back_if_empty().unwrap();
+    drop(image);
+    let mut session = Session::open(&storage, &|storage| opened(&overlay(), storage), 1, 1).unwrap();
+    assert!(session.read_all().unwrap() == after, "one that holds something keeps it");
+}
+
+/// What `kill -9` and a power cut leave of an overlay that was being made.
+#[test]
+fn an_overlay_whose_making_was_broken_off_is_made_anew() {
+    let chain = Chain::of(vec![Layer::Raw(SIZE)]);
+    for index in [vec![], vec![0; 8192]] {
+        for data in [None, Some(vec![]), Some(vec![7; 4096])] {
+            let storage = chain.storage();
+            storage.create_with(INDEX, &index, SimFileOptions::default());
+            let has_data = data.as_ref().is_some_and(|data| !data.is_empty());
+            data.iter().for_each(|data| drop(storage.create_with(DATA, data, SimFileOptions::default())));
+            let what = format!("{} bytes, {:?}", index.len(), data.map(|data| data.len()));
+            if has_data {
+                let opener = Making::of(&storage);
+                let error = ringdisk_image::open(&options_on(&chain), &opener).map(drop).unwrap_err();
+                assert!(error.to_string().contains("without the index"), "{what}: {error}");
+                assert!(opener.1.lock().unwrap().is_empty() && storage.bytes(DATA) == [7; 4096], "{what}");
+                continue;
+            }
+            let mut session = Session::open(&storage, &|storage| open_on(&chain, storage), 1, 1).unwrap();
+            session.call(Request::write(4096, vec![1; 4096])).unwrap();
+            let disk = session.read_all().unwrap();
+            session.close().unwrap();
+            let mut session = Session::open(&storage, &|storage| open_on(&chain, storage), 1, 1).unwrap();
+            assert!(session.read_all().unwrap() == disk, "{what}");
+        }
+    }
 }
 
 #[test]
@@ -403,6 +443,56 @@ fn no_space_in_either_file_fails_what_needs_it_and_nothing_else() {
         assert!(session.read_all().unwrap() == before, "{full}");
         session.call(write).expect("there is space again");
         session.close().unwrap();
+    }
+}
+
+/// One after the other, both files find no space at each step by which they grow.
+#[test]
+fn no_space_at_any_step_of_growth_fails_what_needs_it_and_what_was_flushed_stays() {
+    const PART: u64 = 4 << 20;
+    const LENGTH: usize = 512 << 10;
+    let chain = Chain::of(vec![Layer::qcow2(40 * PART, 65536)]);
+    let at = |part: u64| part * PART + 8192;
+    let assert_holds = |session: &mut Session, done: &[bool], what: &str| {
+        for (part, done) in (0..).zip(done) {
+            let found = session.call(Request::read(at(part), LENGTH)).unwrap();
+            let wanted = stamped(part, at(part), LENGTH);
+            let is_old = |sector: &[u8]| !done && sector.iter().all(|byte| *byte == 0);
+            let mut sectors = found.chunks(512).zip(wanted.chunks(512));
+            assert!(sectors.all(|(found, wanted)| found == wanted || is_old(found)), "{what}, part {part}");
+        }
+    };
+    for full in [INDEX, DATA] {
+        let mut steps = 0;
+        for after in 0.. {
+            let storage = chain.storage();
+            let mut session = Session::open(&storage, &|storage| open_on(&chain, storage), 1, 1).unwrap();
+            // A step is tried three times, for less each time: ahead of requests, and then by the one that needs it.
+            let no_space = FaultAction::Fail(IoError::new(IoErrorKind::NoSpace));
+            storage.inject(full, Fault { kind: Some(OpKind::WriteZeroes), after, count: 6, action: no_space });
+            let write = |part: u64| Request::write(at(part), stamped(part, at(part), LENGTH));
+            let mut done: Vec<bool> = (0..40).map(|part| session.call(write(part)).is_ok()).collect();
+            let what = format!("{full}, after {after}");
+            session.call(Request::Flush).unwrap();
+            assert_holds(&mut session, &done, &what);
+            let cut = storage.power_cut(after);
+            let mut other = Session::open(&cut, &|storage| opened(&overlay(), storage), 1, 1).unwrap();
+            assert_holds(&mut other, &done, &format!("{what}, after a power cut"));
+            other.close().unwrap();
+            let all_done = done.iter().all(|done| *done);
+            storage.clear_faults();
+            for (part, done) in (0..).zip(&mut done).filter(|(_, done)| !**done) {
+                session.call(write(part)).expect("there is space again");
+                *done = true;
+            }
+            assert_holds(&mut session, &done, &what);
+            session.close().unwrap();
+            if all_done {
+                break;
+            }
+            steps += 1;
+        }
+        assert!(steps >= 3, "{full}: {steps} steps");
     }
 }
 

@@ -1,25 +1,52 @@
 //! Access without operations, on real files: conformance where maps are given, agreement with the model, cancelled maps, and
 //! files that become shorter beneath.
 
-use block::{Disk, Error, File, ReactorHandle, Result, StatusQuery};
+use block::{Disk, Error, File, IoResult, ReactorHandle, Result, StatusQuery};
 use engine::{CacheMode, OpenOptions, Reactor, ReactorConfig, ReactorThread};
 use format_qcow2::CreateOptions as Qcow2Options;
 use ringdisk_image::{
     ClosedEdit, CreateOptions, FileName, Format, HostSpace, Image, ImageOptions, NewSnapshot, Opener, Role,
-    ScratchFiles, TemporaryFiles,
+    ScratchFiles, Space, TemporaryFiles,
 };
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
 use testkit::conformance::{Subject, run};
 use testkit::{Harness, ModelDisk, Request, ThreadHarness, Workload, stamped};
 
 const SIZE: u64 = 1 << 20;
 
 /// Opens files of the host; temporary ones lie in the directory.
-struct HostOpener(PathBuf);
+struct HostOpener(PathBuf, Option<Arc<Gate>>);
+
+/// Space of the data that nobody finds while the gate is shut.
+#[derive(Default)]
+struct Gate {
+    is_shut: Mutex<bool>,
+    opens: Condvar,
+    waiting: AtomicU64,
+}
+
+struct Gated(HostSpace, Arc<Gate>);
+
+impl Space for Gated {
+    fn reserve(&self, offset: u64, length_bytes: u64) -> IoResult {
+        self.1.waiting.fetch_add(1, Ordering::SeqCst);
+        drop(self.1.opens.wait_while(self.1.is_shut.lock().unwrap(), |is_shut| *is_shut).unwrap());
+        self.1.waiting.fetch_sub(1, Ordering::SeqCst);
+        self.0.reserve(offset, length_bytes)
+    }
+}
+
+impl Gate {
+    fn shut(&self, is_shut: bool) {
+        *self.is_shut.lock().unwrap() = is_shut;
+        self.opens.notify_all();
+    }
+}
 
 fn options(read_only: bool) -> OpenOptions {
     OpenOptions::default().with(|options| {
@@ -34,11 +61,11 @@ impl Opener for HostOpener {
     }
 
     fn temporary(&self) -> Result<Box<dyn TemporaryFiles>> {
-        Ok(Box::new(Temporary(self.0.clone())))
+        Ok(Box::new(Temporary(self.0.clone(), self.1.clone())))
     }
 }
 
-struct Temporary(PathBuf);
+struct Temporary(PathBuf, Option<Arc<Gate>>);
 
 impl Temporary {
     fn file(&self) -> Result<std::fs::File> {
@@ -53,9 +80,14 @@ impl TemporaryFiles for Temporary {
 
     fn scratch(&self) -> Result<ScratchFiles> {
         let (index, data) = (self.file()?, self.file()?);
-        let space = Arc::new(HostSpace::of(data.try_clone().unwrap()));
+        let space = HostSpace::of(data.try_clone().unwrap());
+        let space: Arc<dyn Space> = match &self.1 {
+            Some(gate) => Arc::new(Gated(space, Arc::clone(gate))),
+            None => Arc::new(space),
+        };
         let data = engine::open_fd(OwnedFd::from(data), "data", &options(false).with(|options| options.lock = false))?;
-        Ok(ScratchFiles { index, data, space })
+        let own: Arc<dyn Space> = Arc::new(HostSpace::of(index.try_clone().unwrap()));
+        Ok(ScratchFiles { index, data, spaces: [own, space] })
     }
 
     fn image(&self) -> Result<Arc<dyn File>> {
@@ -79,11 +111,15 @@ fn directories() -> Vec<tempfile::TempDir> {
 
 /// A new disk: a raw image, a qcow2 image with small clusters over one, or a scratch overlay over such a qcow2 image.
 fn make(directory: &Path, kind: Kind, read_only: bool) -> Arc<Image> {
+    make_with(directory, kind, read_only, None)
+}
+
+fn make_with(directory: &Path, kind: Kind, read_only: bool, gate: Option<Arc<Gate>>) -> Arc<Image> {
     static MADE: AtomicU64 = AtomicU64::new(0);
     let number = MADE.fetch_add(1, Ordering::Relaxed);
     let directory = &directory.join(number.to_string());
     std::fs::create_dir(directory).unwrap();
-    let opener = HostOpener(directory.to_owned());
+    let opener = HostOpener(directory.to_owned(), gate);
     let (base, top) = (directory.join("base"), directory.join("image"));
     let bytes: Vec<u8> = (0..SIZE / 2).map(|at| (at / 512 % 251) as u8).collect();
     std::fs::write(&base, bytes).unwrap();
@@ -243,7 +279,11 @@ fn maps_for_writing_are_given_again_after_they_were_short_and_what_is_kept_does_
         assert!((1..5000).contains(&held.len()), "{} maps at the same time", held.len());
         write(1, 2);
         for length in [4096, 65536, 1 << 20] {
-            assert!(disk.map_write(0, length).is_some(), "no space for {length} bytes in {directory:?}");
+            // Nobody waits for the space.
+            until(&format!("space for {length} bytes in {directory:?}"), || {
+                write(1, 2);
+                disk.map_write(0, length).is_some()
+            });
         }
         drop(held);
         let map = disk.map_read(0, SIZE as usize).unwrap();
@@ -251,13 +291,74 @@ fn maps_for_writing_are_given_again_after_they_were_short_and_what_is_kept_does_
         assert!(disk.map_write(0, 4096).is_none(), "what the map keeps takes more and more space");
         map.read_at(0, &mut [0; 4096]).unwrap();
         drop(map);
-        write(0, 3);
-        assert!(disk.map_write(0, 4096).is_some());
+        until("space", || {
+            write(0, 3);
+            disk.map_write(0, 4096).is_some()
+        });
         assert!(shown(&*disk, 0, SIZE as usize).unwrap().iter().all(|byte| *byte == 3));
         drop(harness);
         threads.into_iter().for_each(|thread| thread.stop().unwrap());
         disk.close().unwrap();
     }
+}
+
+/// Waits until something holds.
+fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !holds() {
+        assert!(begun.elapsed() < Duration::from_secs(60), "there is no {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn while_the_host_finds_no_space_commits_end_and_what_they_free_is_given_again() {
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let gate = Arc::new(Gate::default());
+    let disk = make_with(directory.path(), Kind::Scratch, false, Some(Arc::clone(&gate)));
+    let threads = reactors(1);
+    let mut harness = harness(&threads);
+    let shared = Arc::clone(&disk) as Arc<dyn Disk>;
+    let queue = harness.open(&shared, 0).unwrap();
+    let mut write = |at: u64, byte: u8, by_map: bool| {
+        let (offset, data) = (at % (SIZE / 4096) * 4096, vec![byte; 4096]);
+        let request = match by_map {
+            true => Request::WriteByMap { offset, data: data[..].into() },
+            false => Request::write(offset, data),
+        };
+        call(&mut harness, queue, request);
+    };
+    (0..SIZE / 4096).for_each(|at| write(at, 1, true));
+    gate.shut(true);
+    // So many maps leave little, and the host is asked for more.
+    let mut held: Vec<_> = (0..600).map_while(|_| disk.map_write(0, 4096)).collect();
+    assert_eq!(held.len(), 600);
+    write(0, 2, true);
+    until("hanging request for space", || {
+        write(0, 2, false);
+        gate.waiting.load(Ordering::SeqCst) == 1
+    });
+    for at in 0..5000 {
+        assert!(disk.map_write(at % 64 * 4096, 4096).is_some_and(|map| map.is_in_place()), "write {at}");
+        write(at, 3, true);
+    }
+    assert_eq!(gate.waiting.load(Ordering::SeqCst), 1, "it is asked once");
+    held.clear();
+    gate.shut(false);
+    until("space", || gate.waiting.load(Ordering::SeqCst) == 0);
+    assert!(shown(&*disk, 0, SIZE as usize).unwrap().iter().all(|byte| *byte == 3));
+    // A queue may go while space is looked for.
+    gate.shut(true);
+    until("hanging request for space", || {
+        // All that is at hand, also what was reserved last.
+        held.extend((0..4096).map_while(|_| disk.map_write(0, 4096)));
+        write(0, 4, false);
+        gate.waiting.load(Ordering::SeqCst) == 1
+    });
+    drop((held, harness));
+    gate.shut(false);
+    threads.into_iter().for_each(|thread| thread.stop().unwrap());
+    disk.close().unwrap();
 }
 
 /// No byte of a base.

@@ -299,7 +299,7 @@ fn a_state_that_is_said_to_be_longer_than_its_image_is_refused() {
     std::fs::write(&path, bytes).unwrap();
     let file = engine::open(&path, &read_only).unwrap();
     let mut given = 0;
-    let mut each = |piece: &[u8]| {
+    let mut each = |piece: &[u8], _| {
         given += piece.len();
         Ok(())
     };
@@ -343,7 +343,7 @@ fn a_snapshot_keeps_a_machines_state_and_qemu_img_finds_nothing_wrong() {
         for _ in 0..2 {
             let file = engine::open(&path, &engine::OpenOptions::default().with(|options| options.read_only = true));
             let mut read = Vec::new();
-            let mut each = |piece: &[u8]| {
+            let mut each = |piece: &[u8], _| {
                 read.extend_from_slice(piece);
                 Ok(())
             };

@@ -5,7 +5,7 @@ mod common;
 use block::{Disk, Error, ErrorKind, File, IoError, IoErrorKind, IoResult, OpFlags, Result};
 use common::{Chain, Layer, SimOpener, name};
 use memory::Mapping;
-use ringdisk_image::{FileName, Image, ImageOptions, Opener, Role, ScratchFiles, Space, TemporaryFiles};
+use ringdisk_image::{FileName, HostSpace, Image, ImageOptions, Opener, Role, ScratchFiles, Space, TemporaryFiles};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,14 +15,14 @@ use testkit::{
     Workload, mix, stamped,
 };
 
-/// Space for the data up to a limit, which tests move.
-struct Limited(Arc<AtomicU64>);
+/// Space of a file up to a limit, which tests move.
+struct Limited(Arc<AtomicU64>, Option<HostSpace>);
 
 impl Space for Limited {
     fn reserve(&self, offset: u64, length_bytes: u64) -> IoResult {
         match offset + length_bytes > self.0.load(Ordering::Relaxed) {
             true => Err(IoError::new(IoErrorKind::NoSpace)),
-            false => Ok(()),
+            false => self.1.as_ref().map_or(Ok(()), |space| space.reserve(offset, length_bytes)),
         }
     }
 }
@@ -31,10 +31,11 @@ impl Space for Limited {
 struct WithScratch {
     files: SimOpener,
     limit: Arc<AtomicU64>,
+    index_limit: Arc<AtomicU64>,
     lacks_mapping: bool,
 }
 
-struct Temporary(SimStorage, Arc<AtomicU64>, bool);
+struct Temporary(SimStorage, [Arc<AtomicU64>; 2], bool);
 
 impl TemporaryFiles for Temporary {
     fn directory(&self) -> PathBuf {
@@ -48,7 +49,10 @@ impl TemporaryFiles for Temporary {
         let (index, _) = Mapping::anonymous_file(c"index", 4096).unwrap();
         let index = std::fs::File::from(index);
         index.set_len(0).unwrap();
-        Ok(ScratchFiles { index, data: self.image()?, space: Arc::new(Limited(Arc::clone(&self.1))) })
+        let [of_index, of_data] = self.1.clone();
+        let host = HostSpace::of(index.try_clone().unwrap());
+        let spaces: [Arc<dyn Space>; 2] = [Arc::new(Limited(of_index, Some(host))), Arc::new(Limited(of_data, None))];
+        Ok(ScratchFiles { index, data: self.image()?, spaces })
     }
 
     fn image(&self) -> Result<Arc<dyn File>> {
@@ -64,7 +68,8 @@ impl Opener for WithScratch {
     }
 
     fn temporary(&self) -> Result<Box<dyn TemporaryFiles>> {
-        Ok(Box::new(Temporary(self.files.0.clone(), Arc::clone(&self.limit), self.lacks_mapping)))
+        let limits = [&self.index_limit, &self.limit].map(Arc::clone);
+        Ok(Box::new(Temporary(self.files.0.clone(), limits, self.lacks_mapping)))
     }
 
     fn canonical(&self, path: &Path) -> Result<PathBuf> {
@@ -87,7 +92,8 @@ fn open_on(chain: &Chain, opener: &WithScratch, read_only: bool) -> Result<Opene
 }
 
 fn opener(storage: &SimStorage) -> WithScratch {
-    WithScratch { files: SimOpener(storage.clone()), limit: Arc::new(AtomicU64::new(u64::MAX)), lacks_mapping: false }
+    let [limit, index_limit] = [(); 2].map(|()| Arc::new(AtomicU64::new(u64::MAX)));
+    WithScratch { files: SimOpener(storage.clone()), limit, index_limit, lacks_mapping: false }
 }
 
 /// The chain's own files have not changed.
@@ -203,6 +209,61 @@ fn a_full_disk_fails_the_write_that_needs_more_and_nothing_else() {
     expected[4096..8192].fill(0);
     expected[9 * 4096 + 512..9 * 4096 + 1024].fill(7);
     assert!(session.read_all().unwrap() == expected);
+}
+
+/// One after the other, both files run out of space at each step by which they grow.
+#[test]
+fn no_space_at_any_step_of_growth_fails_what_needs_it_and_nothing_else() {
+    const PART: u64 = 4 << 20;
+    let chain = Chain::of(vec![Layer::qcow2(40 * PART, 65536)]);
+    for of_index in [true, false] {
+        let mut steps = 0;
+        for kibibytes in (8..).step_by(if of_index { 60 } else { 3 << 10 }) {
+            let storage = chain.storage();
+            let opener = opener(&storage);
+            let limit = if of_index { &opener.index_limit } else { &opener.limit };
+            limit.store(kibibytes << 10, Ordering::Relaxed);
+            let open = |_: &SimStorage| open_on(&chain, &opener, false);
+            let mut session = Session::open(&storage, &open, 1, 1).unwrap();
+            let write = |part: u64| {
+                let at = part * PART + 8192;
+                Request::write(at, stamped(part, at, 512 << 10))
+            };
+            let done: Vec<bool> = (0..40).map(|part| session.call(write(part)).is_ok()).collect();
+            let what = format!("index {of_index}, {kibibytes} KiB: {done:?}");
+            let mut judge = |done: &[bool]| {
+                for (part, done) in (0..).zip(done) {
+                    let found = session.call(Request::read(part * PART, 1 << 20)).unwrap();
+                    let (before, rest) = found.split_at(8192);
+                    let (found, behind) = rest.split_at(512 << 10);
+                    assert!(before.iter().chain(behind).all(|byte| *byte == 0), "{what}");
+                    // What failed may be there in part, in whole sectors.
+                    let wanted = stamped(part, part * PART + 8192, 512 << 10);
+                    let sectors = found.chunks(512).zip(wanted.chunks(512));
+                    let is_old = |sector: &[u8]| !done && sector.iter().all(|byte| *byte == 0);
+                    sectors
+                        .for_each(|(found, wanted)| assert!(found == wanted || is_old(found), "{what}, part {part}"));
+                }
+            };
+            judge(&done);
+            limit.store(u64::MAX, Ordering::Relaxed);
+            for (part, _) in (0..).zip(&done).filter(|(_, done)| !**done) {
+                session.call(write(part)).expect("there is space again");
+            }
+            let holds = |session: &mut Session| {
+                for part in 0..40 {
+                    let found = session.call(Request::read(part * PART + 8192, 512 << 10)).unwrap();
+                    assert!(*found == *stamped(part, part * PART + 8192, 512 << 10), "{what}, part {part}");
+                }
+            };
+            holds(&mut session);
+            if done.iter().all(|done| *done) {
+                break;
+            }
+            steps += 1;
+        }
+        assert!(steps >= 3, "index {of_index}: {steps} steps");
+    }
 }
 
 #[test]

@@ -103,7 +103,9 @@ pub fn commit(
     if options.keep || found.depth != 1 || !top.can_reveal() {
         return Ok(());
     }
-    closed(empty(&top, size, control), &top)
+    closed(empty(&top, size, control), &top)?;
+    // What a durable index names is not cut off.
+    top.give_back_if_empty()
 }
 
 fn empty(top: &Image, size: u64, control: &mut Control<'_>) -> Result<()> {

@@ -21,6 +21,14 @@ impl Opener for SimOpener {
         Ok(self.0.file(&name.to_string()).ok_or_else(missing)?)
     }
 
+    fn make(&self, path: &Path) -> Result<Option<Arc<dyn File>>> {
+        let path = path.to_str().unwrap();
+        if self.0.file(path).is_some() {
+            return Ok(None);
+        }
+        Ok(Some(self.0.create(path, 0, SimFileOptions::default())))
+    }
+
     fn canonical(&self, path: &Path) -> Result<PathBuf> {
         Ok(path.to_owned())
     }
@@ -36,6 +44,8 @@ struct Layer {
     extended_l2: bool,
     /// Its data lie in a file of their own.
     external: bool,
+    /// A kept scratch overlay.
+    kept: bool,
     backing: Option<(&'static str, &'static str)>,
     /// Decides what is written to it.
     stamp: u64,
@@ -45,7 +55,8 @@ const RAW: Layer = Layer { cluster_size: 0, stamp: 1, ..qcow2("base", None) };
 
 const fn qcow2(name: &'static str, backing: Option<(&'static str, &'static str)>) -> Layer {
     let size_bytes = 160 << 10;
-    Layer { name, size_bytes, cluster_size: 4096, version: 3, extended_l2: false, external: false, backing, stamp: 2 }
+    let (cluster_size, extended_l2, external, kept) = (4096, false, false, false);
+    Layer { name, size_bytes, cluster_size, version: 3, extended_l2, external, kept, backing, stamp: 2 }
 }
 
 fn data_name(name: &str) -> String {
@@ -54,7 +65,11 @@ fn data_name(name: &str) -> String {
 
 impl Layer {
     fn format(&self) -> Format {
-        if self.cluster_size == 0 { Format::Raw } else { Format::Qcow2 }
+        match self.cluster_size {
+            _ if self.kept => Format::Scratch,
+            0 => Format::Raw,
+            _ => Format::Qcow2,
+        }
     }
 
     fn make(&self, storage: &SimStorage) {
@@ -65,6 +80,24 @@ impl Layer {
             storage.create_with(self.name, &bytes, options);
             return;
         }
+        match self.kept {
+            true => self.make_kept(storage),
+            false => self.make_qcow2(storage),
+        }
+        self.write(storage);
+    }
+
+    fn make_kept(&self, storage: &SimStorage) {
+        let (below, format) = self.backing.unwrap();
+        let options = ImageOptions::new(below).with(|options| {
+            options.format = Some(format.parse().unwrap());
+            options.scratch = true;
+            options.keep = Some(self.name.into());
+        });
+        image::open(&options, &SimOpener(storage.clone())).unwrap().close().unwrap();
+    }
+
+    fn make_qcow2(&self, storage: &SimStorage) {
         let file: Arc<dyn File> = storage.create(self.name, 0, SimFileOptions::default());
         let options = Qcow2Options::default().with(|options| {
             options.size_bytes = self.size_bytes;
@@ -78,6 +111,9 @@ impl Layer {
         let new_data = || storage.create(&data_name(self.name), 0, SimFileOptions::default()) as Arc<dyn File>;
         let data = self.external.then(new_data);
         image::create_with_data(&file, data.as_ref(), &CreateOptions::Qcow2(options)).unwrap();
+    }
+
+    fn write(&self, storage: &SimStorage) {
         let mut session = Session::open(storage, &|storage| open(storage, self.name, false), self.stamp, 1).unwrap();
         let mut at = 0;
         for step in 0.. {
@@ -146,7 +182,7 @@ impl Case {
         match &self.job {
             Job::Commit { base, keep } => {
                 let options = CommitOptions::new("top").with(|options| {
-                    options.format = Some(Format::Qcow2);
+                    options.format = self.layers.last().map(Layer::format);
                     options.base = base.map(PathBuf::from);
                     options.keep = *keep;
                     options.allow_backing = BackingPolicy::Any;
@@ -194,7 +230,10 @@ impl Case {
                 if seen[..length] != expected[..length] || seen.len() < expected.len() {
                     return Err(format!("'{base}' does not hold what the overlay shows"));
                 }
-                let allocated = qcow2_check(&storage.bytes("top"))?.allocated_clusters;
+                let allocated = match self.layers.last().is_some_and(|top| top.kept) {
+                    true => storage.bytes("top.data").len() as u64 / 4096,
+                    false => qcow2_check(&storage.bytes("top"))?.allocated_clusters,
+                };
                 match (allocated == 0) != *keep {
                     true => Ok(()),
                     false => Err(format!("the overlay holds {allocated} clusters")),
@@ -385,6 +424,34 @@ fn a_power_cut_at_any_moment_of_a_commit_changes_nothing_that_the_guest_sees() {
     for case in commit_cases() {
         case.survives_power_cuts(1);
     }
+}
+
+/// Kept scratch overlays of a raw and of a qcow2 image.
+fn kept_cases() -> [Case; 2] {
+    let kept = |stamp, backing| Layer { kept: true, stamp, ..qcow2("top", Some(backing)) };
+    let commit = |layers| Case { layers, job: Job::Commit { base: None, keep: false } };
+    [
+        commit(vec![RAW, kept(21, ("base", "raw"))]),
+        commit(vec![RAW, qcow2("middle", Some(("base", "raw"))), kept(22, ("middle", "qcow2"))]),
+    ]
+}
+
+#[test]
+fn a_power_cut_at_any_moment_of_a_commit_of_a_kept_overlay_changes_nothing_that_the_guest_sees() {
+    for case in kept_cases() {
+        case.survives_power_cuts(1);
+    }
+}
+
+#[test]
+fn a_fault_at_any_step_of_a_commit_of_a_kept_overlay_changes_nothing_and_the_job_can_be_run_again() {
+    const EIO: i32 = 5;
+    const ENOSPC: i32 = 28;
+    let [raw, qcow2] = kept_cases();
+    raw.survives_faults("base", ENOSPC, 1);
+    raw.survives_faults("top", EIO, 1);
+    qcow2.survives_faults("middle", ENOSPC, 1);
+    qcow2.survives_faults("top", EIO, 1);
 }
 
 #[test]

@@ -18,6 +18,7 @@ mod disks;
 mod files;
 mod into_image;
 mod machine;
+mod own_layers;
 #[cfg(test)]
 mod power_cut;
 mod progress;
@@ -31,6 +32,6 @@ pub use machine::Machine;
 pub use progress::{Moment, Step};
 pub use qmp::Qmp;
 pub use record::{Record, SavedDisk};
-pub use restore::{Restore, find, run};
+pub use restore::{Restore, find, run, serve};
 pub use save::{SaveOptions, Saved, save};
 pub use state_file::StateFile;

@@ -353,6 +353,13 @@ fn a_power_cut_at_any_moment_of_a_save_leaves_the_old_pair_or_the_new_one() {
 
 #[test]
 fn a_layer_that_the_user_put_on_is_not_taken_back_and_what_lies_below_it_stays_as_it_was() {
+    // Also where it has a name as a save would give it.
+    for own in ["monday", "image.save-77", "image.restored-2"] {
+        stays(own);
+    }
+}
+
+fn stays(own: &str) {
     let dir = tempfile::tempdir().unwrap();
     let machine = Machine { state: dir.path().join("saved"), qmp: dir.path().join("qmp"), ..Machine::nothing() };
     let disks = MadeUp::new(dir.path(), &machine.state);
@@ -360,19 +367,19 @@ fn a_layer_that_the_user_put_on_is_not_taken_back_and_what_lies_below_it_stays_a
     disks.guest_writes(1);
     assert_eq!(saved(&machine, &disks, false, b"1").notes, [""; 0]);
     disks.guest_writes(2);
-    disks.freeze(vec![("root".to_owned(), dir.path().join("monday"))]).unwrap();
+    disks.freeze(vec![("root".to_owned(), dir.path().join(own))]).unwrap();
     for (number, made) in [(3, "image.save-2"), (4, "image.save-3-1")] {
         disks.guest_writes(number);
         let saved = saved(&machine, &disks, false, b"state");
-        assert!(saved.notes[0].contains("monday' stays"), "{:?}", saved.notes);
+        assert!(saved.notes[0].contains(&format!("{own}' stays")), "{:?}", saved.notes);
         let files: Vec<_> = disks.layers("root").unwrap().into_iter().map(|layer| layer.file).collect();
-        assert_eq!(files, [made, "monday", "image.save-1", "image"].map(|name| dir.path().join(name)));
+        assert_eq!(files, [made, own, "image.save-1", "image"].map(|name| dir.path().join(name)));
         assert!(files.iter().all(|file| file.exists()));
         assert_eq!(
-            (shown("image.save-1"), shown("monday"), shown(made)),
+            (shown("image.save-1"), shown(own), shown(made)),
             (Held::All(2), Held::All(number), Held::All(number))
         );
-        assert_eq!(saved.record.disks[0].file, dir.path().join("monday"));
+        assert_eq!(saved.record.disks[0].file, dir.path().join(own));
     }
     assert!(["image.save-2", "image.save-3"].iter().all(|gone| !dir.path().join(gone).exists()));
 }

@@ -65,6 +65,10 @@ pub struct Moment {
     pub done_bytes: u64,
     /// Bytes of this step in all, as far as that is known. Rises only.
     pub total_bytes: u64,
+    /// The same part of `all_total_bytes` as `whole` is of 1. Rises only.
+    pub all_done_bytes: u64,
+    /// Bytes of all steps, as far as they are known. Rises only.
+    pub all_total_bytes: u64,
     /// The part of the whole that is done: from 0 to 1, and never less than before.
     pub whole: f64,
 }
@@ -76,6 +80,11 @@ pub(crate) struct Progress<'a> {
     step: Step,
     step_total: u64,
     step_done: u64,
+    /// Bytes of the steps before.
+    bytes_before: u64,
+    /// What was told of all steps.
+    all_done: u64,
+    all_total: u64,
     whole: f64,
 }
 
@@ -83,11 +92,24 @@ impl<'a> Progress<'a> {
     /// Of these steps, with their parts of the whole.
     pub(crate) fn new(steps: &'static [(Step, f64)], tell: &'a mut dyn FnMut(Moment)) -> Self {
         let step = steps.first().map_or(Step::Stop, |(step, _)| *step);
-        Self { tell, steps, step, step_total: 0, step_done: 0, whole: 0.0 }
+        Self { tell, steps, step, step_total: 0, step_done: 0, bytes_before: 0, all_done: 0, all_total: 0, whole: 0.0 }
+    }
+
+    /// Of what goes on where another one has told all of the first step: so many bytes.
+    pub(crate) fn behind_first(
+        steps: &'static [(Step, f64)],
+        step_bytes: u64,
+        tell: &'a mut dyn FnMut(Moment),
+    ) -> Self {
+        let whole = steps.first().map_or(0.0, |(_, part)| *part);
+        let all_done = (step_bytes as f64 * whole) as u64;
+        let new = Self::new(steps, tell);
+        Self { step_total: step_bytes, step_done: step_bytes, all_total: step_bytes, all_done, whole, ..new }
     }
 
     /// A step begins.
     pub(crate) fn begin(&mut self, step: Step) {
+        self.bytes_before = self.bytes_before.saturating_add(self.step_total);
         (self.step, self.step_total, self.step_done) = (step, 0, 0);
         self.moved(0, 0);
     }
@@ -111,7 +133,13 @@ impl<'a> Progress<'a> {
 
     fn tell(&mut self) {
         let Self { step, step_done: done_bytes, step_total: total_bytes, whole, .. } = *self;
-        (self.tell)(Moment { step, done_bytes, total_bytes, whole });
+        let all_total_bytes = self.bytes_before.saturating_add(total_bytes);
+        // The part that was told, of a total that may be larger now.
+        let told = u128::from(self.all_done) * u128::from(all_total_bytes);
+        let told = u64::try_from(told.div_ceil(u128::from(self.all_total.max(1)))).unwrap_or(u64::MAX);
+        let all_done_bytes = ((all_total_bytes as f64 * whole) as u64).max(told).min(all_total_bytes);
+        (self.all_done, self.all_total) = (all_done_bytes, all_total_bytes);
+        (self.tell)(Moment { step, done_bytes, total_bytes, all_done_bytes, all_total_bytes, whole });
     }
 }
 
@@ -133,10 +161,32 @@ mod tests {
             }
             progress.end();
             assert!(told.windows(2).all(|pair| pair[0].whole <= pair[1].whole));
+            assert!(told.windows(2).all(|pair| {
+                pair[0].all_done_bytes <= pair[1].all_done_bytes && pair[0].all_total_bytes <= pair[1].all_total_bytes
+            }));
+            let last = told.last().unwrap();
+            assert_eq!((last.all_done_bytes, last.all_total_bytes), (30 * steps.len() as u64, 30 * steps.len() as u64));
             assert!(told.iter().all(|moment| moment.done_bytes <= moment.total_bytes && moment.whole <= 1.0));
             assert_eq!(told.last().map(|moment| moment.whole), Some(1.0));
             let parts: f64 = steps.iter().map(|(_, part)| part).sum();
             assert!((parts - 1.0).abs() < 1e-9);
         }
+    }
+
+    #[test]
+    fn what_goes_on_behind_the_first_step_goes_not_back() {
+        let mut told = Vec::new();
+        let mut tell = |moment: Moment| told.push(moment);
+        let mut progress = Progress::new(Step::RESTORE, &mut tell);
+        progress.begin(Step::Look);
+        progress.moved(1001, 1001);
+        let mut progress = Progress::behind_first(Step::RESTORE, 1001, &mut tell);
+        progress.begin(Step::Serve);
+        progress.begin(Step::State);
+        progress.moved(500, 1001);
+        progress.end();
+        assert!(told.windows(2).all(|pair| pair[0].whole <= pair[1].whole));
+        assert!(told.windows(2).all(|pair| pair[0].all_done_bytes <= pair[1].all_done_bytes));
+        assert_eq!(told.last().map(|last| (last.all_done_bytes, last.all_total_bytes)), Some((2002, 2002)));
     }
 }

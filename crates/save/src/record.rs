@@ -358,7 +358,7 @@ impl UnderWay {
     }
 }
 
-fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Option<T>> {
+pub(crate) fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Option<T>> {
     let text = match std::fs::read(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         read => read.map_err(|error| failed("read", path, error))?,
@@ -367,7 +367,7 @@ fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Option<T>> {
     serde_json::from_slice(&text).map(Some).map_err(bad)
 }
 
-fn write_json(directory: &Path, name: &str, value: &impl Serialize) -> Result<()> {
+pub(crate) fn write_json(directory: &Path, name: &str, value: &impl Serialize) -> Result<()> {
     let path = directory.join(name);
     let text = serde_json::to_vec_pretty(value).map_err(|error| failed("write", &path, error.into()))?;
     let mut file = NewFile::create_or_truncate(&path)?;

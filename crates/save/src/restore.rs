@@ -2,6 +2,7 @@
 
 use crate::disks::{Daemon, Disks};
 use crate::machine::Machine;
+use crate::own_layers::OwnLayers;
 use crate::progress::{Moment, Progress, Step};
 use crate::qmp::Qmp;
 use crate::record::{Record, UnderWay, lock_directory};
@@ -16,7 +17,8 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 /// A pair that is whole.
 #[derive(Debug)]
@@ -29,6 +31,8 @@ pub struct Restore {
     pub state_path: PathBuf,
     /// A save was begun after it, and has not come to its end.
     pub was_broken_off: bool,
+    /// What a person should know: what the machine wrote before, and that nobody needs unless they do.
+    pub notes: Vec<String>,
 }
 
 /// How long a QEMU may take to open its monitor.
@@ -36,8 +40,8 @@ const START_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Finds what was saved last, and looks whether it is whole: the state against its checksum, the disks against what was
 /// noted of them. With `force`, disks that a save has not frozen again are taken as they are. `tell` hears of the first step
-/// of a restore.
-pub fn find(machine: &Machine, force: bool, tell: &mut dyn FnMut(Moment)) -> Result<Restore> {
+/// of a restore; setting `cancel` ends it.
+pub fn find(machine: &Machine, force: bool, cancel: &AtomicBool, tell: &mut dyn FnMut(Moment)) -> Result<Restore> {
     let directory = &machine.state;
     let record = Record::read(directory)?.ok_or_else(|| {
         Error::new(ErrorKind::BadOption, format!("no machine was saved in '{}'", directory.display()))
@@ -46,7 +50,10 @@ pub fn find(machine: &Machine, force: bool, tell: &mut dyn FnMut(Moment)) -> Res
     let state = StateFile::open(&state_path)?;
     let mut progress = Progress::new(Step::RESTORE, tell);
     progress.begin(Step::Look);
-    state.extract_telling(&mut std::io::sink(), &mut |bytes| progress.moved(bytes, state.stream_bytes))?;
+    state.extract_telling(&mut std::io::sink(), &mut |bytes| {
+        progress.moved(bytes, state.stream_bytes);
+        check(cancel)
+    })?;
     record.check_disks(force)?;
     if !record.is_finished() && !force && !stands(machine) {
         let what = "the save was broken off while it took layers back, and nothing shows that the machine has not run since. If \
@@ -54,7 +61,14 @@ pub fn find(machine: &Machine, force: bool, tell: &mut dyn FnMut(Moment)) -> Res
         return Err(Error::new(ErrorKind::BadImage, format!("'{}': {what}", directory.display())));
     }
     let was_broken_off = UnderWay::read(directory)?.is_some();
-    Ok(Restore { record, state, state_path, was_broken_off })
+    Ok(Restore { record, state, state_path, was_broken_off, notes: Vec::new() })
+}
+
+fn check(cancel: &AtomicBool) -> Result<()> {
+    match cancel.load(Ordering::Relaxed) {
+        true => Err(Error::new(ErrorKind::Cancelled, "interrupted")),
+        false => Ok(()),
+    }
 }
 
 /// Whether the machine says that it stands since its state was written.
@@ -93,17 +107,43 @@ fn quoted(path: &Path) -> String {
 }
 
 /// Serves the disks as they were saved, each under a new layer for what the machine writes from here on. The daemon runs.
-fn serve(machine: &Machine, restore: &mut Restore, progress: &mut Progress<'_>) -> Result<()> {
+/// Where it is interrupted, the pair is as it was.
+fn serve_disks(
+    machine: &Machine,
+    restore: &mut Restore,
+    cancel: &AtomicBool,
+    progress: &mut Progress<'_>,
+) -> Result<()> {
     progress.begin(Step::Serve);
     let disks = Daemon::new(&machine.control)?;
+    let mut own_layers = OwnLayers::read(&machine.state)?;
     // Opening an image for writing may change its times, and no byte that a guest sees. The record says what has become of
     // it, disk by disk, so that a restore that is broken off does not make the pair look changed.
     restore.record.is_being_restored = true;
     restore.record.publish(&machine.state)?;
     let drives: Vec<(String, Options)> = restore.drives().map(|(name, options)| (name.to_owned(), options)).collect();
+    let present = disks.names()?;
     for (index, (name, options)) in drives.into_iter().enumerate() {
         let Some(disk) = restore.record.disks.get_mut(index) else { break };
-        disks.replace(&name, options, disk.former_tops(), disk.bases(), layer_above(&disk.base)?)?;
+        if let Err(error) = check(cancel) {
+            // Those that were served before were looked at again.
+            restore.record.is_being_restored = false;
+            restore.record.publish(&machine.state)?;
+            return Err(error);
+        }
+        if present.contains(&name) {
+            let tops = disks.layers(&name).unwrap_or_default();
+            let above = tops.iter().map(|layer| &layer.file).take_while(|file| **file != disk.file);
+            restore.notes.extend(above.filter(|file| own_layers.has(file)).map(|file| {
+                let file = file.display();
+                format!(
+                    "disk '{name}': '{file}' has what the machine wrote after the save; remove it if nobody needs that"
+                )
+            }));
+        }
+        let layer = layer_above(&disk.base)?;
+        own_layers.note(&machine.state, [layer.as_path()])?;
+        disks.replace(&name, options, disk.former_tops(), disk.bases(), layer)?;
         disk.look_again()?;
         restore.record.publish(&machine.state)?;
     }
@@ -124,15 +164,9 @@ fn layer_above(base: &Path) -> Result<PathBuf> {
     })
 }
 
-/// Starts the machine again from what was saved. The daemon must run; its disks are put back first. Killed in the middle, it
-/// leaves the pair as it is; the program that it has started may be there, and is ended before it is run again.
-pub fn run(machine: &Machine, restore: &mut Restore, tell: &mut dyn FnMut(Moment)) -> Result<Child> {
-    const NAME: &str = "ringdisk-state";
-    let Some((program, arguments)) = machine.qemu.split_first() else {
-        let what = "which command starts the machine is not known: give it in the machine's description (qemu = [...])";
-        return Err(Error::new(ErrorKind::BadOption, what));
-    };
-    let _lock = lock_directory(&machine.state)?;
+/// Locks the directory, and looks whether the machine may be given its disks.
+fn begin(machine: &Machine, restore: &Restore) -> Result<File> {
+    let lock = lock_directory(&machine.state)?;
     if Record::read(&machine.state)?.as_ref() != Some(&restore.record) {
         let what = "was saved to meanwhile: try again";
         return Err(Error::new(ErrorKind::Locked, format!("'{}' {what}", machine.state.display())));
@@ -141,13 +175,62 @@ pub fn run(machine: &Machine, restore: &mut Restore, tell: &mut dyn FnMut(Moment
         let what = "a machine is there already (qmp): end it first, it would lose its disks";
         return Err(Error::new(ErrorKind::Locked, format!("'{}': {what}", machine.qmp.display())));
     }
-    let mut progress = Progress::new(Step::RESTORE, tell);
-    serve(machine, restore, &mut progress)?;
+    Ok(lock)
+}
+
+/// Lets the daemon serve the saved disks, each under a new layer, and leaves it to the caller to start the machine. The daemon
+/// must run.
+pub fn serve(
+    machine: &Machine,
+    restore: &mut Restore,
+    cancel: &AtomicBool,
+    tell: &mut dyn FnMut(Moment),
+) -> Result<()> {
+    let _lock = begin(machine, restore)?;
+    let mut progress = Progress::behind_first(Step::RESTORE, restore.state.stream_bytes, tell);
+    serve_disks(machine, restore, cancel, &mut progress)?;
+    progress.end();
+    Ok(())
+}
+
+/// Waits for the monitor of a machine that starts.
+fn connect(child: &mut Child, machine: &Machine, cancel: &AtomicBool) -> Result<Qmp> {
+    let begun = Instant::now();
+    loop {
+        check(cancel)?;
+        if let Ok(Some(status)) = child.try_wait() {
+            return Err(Error::new(ErrorKind::Io, format!("the machine ended as it started, with {status}")));
+        }
+        match Qmp::connect(&machine.qmp, Duration::ZERO) {
+            Err(_) if begun.elapsed() < START_PATIENCE => std::thread::sleep(Duration::from_millis(20)),
+            connected => return connected,
+        }
+    }
+}
+
+/// Starts the machine again from what was saved. The daemon must run; its disks are put back first. Killed in the middle, it
+/// leaves the pair as it is; the program that it has started may be there, and is ended before it is run again. Setting
+/// `cancel` ends what it has started, and leaves the pair as it is.
+pub fn run(
+    machine: &Machine,
+    restore: &mut Restore,
+    cancel: &AtomicBool,
+    tell: &mut dyn FnMut(Moment),
+) -> Result<Child> {
+    const NAME: &str = "ringdisk-state";
+    let Some((program, arguments)) = machine.qemu.split_first() else {
+        let what = "which command starts the machine is not known: give it in the machine's description (qemu = [...])";
+        return Err(Error::new(ErrorKind::BadOption, what));
+    };
+    let _lock = begin(machine, restore)?;
+    let mut progress = Progress::behind_first(Step::RESTORE, restore.state.stream_bytes, tell);
+    serve_disks(machine, restore, cancel, &mut progress)?;
     progress.begin(Step::Start);
+    check(cancel)?;
     let child = Command::new(program).args(arguments).args(["-incoming", "defer"]).spawn();
     let mut child = child.map_err(|error| Error::io(format!("cannot start '{program}'"), error))?;
     let begun = (|| {
-        let mut qmp = Qmp::connect(&machine.qmp, START_PATIENCE)?;
+        let mut qmp = connect(&mut child, machine, cancel)?;
         let pipe = pipe_with(PipeFlags::CLOEXEC);
         let (source, target) = pipe.map_err(|errno| Error::io("cannot make a pipe", errno.into()))?;
         qmp.pass(NAME, source.as_fd())?;
@@ -155,11 +238,16 @@ pub fn run(machine: &Machine, restore: &mut Restore, tell: &mut dyn FnMut(Moment
         qmp.run("migrate-incoming", json!({ "uri": format!("fd:{NAME}") }))?;
         progress.begin(Step::State);
         let total = restore.state.stream_bytes;
-        restore.state.extract_telling(&mut File::from(target), &mut |bytes| progress.moved(bytes, total))?;
+        restore.state.extract_telling(&mut File::from(target), &mut |bytes| {
+            progress.moved(bytes, total);
+            check(cancel)
+        })?;
         while qmp.status()? == "inmigrate" {
+            check(cancel)?;
             std::thread::sleep(Duration::from_millis(20));
         }
         progress.begin(Step::Resume);
+        check(cancel)?;
         if restore.record.was_running {
             qmp.run("cont", json!({}))?;
         }
@@ -199,9 +287,9 @@ mod tests {
             others: Vec::new(),
         });
         record.publish(dir.path()).unwrap();
-        let error = find(&machine, false, &mut |_| {}).unwrap_err().to_string();
+        let error = find(&machine, false, &AtomicBool::new(false), &mut |_| {}).unwrap_err().to_string();
         assert!(error.contains("--force"), "{error}");
-        let restore = find(&machine, true, &mut |_| {}).unwrap();
+        let restore = find(&machine, true, &AtomicBool::new(false), &mut |_| {}).unwrap();
         let (_, options) = restore.drives().next().unwrap();
         assert_eq!(
             (options.get("format"), options.get("keep"), options.get("snapshot")),
@@ -210,8 +298,13 @@ mod tests {
         // Whoever answers is in the way.
         let _monitor = std::os::unix::net::UnixListener::bind(&machine.qmp).unwrap();
         let machine = Machine { qemu: vec!["false".to_owned()], ..machine };
-        let mut restore = find(&machine, true, &mut |_| {}).unwrap();
-        let error = run(&machine, &mut restore, &mut |_| {}).unwrap_err().to_string();
+        let mut restore = find(&machine, true, &AtomicBool::new(false), &mut |_| {}).unwrap();
+        let go_on = AtomicBool::new(false);
+        let error = run(&machine, &mut restore, &go_on, &mut |_| {}).unwrap_err().to_string();
         assert!(error.contains("end it first"), "{error}");
+        let error = serve(&machine, &mut restore, &go_on, &mut |_| {}).unwrap_err().to_string();
+        assert!(error.contains("end it first"), "{error}");
+        let error = find(&machine, true, &AtomicBool::new(true), &mut |_| {}).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Cancelled);
     }
 }

@@ -4,6 +4,7 @@ use crate::disks::{Daemon, Disks, Layer};
 use crate::files::sync_directory;
 use crate::into_image;
 use crate::machine::Machine;
+use crate::own_layers::OwnLayers;
 use crate::progress::{Moment, Progress, Step};
 use crate::qmp::Qmp;
 use crate::record::{Record, SavedDisk, UnderWay, check_files, lock_directory, remove_states};
@@ -46,6 +47,8 @@ pub struct Saved {
     pub state_bytes: u64,
     /// How long the machine stood still.
     pub paused: Duration,
+    /// How long the save took.
+    pub total: Duration,
     /// What a person should know: a disk whose layers could not be taken back.
     pub notes: Vec<String>,
 }
@@ -76,7 +79,9 @@ pub(crate) fn save_with(
     tell: &mut dyn FnMut(Moment),
 ) -> Result<Saved> {
     let directory = &machine.state;
+    let begun = Instant::now();
     let _lock = lock_directory(directory)?;
+    let mut own_layers = OwnLayers::read(directory)?;
     let mut before = Record::read(directory)?;
     let names = if machine.disks.is_empty() { disks.names()? } else { machine.disks.clone() };
     // Before the machine stops: what cannot be saved at all.
@@ -97,11 +102,12 @@ pub(crate) fn save_with(
     progress.begin(Step::Stop);
     let was_running = under_way.is_some_and(|under_way| under_way.was_running) || qmp.is_running()?;
     // It has changed nothing if that fails: a machine that an earlier save has stopped stands, and its pair is whole.
-    finish_commit(disks, &mut qmp, before.as_mut(), directory)?;
+    finish_commit(disks, &mut qmp, before.as_mut(), directory, &mut own_layers)?;
     UnderWay { was_running }.write(directory)?;
     let stopped = Instant::now();
     let record = Record::next(before.as_ref(), was_running);
-    let mut saving = Saving { directory, options, cancel, before, record, disks, names, notes: Vec::new() };
+    let notes = Vec::new();
+    let mut saving = Saving { directory, options, cancel, before, record, disks, names, own_layers, notes };
     let done =
         leave_earlier(&mut qmp).and_then(|()| qmp.run("stop", json!({}))).and_then(|_| match &options.into_image {
             Some(snapshot) => saving.put_into_images(snapshot, &mut qmp, &mut progress),
@@ -112,7 +118,7 @@ pub(crate) fn save_with(
     let paused = stopped.elapsed();
     // The note stays for the next save, if the machine stands still against its will.
     let resumed = resumed.and_then(|()| UnderWay::remove(directory));
-    saving.end(done, resumed, paused, &mut progress)
+    saving.end(done, resumed, paused, &mut progress).map(|saved| Saved { total: begun.elapsed(), ..saved })
 }
 
 /// Lets the machine go on, also where its monitor was left in the middle of something.
@@ -142,16 +148,8 @@ fn new_layer(number: u64, base: &Path) -> Result<PathBuf> {
     })
 }
 
-/// Whether a save or a restore has put this layer above the image `base`.
-fn is_own_layer(file: &Path, base: &Path) -> bool {
-    let (file, base) = (file.as_os_str().as_encoded_bytes(), base.as_os_str().as_encoded_bytes());
-    let mark = file.strip_prefix(base).unwrap_or_default();
-    let number = mark.strip_prefix(b".save-").or_else(|| mark.strip_prefix(b".restored-"));
-    number.is_some_and(|number| number.iter().all(|byte| byte.is_ascii_digit() || *byte == b'-'))
-}
-
 /// After layers were taken back: what is the top now must not be written to.
-fn freeze_again(disks: &dyn Disks, record: &mut Record, directory: &Path) -> Result<()> {
+fn freeze_again(disks: &dyn Disks, record: &mut Record, directory: &Path, own_layers: &mut OwnLayers) -> Result<()> {
     let (mut overlays, mut chains) = (Vec::new(), Vec::new());
     for disk in &mut record.disks {
         let layers = disks.layers(&disk.name)?;
@@ -167,6 +165,7 @@ fn freeze_again(disks: &dyn Disks, record: &mut Record, directory: &Path) -> Res
         chains.push(layers);
     }
     if !overlays.is_empty() {
+        own_layers.note(directory, overlays.iter().map(|(_, file)| file.as_path()))?;
         disks.freeze(overlays)?;
     }
     for (disk, layers) in record.disks.iter_mut().zip(&chains) {
@@ -177,7 +176,13 @@ fn freeze_again(disks: &dyn Disks, record: &mut Record, directory: &Path) -> Res
 
 /// A save that was killed while layers were taken back: the daemon has gone on with that. What is left is done before the
 /// machine may go on.
-fn finish_commit(disks: &dyn Disks, qmp: &mut Qmp, before: Option<&mut Record>, directory: &Path) -> Result<()> {
+fn finish_commit(
+    disks: &dyn Disks,
+    qmp: &mut Qmp,
+    before: Option<&mut Record>,
+    directory: &Path,
+    own_layers: &mut OwnLayers,
+) -> Result<()> {
     let Some(before) = before.filter(|before| !before.is_finished()) else {
         return Ok(());
     };
@@ -186,7 +191,7 @@ fn finish_commit(disks: &dyn Disks, qmp: &mut Qmp, before: Option<&mut Record>, 
         // What it wrote may be in the files that were saved: they are never said to be whole.
         return Ok(());
     }
-    freeze_again(disks, before, directory)
+    freeze_again(disks, before, directory, own_layers)
 }
 
 /// Whether the machine has stood still since its state was written. QEMU leaves this status when it runs, for good.
@@ -221,6 +226,7 @@ pub(crate) struct Saving<'a> {
     pub(crate) record: Record,
     pub(crate) disks: &'a dyn Disks,
     pub(crate) names: Vec<String>,
+    own_layers: OwnLayers,
     pub(crate) notes: Vec<String>,
 }
 
@@ -239,7 +245,8 @@ impl Saving<'_> {
                     self.record.remove_others(self.directory)?;
                 }
                 progress.end();
-                return Ok(Saved { record: self.record, state_bytes, paused, notes: self.notes });
+                let total = paused;
+                return Ok(Saved { record: self.record, state_bytes, paused, total, notes: self.notes });
             }
             (Ok(_), Err(error)) => return Err(error.in_context("the machine is saved; but")),
             (Err(error), Ok(())) => error,
@@ -277,6 +284,7 @@ impl Saving<'_> {
             saved.push(disk);
             chains.push(layers);
         }
+        self.own_layers.note(self.directory, overlays.iter().map(|(_, file)| file.as_path()))?;
         self.disks.freeze(overlays)?;
         for (disk, layers) in saved.iter_mut().zip(&chains) {
             disk.look(layers)?;
@@ -327,10 +335,10 @@ impl Saving<'_> {
         for disk in &self.record.disks {
             let layers = self.disks.layers(&disk.name)?;
             let above = layers.iter().position(|layer| layer.file == disk.base).unwrap_or(0);
-            let other = layers.iter().take(above).position(|layer| !is_own_layer(&layer.file, &disk.base));
+            let other = layers.iter().take(above).position(|layer| !self.own_layers.has(&layer.file));
             if let Some(layer) = other.and_then(|other| layers.get(other)) {
                 let (name, file) = (&disk.name, layer.file.display());
-                self.notes.push(format!("disk '{name}': '{file}' stays, because no save has put it on"));
+                self.notes.push(format!("disk '{name}': '{file}' stays, because no save or restore has put it on"));
             }
             counts.push((layers, other.unwrap_or(above)));
         }
@@ -355,7 +363,7 @@ impl Saving<'_> {
             }
             gone.extend(layers.iter().take(*count).map(|layer| (disk.name.clone(), layer.file.clone())));
         }
-        freeze_again(self.disks, &mut self.record, self.directory)?;
+        freeze_again(self.disks, &mut self.record, self.directory, &mut self.own_layers)?;
         for (name, file) in gone {
             // What is still used is used; what cannot be removed is in nobody's way.
             if self.disks.layers(&name)?.iter().all(|layer| layer.file != file) {

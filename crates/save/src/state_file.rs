@@ -76,11 +76,11 @@ impl StateFile {
 
     /// Copies the machine's state, without what we added, and compares it with its checksum.
     pub fn extract(&self, target: &mut dyn Write) -> Result<()> {
-        self.extract_telling(target, &mut |_| {})
+        self.extract_telling(target, &mut |_| Ok(()))
     }
 
-    /// As [`StateFile::extract`]; `told` hears how many bytes are copied.
-    pub(crate) fn extract_telling(&self, target: &mut dyn Write, told: &mut dyn FnMut(u64)) -> Result<()> {
+    /// As [`StateFile::extract`]; `told` hears how many bytes are copied, and may end it.
+    pub fn extract_telling(&self, target: &mut dyn Write, told: &mut dyn FnMut(u64) -> Result<()>) -> Result<()> {
         let failed = |error| Error::io(format!("cannot read '{}'", self.path.display()), error);
         let mut stream = File::open(&self.path).map_err(failed)?.take(self.stream_bytes);
         let mut piece = vec![0; PIECE_BYTES];
@@ -93,7 +93,7 @@ impl StateFile {
             hash.update(&piece[..length]);
             target.write_all(&piece[..length]).map_err(|error| Error::io("cannot write the machine's state", error))?;
             copied += length as u64;
-            told(copied);
+            told(copied)?;
         }
         target.flush().map_err(|error| Error::io("cannot write the machine's state", error))?;
         if copied == self.stream_bytes && hash.digest128() == self.checksum {

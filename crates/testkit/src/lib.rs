@@ -33,6 +33,7 @@ mod qcow2_check;
 mod qemu_nbd;
 mod request;
 mod sim;
+mod skips;
 mod web_server;
 mod workload;
 
@@ -50,5 +51,6 @@ pub use request::{Reply, Request};
 pub use sim::{
     Fault, FaultAction, OpKind, Recording, Replay, SimFile, SimFileOptions, SimHandle, SimReactor, SimStorage,
 };
+pub use skips::skipped;
 pub use web_server::{Behaviour, Connection, WebServer, Wrap};
 pub use workload::{GuestEvent, Story, Workload};

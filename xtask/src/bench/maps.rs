@@ -1,8 +1,9 @@
 //! Instructions a request of a disk in this process: by maps (`ringdisk bench --maps`), and by reads and writes that copy.
 //! The client makes the bytes of each write and looks at those of each read (`--touch`): in place, or in a buffer.
 //!
-//! Counted as in `profile`: one run under callgrind makes some requests, another makes more, and the difference counts. A
-//! busy machine does not disturb it.
+//! Counted as in `profile`: one run under callgrind makes some requests, another makes more, and the difference counts, of
+//! instructions and of maps. A busy machine does not disturb it. Valgrind's threads take fair turns: a reactor that always
+//! has work would else keep the worker that reserves space from ever running.
 
 use super::measure::{Tools, escaped, number};
 use super::profile;
@@ -47,7 +48,7 @@ impl Place {
     }
 }
 
-/// Instructions a request, and which part of the requests maps did.
+/// Instructions a request, and which part of the requests maps did, behind the first ones.
 struct Cell {
     per_request: f64,
     by_maps: f64,
@@ -56,7 +57,6 @@ struct Cell {
 struct Counting<'a> {
     tools: &'a Tools,
     directory: &'a Path,
-    counts: [u64; 2],
 }
 
 impl Counting<'_> {
@@ -69,11 +69,15 @@ impl Counting<'_> {
         let drive = format!("file={},format=raw,cache=writeback{scratch}", escaped(&self.base()));
         let output = self.directory.join("maps.callgrind");
         let mut words = vec!["--tool=callgrind".to_owned(), format!("--callgrind-out-file={}", output.display())];
+        words.push("--fair-sched=yes".to_owned());
         words.push(self.tools.ringdisk.display().to_string());
         let count = count.to_string();
         let load = ["--rw", access.rw, "--bs", access.block, "--depth", "8", "--size", SIZE, "--count", &count];
-        let more = ["--poll-max-us", "0", "--destroy", "--touch", "--output", "json"];
+        let more = ["--poll-max-us", "0", "--touch", "--output", "json"];
         words.extend(["bench", "--drive", &drive].iter().chain(&load).chain(&more).map(|word| (*word).to_owned()));
+        if place == Place::Raw {
+            words.push("--destroy".to_owned());
+        }
         if maps {
             words.push("--maps".to_owned());
         }
@@ -81,23 +85,24 @@ impl Counting<'_> {
         let report: serde_json::Value =
             serde_json::from_str(&program.output_text()?).context("the report is no JSON")?;
         ensure!(number(&report["errors"])? == 0.0, "requests failed: {report}");
-        let by_maps = if maps { number(&report["by_maps"])? / number(&report["requests"])? } else { 0.0 };
+        let by_maps = if maps { number(&report["by_maps"])? } else { 0.0 };
         Ok((profile::instructions(&output)?, by_maps))
     }
 
     fn cell(&self, place: Place, access: &Access, maps: bool) -> Result<Cell> {
-        let [few, many] = self.counts;
-        let (few_instructions, _) = self.run(place, access, maps, few)?;
-        let (many_instructions, by_maps) = self.run(place, access, maps, many)?;
-        Ok(Cell { per_request: (many_instructions - few_instructions) / (many - few) as f64, by_maps })
+        let [few, many] = COUNTS;
+        let (few_instructions, few_by_maps) = self.run(place, access, maps, few)?;
+        let (many_instructions, many_by_maps) = self.run(place, access, maps, many)?;
+        let of_more = |before: f64, all: f64| (all - before) / (many - few) as f64;
+        let by_maps = of_more(few_by_maps, many_by_maps);
+        Ok(Cell { per_request: of_more(few_instructions, many_instructions), by_maps })
     }
 }
 
 /// The table, for the page on scratch overlays. `directory` lies in memory.
-pub(super) fn table(tools: &Tools, directory: &Path, is_short: bool) -> Result<String> {
+pub(super) fn table(tools: &Tools, directory: &Path) -> Result<String> {
     profile::check_tools()?;
-    let counts = if is_short { COUNTS.map(|count| count / 4) } else { COUNTS };
-    let counting = Counting { tools, directory, counts };
+    let counting = Counting { tools, directory };
     std::fs::write(counting.base(), vec![5; 16 << 20])?;
     let mut text = "| place | access | by requests | by maps | maps to requests | done by maps |\n".to_owned();
     text += "|---|---|---|---|---|---|\n";

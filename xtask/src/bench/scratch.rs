@@ -186,7 +186,7 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
     let mut text = if rows.is_empty() { String::new() } else { page(&rows, arguments)? };
     if with_maps {
         text += MAPS_INTRODUCTION;
-        text += &maps::table(&tools, files.directory.path(), arguments.seconds < 1.0)?;
+        text += &maps::table(&tools, files.directory.path())?;
     }
     put_page(&text, "benchmarks-scratch.md", arguments)
 }

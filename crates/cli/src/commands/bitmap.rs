@@ -1,18 +1,21 @@
 //! `ringdisk bitmap`: persistent dirty bitmaps, in qemu-img's words.
 
 use crate::images::{files, image_name};
+use crate::output::{ProgressArgs, Watch};
 use anyhow::{Context, bail};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use drive::{EngineOpener, parse_size};
 use format_qcow2::BitmapAction;
 use image::{Opener, Role, inspect};
+use jobs::Progress;
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 
 /// Add, change and remove persistent dirty bitmaps of an image that nobody uses.
 ///
 /// The given --add, --remove, --clear, --enable, --disable and --merge are carried out in their order. After an error,
-/// none of them is.
+/// or Ctrl-C, none of them is.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -32,6 +35,8 @@ pub(crate) struct Args {
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
     #[arg(long)]
     image_opts: bool,
+    #[command(flatten)]
+    progress: ProgressArgs,
     /// The image.
     file: PathBuf,
     /// The bitmap.
@@ -145,5 +150,19 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let format = inspect(name, &file, format)?.format;
     let action = |word| Ok((args.bitmap.clone(), args.action(word, &opener)?));
     let actions: Vec<(String, BitmapAction)> = args.actions.0.iter().map(action).collect::<anyhow::Result<_>>()?;
-    Ok(image::edit_bitmaps(&file, format, &actions, &mut |_, _| true)?)
+    let mut watch = Watch::start(&args.progress)?;
+    let done = watch.run(|control| {
+        let mut total = 0;
+        image::edit_bitmaps(&file, format, &actions, &mut |done_bytes, total_bytes| {
+            total = total_bytes;
+            (control.progress)(Progress { done_bytes: done_bytes.min(total_bytes), total_bytes });
+            !control.cancel.load(Ordering::Relaxed)
+        })?;
+        (control.progress)(Progress { done_bytes: total, total_bytes: total });
+        Ok::<_, block::Error>(())
+    });
+    done.map_err(|error| match watch.was_interrupted() {
+        true => anyhow::Error::from(error).context("the bitmaps are as they were"),
+        false => error.into(),
+    })
 }

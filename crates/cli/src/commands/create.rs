@@ -2,7 +2,7 @@
 
 use crate::arguments::name_text;
 use crate::images::{NewImage, asks_for_help, create, file_name, opened_name, options_help};
-use crate::output::{self, Watch, usage};
+use crate::output::{self, ProgressArgs, Watch, usage};
 use drive::parse_size;
 use format_qcow2::Compression;
 use image::Format;
@@ -29,9 +29,8 @@ pub(crate) struct Args {
     /// Do not open the backing file; it may be missing, and SIZE has to be given.
     #[arg(short = 'u', long, alias = "backing-unsafe")]
     unsafe_backing: bool,
-    /// Print nothing.
-    #[arg(short, long)]
-    quiet: bool,
+    #[command(flatten)]
+    progress: ProgressArgs,
     /// The image to create.
     #[arg(required_unless_present = "options")]
     file: Option<PathBuf>,
@@ -56,8 +55,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     wanted.backing_file = args.backing.clone().or(wanted.backing_file);
     wanted.backing_format = args.backing_format.clone().or(wanted.backing_format);
-    create(file, &mut wanted, !args.unsafe_backing, &mut Watch::for_people(args.quiet)?)?;
-    if args.quiet { Ok(()) } else { output::print(&announcement(&wanted, said)) }
+    create(file, &mut wanted, !args.unsafe_backing, &mut Watch::start(&args.progress)?)?;
+    if args.progress.quiet { Ok(()) } else { output::print(&announcement(&wanted, said)) }
 }
 
 /// Returns qemu-img's message; the size is the requested one.

@@ -4,7 +4,7 @@ use crate::machine::MachineArgs;
 use crate::output;
 use crate::output::steps::{Shown, StepsArgs};
 use crate::signals;
-use save::SaveOptions;
+use save::{Machine, SaveOptions, Saved};
 
 /// Save a running machine: its state and its disks, as one pair that 'restore' resumes.
 ///
@@ -22,8 +22,17 @@ pub(crate) struct Args {
     /// the machine's state, as with QEMU's savevm ('state extract -l' extracts it).
     #[arg(long, value_name = "SNAPSHOT", conflicts_with = "keep")]
     into_image: Option<String>,
+    /// How to print what was saved: for people, or as JSON for scripts.
+    #[arg(long, value_enum, value_name = "FORM", default_value_t = Output::Human)]
+    output: Output,
     #[command(flatten)]
     steps: StepsArgs,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Output {
+    Human,
+    Json,
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
@@ -37,13 +46,34 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.steps.quiet {
         return Ok(());
     }
-    let (number, state) = (saved.record.number, drive::human_size(saved.state_bytes));
-    let paused = saved.paused.as_secs_f64();
-    if let Some(snapshot) = &args.into_image {
-        return output::print(&format!(
-            "Saved as snapshot '{snapshot}' of each image: state {state}, paused for {paused:.2} s.\n"
-        ));
-    }
-    let directory = machine.state.display();
-    output::print(&format!("Saved as number {number} in '{directory}': state {state}, paused for {paused:.2} s.\n"))
+    output::print(&match args.output {
+        Output::Human => described(args, &machine, &saved),
+        Output::Json => format!("{:#}\n", as_json(args, &machine, &saved)),
+    })
+}
+
+fn described(args: &Args, machine: &Machine, saved: &Saved) -> String {
+    let state = drive::human_size(saved.state_bytes);
+    let what = match &args.into_image {
+        Some(snapshot) => format!("as snapshot '{snapshot}' of each image"),
+        None => format!("as number {} in '{}'", saved.record.number, machine.state.display()),
+    };
+    let [paused, total] = [saved.paused, saved.total].map(|time| time.as_secs_f64());
+    format!("Saved {what}: state {state}, paused for {paused:.2} s of {total:.2} s.\n")
+}
+
+fn as_json(args: &Args, machine: &Machine, saved: &Saved) -> serde_json::Value {
+    let place = match &args.into_image {
+        Some(snapshot) => ("snapshot", serde_json::json!(snapshot)),
+        None => ("number", serde_json::json!(saved.record.number)),
+    };
+    let mut all = serde_json::json!({
+        "directory": machine.state,
+        "state-bytes": saved.state_bytes,
+        "paused-seconds": saved.paused.as_secs_f64(),
+        "total-seconds": saved.total.as_secs_f64(),
+        "notes": saved.notes,
+    });
+    all[place.0] = place.1;
+    all
 }

@@ -43,6 +43,12 @@ impl Shown {
         Self { form, last: None }
     }
 
+    /// Shows it only where the user has asked for it.
+    pub(crate) fn only_if_asked(args: &StepsArgs) -> Self {
+        let form = args.progress.or(args.show.then_some(Form::Text));
+        Self { form, last: None }
+    }
+
     pub(crate) fn show(&mut self, moment: Moment) {
         let is_next = self.last.is_none_or(|(_, last)| last.step != moment.step);
         let is_due = self.last.is_none_or(|(at, _)| at.elapsed() >= EVERY);
@@ -50,14 +56,16 @@ impl Shown {
             return;
         }
         self.last = Some((Instant::now(), moment));
-        let Moment { step, done_bytes, total_bytes, whole, .. } = moment;
+        let Moment { step, done_bytes, total_bytes, all_done_bytes, all_total_bytes, whole, .. } = moment;
         let line = match self.form {
             None => return,
             Some(Form::Text) => format!("{:>3.0}% {}", whole * 100.0, step.name()),
             Some(Form::Json) => serde_json::json!({
                 "step": step.name(),
-                "done-bytes": done_bytes,
-                "total-bytes": total_bytes,
+                "step-done-bytes": done_bytes,
+                "step-total-bytes": total_bytes,
+                "done-bytes": all_done_bytes,
+                "total-bytes": all_total_bytes,
                 "whole": whole,
             })
             .to_string(),

@@ -64,11 +64,6 @@ impl Watch {
         Ok(Self { display, started: Instant::now(), shown: None, interrupted, asked })
     }
 
-    /// Makes a watch for commands without progress in qemu-img: a bar on a terminal, and nothing elsewhere.
-    pub(crate) fn for_people(quiet: bool) -> anyhow::Result<Self> {
-        Self::start(&ProgressArgs { show: false, quiet, progress: None })
-    }
-
     /// Makes a watch for a step before the job, which the same signals end: it has its own bar on a terminal, and shows
     /// nothing elsewhere.
     pub(crate) fn before(&self) -> Self {

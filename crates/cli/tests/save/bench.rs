@@ -6,7 +6,7 @@ use save::{Machine, Qmp};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 use tempfile::TempDir;
 
@@ -196,13 +196,24 @@ impl Bench {
 }
 
 /// Starts a command that tells its progress as lines of JSON, and kills it as this step begins.
-pub(super) fn kill_at(mut command: Command, step: &str) {
+pub(super) fn kill_at(command: Command, step: &str) {
+    drop(signal_at(command, step, "KILL"));
+}
+
+/// As [`kill_at`], by this signal. Returns how it ended, and what it said from there on.
+pub(super) fn signal_at(mut command: Command, step: &str, signal: &str) -> (ExitStatus, String) {
     let mut child = command.arg("--progress=json").stderr(Stdio::piped()).spawn().unwrap();
-    let lines = std::io::BufRead::lines(std::io::BufReader::new(child.stderr.take().unwrap()));
-    let begun = lines.map_while(Result::ok).any(|line| line.contains(&format!("\"step\":\"{step}\"")));
-    child.kill().unwrap();
-    child.wait().unwrap();
-    assert!(begun, "there is no step {step}");
+    let mut lines = std::io::BufRead::lines(std::io::BufReader::new(child.stderr.take().unwrap()));
+    let is_it = |line: String| line.contains(&format!("\"step\":\"{step}\""));
+    let begun = lines.by_ref().map_while(Result::ok).any(is_it);
+    // It may have ended by itself.
+    let _ = Command::new("kill").arg(format!("-{signal}")).arg(child.id().to_string()).output();
+    let status = child.wait().unwrap();
+    // A machine that a killed program has left behind has the other end, too.
+    let rest: Vec<String> = if signal == "KILL" { Vec::new() } else { lines.map_while(Result::ok).collect() };
+    let said = rest.join("\n");
+    assert!(begun, "there is no step {step}: {said}");
+    (status, said)
 }
 
 /// Ends the machines with this monitor that a killed program has left behind, those included that are starting.

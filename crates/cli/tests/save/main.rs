@@ -6,6 +6,7 @@
 mod bench;
 #[path = "../common/mod.rs"]
 mod common;
+mod interrupted;
 
 use bench::{Bench, end_machines, kill_at};
 use common::{at, directory, has_tool, path_str, run, run_ok, text, tool_ok};
@@ -28,7 +29,7 @@ fn has_tools() -> bool {
     let major = said.split("version ").nth(1).and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
     let is_new = major.is_some_and(|major| major >= 9);
     if !is_new {
-        eprintln!("skipped: QEMU is older than 9.0: {}", said.lines().next().unwrap_or_default());
+        testkit::skipped(&format!("QEMU is older than 9.0: {}", said.lines().next().unwrap_or_default()));
     }
     is_new
 }

@@ -91,9 +91,14 @@ impl OpenFile {
         shown
     }
 
+    /// See [`block::File::can_map_reserved`].
+    pub(crate) fn can_map_reserved(&self) -> bool {
+        self.lies_in_memory() && !self.info.read_only
+    }
+
     /// See [`block::File::map_reserved`].
     pub(crate) fn map_reserved(&self, offset: u64, length_bytes: usize) -> Option<MappedRange> {
-        if !self.lies_in_memory() || self.info.read_only {
+        if !self.can_map_reserved() {
             return None;
         }
         let end = offset.checked_add(length_bytes as u64)?;

@@ -82,6 +82,10 @@ impl File for HostFile {
         self.file.map(offset, length_bytes, past_end, pieces)
     }
 
+    fn can_map_reserved(&self) -> bool {
+        self.file.can_map_reserved()
+    }
+
     fn map_reserved(&self, offset: u64, length_bytes: usize) -> Option<MappedRange> {
         self.file.map_reserved(offset, length_bytes)
     }

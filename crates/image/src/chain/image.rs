@@ -4,6 +4,7 @@ use super::exchange::board::Board;
 use super::extents::Extents;
 use super::layer::Layer;
 use super::layers::Chain;
+use super::mapping::Mapping;
 use super::queue::ImageQueue;
 use super::table_cache::TableCacheStats;
 use crate::file_name::FileName;
@@ -223,6 +224,16 @@ impl Image {
         let io = top.open_blocking()?;
         let what = format!("cannot empty at byte {offset}");
         block_on(top.mapping.reveal(&io, offset, length_bytes)).map_err(|error| top.failed(&what, error))
+    }
+
+    /// Gives the space of a kept scratch overlay that holds nothing back to the host. Blocks. The image is closed, and no
+    /// queue is open.
+    pub fn give_back_if_empty(&self) -> Result<()> {
+        let chain = self.chain();
+        let Some(top) = chain.layers.first().filter(|_| !chain.disk.read_only) else { return Ok(()) };
+        let Mapping::Scratch(scratch) = &top.mapping else { return Ok(()) };
+        let given_back = block_on(scratch.give_back_if_empty(&top.open_blocking()?));
+        given_back.map_err(|error| top.failed("cannot give its space back", error))
     }
 
     /// As [`Image::close`], for a newly made image: also cuts the file off behind its last cluster.

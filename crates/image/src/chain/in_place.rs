@@ -50,8 +50,15 @@ impl Chain {
             return None;
         }
         let top = self.layers.first()?;
+        // Space is not taken for nothing.
+        if !top.data_file().can_map_reserved() {
+            return None;
+        }
         let staged = top.mapping.try_stage(offset, length_bytes as u64)?;
-        let range = top.data_file().map_reserved(staged.file_offset, length_bytes)?;
+        let Some(range) = top.data_file().map_reserved(staged.file_offset, length_bytes) else {
+            staged.give_back();
+            return None;
+        };
         let zeroed = staged.zeroed;
         Some(WriteMap::in_space(offset, range, Box::new(staged), zeroed))
     }
@@ -61,7 +68,12 @@ impl Chain {
         !self.looks_at_writes && !self.guessed_raw && self.both.is_none()
     }
 
-    /// Whether the top layer should reserve space for maps for writing.
+    /// Whether the top layer may ever reserve space for requests that come.
+    pub(crate) fn reserves_ahead(&self) -> bool {
+        self.layers.first().is_some_and(|top| matches!(top.mapping, Mapping::Scratch(_))) && !self.disk.read_only
+    }
+
+    /// Whether the top layer should reserve space for requests that come.
     pub(crate) fn is_short(&self) -> bool {
         let top = self.layers.first().filter(|_| !self.disk.read_only && self.takes_over());
         top.is_some_and(|top| top.mapping.is_short())
@@ -120,7 +132,7 @@ impl Mapping {
         }
     }
 
-    /// Reserves space for maps that come, if little is at hand and there is some.
+    /// Reserves space for requests that come, if little is at hand and there is some.
     pub(crate) async fn reserve_ahead(&self, io: &MetaIo) {
         if let Self::Scratch(scratch) = self {
             scratch.reserve_ahead(io).await;

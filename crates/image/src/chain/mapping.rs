@@ -310,11 +310,7 @@ impl Mapping {
         match self {
             Self::Raw(_) => Err(IoError::EIO),
             Self::Qcow2(qcow2) => qcow2.commit_write(io, allocation.of_qcow2()?).await,
-            Self::Scratch(scratch) => {
-                scratch.commit_write(allocation.of_scratch()?)?;
-                scratch.reserve_ahead(io).await;
-                Ok(())
-            }
+            Self::Scratch(scratch) => scratch.commit_write(allocation.of_scratch()?),
         }
     }
 

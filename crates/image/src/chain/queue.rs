@@ -34,7 +34,8 @@ const LEAST_ROOM: usize = 64;
 
 #[derive(Clone, Copy)]
 struct Slot {
-    tag: Tag,
+    /// `None` for work of the queue itself.
+    tag: Option<Tag>,
     /// Pieces and tasks that have not ended, and one while the request is being split.
     pending: u32,
     /// The queue's chain on which the request began.
@@ -70,6 +71,9 @@ pub(crate) struct Core {
     /// Pieces and tasks in flight. `room` is how many of them the lists of ends have room for: all may end at once.
     on_the_way: usize,
     room: usize,
+    /// Whether the top layer may reserve space ahead, and whether this queue does.
+    reserves_ahead: bool,
+    is_reserving: bool,
     /// Requests that completed without the sink.
     ready: Vec<Completion>,
     generation: u32,
@@ -120,6 +124,8 @@ impl Core {
             timings: Rc::default(),
             on_the_way: 0,
             room: 0,
+            reserves_ahead: shared.chain.reserves_ahead(),
+            is_reserving: false,
             ready: Vec::new(),
             generation: 0,
             lease: None,
@@ -139,11 +145,24 @@ impl Core {
         self.piece_ended(index, result);
     }
 
+    /// Lets the top layer reserve space for requests that come. It is nobody's request: none waits for it, and no space that
+    /// is freed meanwhile does. An exchange of the chain does.
+    #[cold]
+    fn reserve_ahead(&mut self) {
+        self.is_reserving = true;
+        let index = self.add_slot(None, None);
+        self.spawn(index, Slow::ReserveAhead);
+        self.piece_ended(index, Ok(()));
+    }
+
     /// Makes the lists of ends longer when more is in flight than ever before, rather than when much happens to end at
     /// once.
     #[cold]
     fn make_room(&mut self) {
-        self.room = self.on_the_way.max(self.slots.len()).next_power_of_two().max(LEAST_ROOM);
+        // With one more for work of the queue itself.
+        let most = self.on_the_way.max(self.slots.len()).saturating_add(1);
+        self.room = most.next_power_of_two().max(LEAST_ROOM);
+        self.slots.reserve(self.room.saturating_sub(self.slots.len()));
         self.shared.sink.reserve(self.room);
         self.scratch.reserve(self.room);
         self.timings.make_room(self.room);
@@ -164,8 +183,12 @@ impl Core {
             (Some(participant), Some(epochs)) => Some(participant.begin(epochs)),
             _ => None,
         };
-        let slot = Slot { tag, pending: 1, generation: self.generation, result: Ok(()), ticket };
         self.in_flight = self.in_flight.saturating_add(1);
+        self.add_slot(Some(tag), ticket)
+    }
+
+    fn add_slot(&mut self, tag: Option<Tag>, ticket: Option<Ticket>) -> usize {
+        let slot = Slot { tag, pending: 1, generation: self.generation, result: Ok(()), ticket };
         match self.free.pop() {
             Some(index) => {
                 if let Some(place) = self.slots.get_mut(index) {
@@ -212,7 +235,10 @@ impl Core {
             participant.end(ticket);
         }
         self.free.push(index);
-        self.ready.push(Completion { tag: slot.tag, result: slot.result });
+        match slot.tag {
+            Some(tag) => self.ready.push(Completion { tag, result: slot.result }),
+            None => self.is_reserving = false,
+        }
     }
 
     fn push(&mut self, index: usize, layer: usize, op: FileOp, priority: Priority) -> IoResult {
@@ -233,11 +259,11 @@ impl Core {
             let result = match is_timed {
                 true => {
                     let (result, parts) = timed(pin!(slow.run(&shared))).await;
-                    timings.tell(tag, parts);
+                    tag.into_iter().for_each(|tag| timings.tell(tag, parts));
                     result
                 }
                 false => {
-                    timings.note(tag, Parts::AS_BEFORE);
+                    tag.into_iter().for_each(|tag| timings.note(tag, Parts::AS_BEFORE));
                     slow.run(&shared).await
                 }
             };
@@ -267,9 +293,6 @@ impl DiskQueue for ImageQueue {
             let op = map.into_op(OpFlags::NONE)?;
             let index = core.take_slot(tag);
             let result = core.start(index, op);
-            if core.shared.chain.is_short() {
-                core.spawn(index, Slow::ReserveAhead);
-            }
             core.piece_ended(index, result);
             return Ok(());
         }
@@ -309,6 +332,9 @@ impl Core {
         let count = self.ready.len();
         done.append(&mut self.ready);
         self.in_flight = self.in_flight.saturating_sub(count);
+        if self.reserves_ahead && count > 0 && !self.is_reserving && !self.holds && self.shared.chain.is_short() {
+            self.reserve_ahead();
+        }
         if self.until_quiet {
             self.look_whether_quiet();
         }

@@ -12,13 +12,13 @@ use std::sync::Arc;
 /// The most bytes that are read at once.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// Gives `each` the machine's state in the snapshot `which` (an id or a name) of a qcow2 image, piece by piece. Returns
-/// the length of the state. Blocks.
+/// Gives `each` the machine's state in the snapshot `which` (an id or a name) of a qcow2 image, piece by piece, and its whole
+/// length. Returns that length. Blocks.
 pub fn read_vm_state(
     name: impl Into<FileName>,
     file: &Arc<dyn File>,
     which: &str,
-    each: &mut dyn FnMut(&[u8]) -> Result<()>,
+    each: &mut dyn FnMut(&[u8], u64) -> Result<()>,
 ) -> Result<u64> {
     let name = name.into();
     let state = SnapshotName::StateOf(which.to_owned());
@@ -40,7 +40,7 @@ pub fn read_vm_state(
     while done < length {
         let wanted = length.saturating_sub(done).min(PIECE_BYTES);
         let piece = block_on(read(&layer.mapping, &io, begin.saturating_add(done), wanted)).map_err(failed)?;
-        each(&piece)?;
+        each(&piece, length)?;
         done = done.saturating_add((piece.len() as u64).max(1));
     }
     match done == length {

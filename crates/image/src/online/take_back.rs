@@ -58,6 +58,13 @@ async fn check(chain: &Chain) -> Result<()> {
     if chain.disk.read_only {
         return refuse("the disk is read-only");
     }
+    if let Some(header) = top.mapping.kept_header().filter(|_| !below.writable) {
+        let base = &header.backing_file;
+        return refuse(&format!(
+            "while it is served, '{base}' below it is open for reading only. Remove the disk ('ringdisk ctl remove'), run \
+             'ringdisk commit --allow-backing any {name}', and add the disk again"
+        ));
+    }
     if !below.writable {
         return refuse("the layer below is open for reading only");
     }

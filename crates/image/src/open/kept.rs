@@ -7,20 +7,26 @@ use crate::chain::layer::{DataFile, Layer};
 use crate::chain::mapping::Mapping;
 use crate::file_name::FileName;
 use crate::guess::Format;
-use block::{Error, ErrorKind, File, MetaIo, Result, block_on};
+use block::{Error, ErrorKind, File, MetaIo, PastEnd, Result, block_on};
 use format_scratch::{Header, create_kept};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+/// The most that an index has before its first table is made: the header, and the bits of the largest disk.
+const HEADER_MAX_BYTES: u64 = 513 * format_scratch::PAGE_BYTES;
 
 /// Opens the overlay whose index is `path` on these layers. Makes it if there is none.
 pub(crate) fn kept_layer(layers: &[Layer], path: &Path, opener: &dyn Opener) -> Result<Layer> {
     let below = top_with_room(layers)?;
     match opener.make(path).map_err(in_context)? {
-        Some(index) => {
-            make(below, path, &index, opener).inspect_err(|_| opener.unmake(path))?;
-            drop(index);
-        }
-        None => tracing::info!("'{}' is there already: goes on with it", path.display()),
+        Some(index) => make(below, path, &index, false, opener).inspect_err(|_| opener.unmake(path))?,
+        None => match never_finished(path, opener).map_err(in_context)? {
+            Some(index) => {
+                tracing::warn!("'{}' was never finished, and holds nothing: makes it anew", path.display());
+                make(below, path, &index, true, opener)?;
+            }
+            None => tracing::info!("'{}' is there already: goes on with it", path.display()),
+        },
     }
     let layer = open_kept(path, opener).map_err(in_context)?;
     let names = layer.mapping.backing().map(|(name, _)| opener.canonical(Path::new(&format_qcow2::os_name(name))));
@@ -45,9 +51,26 @@ fn data_path_of(path: &Path) -> PathBuf {
     name.into()
 }
 
+/// The index, if whoever began to make it did not come to its header, and nobody uses it: it has nothing but zeros. While it
+/// is open, it is locked.
+fn never_finished(path: &Path, opener: &dyn Opener) -> Result<Option<Arc<dyn File>>> {
+    let name = FileName::from(opener.canonical(path)?);
+    let index = opener.open(&name, Role::Writable)?;
+    let length = index.length_bytes()?;
+    if length > HEADER_MAX_BYTES {
+        return Ok(None);
+    }
+    let read = MetaIo::of_file(&*index)?;
+    let read = block_on(read.read(0, usize::try_from(length).unwrap_or(0), PastEnd::Zeros));
+    let bytes = read.map_err(|error| {
+        Error::with_source(ErrorKind::Io, format!("'{}': cannot read its header", path.display()), error)
+    })?;
+    Ok(bytes.iter().all(|byte| *byte == 0).then_some(index))
+}
+
 /// Fills the new index file and makes the data file. After an error, the data file is there only if it was there
-/// before.
-fn make(below: &Layer, path: &Path, index: &Arc<dyn File>, opener: &dyn Opener) -> Result<()> {
+/// before. `again` if an empty data file may be there.
+fn make(below: &Layer, path: &Path, index: &Arc<dyn File>, again: bool, opener: &dyn Opener) -> Result<()> {
     let data_path = data_path_of(path);
     let unnamed = || {
         let what = "an image without a path of its own cannot be named by what rests on it";
@@ -61,7 +84,14 @@ fn make(below: &Layer, path: &Path, index: &Arc<dyn File>, opener: &dyn Opener) 
         backing_format: (!below.guessed).then(|| below.format().to_string()),
         data_file: text(Path::new(data_path.file_name().ok_or_else(unnamed)?))?,
     };
-    if opener.make(&data_path)?.is_none() {
+    let is_new = opener.make(&data_path)?.is_some();
+    // Whoever made the index first made an empty data file then.
+    let is_empty = || -> Result<bool> {
+        let name = FileName::from(opener.canonical(&data_path)?);
+        Ok(opener.open(&name, Role::Writable)?.length_bytes()? == 0)
+    };
+    let may_be_there = is_new || (again && is_empty()?);
+    if !may_be_there {
         let what = format!("'{}' is there already, without the index '{}'", data_path.display(), path.display());
         let hint = "put the index back, or move the file away, or give the disk another name (name=)";
         return Err(Error::new(ErrorKind::BadOption, format!("{what}: {hint}")));
@@ -70,7 +100,11 @@ fn make(below: &Layer, path: &Path, index: &Arc<dyn File>, opener: &dyn Opener) 
         block_on(create_kept(&MetaIo::of_file(&**index)?, &path.display().to_string(), &header))?;
         opener.sync_directory_of(path)
     };
-    filled().inspect_err(|_| opener.unmake(&data_path))
+    filled().inspect_err(|_| {
+        if is_new {
+            opener.unmake(&data_path);
+        }
+    })
 }
 
 fn open_kept(path: &Path, opener: &dyn Opener) -> Result<Layer> {

@@ -17,8 +17,8 @@ pub struct ScratchFiles {
     pub index: std::fs::File,
     /// The data.
     pub data: Arc<dyn File>,
-    /// The space of the data.
-    pub space: Arc<dyn Space>,
+    /// The space of the index, and that of the data.
+    pub spaces: [Arc<dyn Space>; 2],
 }
 
 /// Makes files that disappear when nobody has them open any more, even after a crash.
@@ -58,8 +58,8 @@ pub(super) fn top_with_room(layers: &[Layer]) -> Result<&Layer> {
 
 fn scratch_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {
     let name = FileName::Temporary(files.directory());
-    let ScratchFiles { index, data, space } = files.scratch()?;
-    let scratch = Scratch::new(&name.to_string(), below.size_bytes, index, space)?;
+    let ScratchFiles { index, data, spaces } = files.scratch()?;
+    let scratch = Scratch::new(&name.to_string(), below.size_bytes, &index, spaces, data.info().in_memory)?;
     let (mapping, size_bytes) = (Mapping::Scratch(scratch), below.size_bytes);
     let said = name.clone();
     Ok(Layer {

@@ -115,7 +115,8 @@ pub(crate) struct Args {
     /// Flush after each N writes of a queue.
     #[arg(long, value_name = "N")]
     flush_every: Option<u32>,
-    /// Allow a writing load to overwrite a device, the disk of a server, or a file that holds data.
+    /// Allow a writing load to overwrite a device, the disk of a server, a file that holds data, or a kept overlay.
+    /// snapshot=on without keep= needs it never: the image stays as it is.
     #[arg(long)]
     destroy: bool,
     /// Write a pattern, and check what is read against what was written before.

@@ -7,7 +7,9 @@ use drive::{DiskOptions, open_disk};
 use image::BackingPolicy;
 use std::os::unix::fs::FileTypeExt;
 
-/// Refuses targets on which a writing load would destroy data: block devices, disks of servers, and files that hold data.
+/// Refuses targets on which a writing load would destroy data: block devices, disks of servers, files that hold data, and
+/// scratch overlays that are kept and exist. A temporary overlay (`snapshot=on`) has nothing to lose, nor has the image
+/// below it.
 pub(super) fn refuse(targets: &[Target]) -> anyhow::Result<()> {
     for target in targets {
         if let Some(socket) = target.socket() {
@@ -17,9 +19,14 @@ pub(super) fn refuse(targets: &[Target]) -> anyhow::Result<()> {
         }
     }
     for disk in targets.iter().filter_map(Target::disk_options) {
-        // What a temporary layer takes is gone afterwards anyhow.
-        let keeps = !disk.read_only && (!disk.snapshot || disk.keep.is_some());
-        let Some(file) = disk.file.as_ref().filter(|_| keeps) else { continue };
+        let Some(file) = disk.file.as_ref().filter(|_| !disk.read_only) else { continue };
+        if disk.snapshot {
+            if let Some(overlay) = drive::kept_overlay(disk)?.filter(|overlay| overlay.exists()) {
+                let what = "keeps what was written to the disk, and some of that would be overwritten";
+                return Err(usage(format!("'{}' {what}: give --destroy if that may be lost", overlay.display())));
+            }
+            continue;
+        }
         let is_device = file.path().and_then(|path| std::fs::metadata(path).ok());
         let what = match is_device.is_some_and(|meta| meta.file_type().is_block_device()) {
             true => "is a device, and what is on it would be overwritten",

@@ -1,18 +1,23 @@
 //! Long work on running disks: starting it, waiting for it, steering it.
 
 use super::duration::parse_ms;
-use super::{Ctl, path_segment, tables};
+use super::{Ctl, Output, path_segment, tables};
+use crate::output::{self, ProgressArgs, Watch};
 use control::api::{CommitDisk, CompactDisk, Job, JobState, LimitJob, MirrorDisk, RebaseDisk, StreamDisk};
+use jobs::{Control, Progress};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// How a job runs.
 #[derive(clap::Args)]
 pub(super) struct How {
-    /// Return once the job has started; do not wait for its end.
+    /// Return once the job has started; do not wait for its end. Without it, Ctrl-C cancels the job.
     #[arg(long)]
     no_wait: bool,
+    #[command(flatten)]
+    progress: ProgressArgs,
     /// Move at most this many bytes a second, such as 50M.
     #[arg(long)]
     rate: Option<String>,
@@ -68,6 +73,15 @@ impl How {
     }
 }
 
+/// How far a job is: never less than what was told before, also of a total that has grown.
+fn risen(told: Progress, job: &Job) -> Progress {
+    let total_bytes = told.total_bytes.max(job.total_bytes);
+    let before = u128::from(told.done_bytes) * u128::from(total_bytes);
+    let before = before.div_ceil(u128::from(told.total_bytes.max(1)));
+    let done_bytes = u64::try_from(before).unwrap_or(u64::MAX).max(job.done_bytes).min(total_bytes);
+    Progress { done_bytes, total_bytes }
+}
+
 impl Ctl {
     pub(super) fn commit(&self, name: &str, layers: usize, aim: &AimOf, how: &How) -> anyhow::Result<()> {
         let (bytes_per_second, (within_ms, stall_ms)) = (how.bytes_per_second()?, aim.parse()?);
@@ -99,16 +113,42 @@ impl Ctl {
 
     pub(super) fn start(&self, name: &str, what: &str, request: &impl Serialize, how: &How) -> anyhow::Result<()> {
         let mut job: Job = self.client.post(&format!("/v1/disks/{}/{what}", path_segment(name)), request)?;
-        while !how.no_wait && matches!(job.state, JobState::Running | JobState::Paused) {
-            std::thread::sleep(Duration::from_millis(100));
-            job = self.client.get(&format!("/v1/jobs/{}", job.id))?;
+        if !how.no_wait {
+            job = Watch::start(&how.progress)?.run(|control| self.end_of(job, control))?;
         }
-        self.show(&job, |job| tables::jobs(std::slice::from_ref(job)))?;
+        if !how.progress.quiet || self.output == Output::Json {
+            self.show(&job, |job| tables::jobs(std::slice::from_ref(job)))?;
+        }
         match (job.state, job.error) {
             (JobState::Failed, error) => Err(anyhow::anyhow!("job {} failed: {}", job.id, error.unwrap_or_default())),
             (JobState::Cancelled, _) => Err(anyhow::anyhow!("job {} was cancelled", job.id)),
             _ => Ok(()),
         }
+    }
+
+    /// Waits for the end of a job, and shows how far it is. Who interrupts this program cancels the job, and learns what
+    /// has become of it.
+    fn end_of(&self, mut job: Job, control: &mut Control<'_>) -> anyhow::Result<Job> {
+        let (mut told, mut is_asked) = (Progress { done_bytes: 0, total_bytes: 0 }, false);
+        while matches!(job.state, JobState::Running | JobState::Paused) {
+            if control.cancel.load(Ordering::Relaxed) && !is_asked {
+                is_asked = true;
+                output::warn(&format!("interrupted: job {} is cancelled", job.id));
+                // It may be done by now, or nearly; then it ends by itself.
+                if let Err(error) = self.client.post_nothing::<Job>(&format!("/v1/jobs/{}/cancel", job.id)) {
+                    output::warn(&format!("{error}"));
+                }
+            }
+            told = risen(told, &job);
+            (control.progress)(told);
+            std::thread::sleep(Duration::from_millis(100));
+            job = self.client.get(&format!("/v1/jobs/{}", job.id))?;
+        }
+        if job.state == JobState::Done {
+            let total_bytes = told.total_bytes.max(job.total_bytes).max(job.done_bytes);
+            (control.progress)(Progress { done_bytes: total_bytes, total_bytes });
+        }
+        Ok(job)
     }
 
     /// Pauses, resumes or cancels a job.

@@ -29,6 +29,7 @@ impl Core {
             self.formers.push(Former { generation: self.generation, in_flight, participant, _lease });
         }
         self.generation = self.generation.wrapping_add(1);
+        self.reserves_ahead = shared.chain.reserves_ahead();
         self.shared = Rc::new(shared);
         self.release();
     }
