@@ -74,7 +74,7 @@ struct Target {
 fn add(daemon: &Daemon, dir: &Path, name: &str, format: DriveFormat) -> Target {
     let (image, socket) = (dir.join(name), dir.join(format!("{name}.sock")));
     let mut drive = at_socket(create(&image, format), &socket);
-    drive.export.shown.packed = true;
+    drive.export.shown.packed = Some(true);
     daemon.add(&drive).unwrap();
     Target { socket, image, format }
 }
