@@ -9,7 +9,7 @@ use crate::front::Front;
 use crate::status::{ExportId, NbdStatus, NodeId};
 use crate::table::Found;
 use block::{DirtyBitmaps, Disk, Error, ErrorKind, ReactorHandle, Result};
-use export_nbd::{Credentials, Limits, NbdBitmap, NbdExport, NbdListener, NbdServer, ServerOptions, Tls};
+use export_nbd::{Credentials, Limits, NbdBitmap, NbdExport, NbdListener, NbdServer, ServerOptions, Tls, Total};
 use export_vhost_user::ListenSocket;
 use image::Image;
 use std::fmt::{self, Write as _};
@@ -160,7 +160,11 @@ impl NbdOptions {
 
 /// The servers of a daemon. Two exports at one address find each other.
 #[derive(Default)]
-pub(crate) struct Servers(Addresses<Serving>);
+pub(crate) struct Servers {
+    at: Addresses<Serving>,
+    /// What the clients of all of them hold.
+    total: Arc<Total>,
+}
 
 struct Serving {
     server: NbdServer,
@@ -171,7 +175,12 @@ struct Serving {
 }
 
 impl Serving {
-    fn begin(options: &NbdOptions, export: NbdExport, reactors: Vec<Arc<dyn ReactorHandle>>) -> Result<Self> {
+    fn begin(
+        options: &NbdOptions,
+        export: NbdExport,
+        reactors: Vec<Arc<dyn ReactorHandle>>,
+        total: &Arc<Total>,
+    ) -> Result<Self> {
         let tls = options
             .tls
             .as_ref()
@@ -184,6 +193,7 @@ impl Serving {
             reactors,
             ServerOptions::default().with(|server| {
                 server.limits.connections = options.connections();
+                server.total = Arc::clone(total);
                 server.tls = tls;
             }),
         )?;
@@ -205,15 +215,16 @@ impl Serving {
 impl Servers {
     fn add(&self, options: &NbdOptions, export: &NbdExport, reactors: Vec<Arc<dyn ReactorHandle>>) -> Result<()> {
         let join = |serving: &Serving| serving.join(options, export.clone());
-        self.0.join_or_begin(&options.address, join, || Serving::begin(options, export.clone(), reactors))
+        let begin = || Serving::begin(options, export.clone(), reactors, &self.total);
+        self.at.join_or_begin(&options.address, join, begin)
     }
 
     /// Ends an export, and its server if it was the last there.
     fn remove(&self, address: &NbdAddress, name: &str) {
         // Dropping the last handle ends the server.
-        let Some(serving) = self.0.find(address) else { return };
+        let Some(serving) = self.at.find(address) else { return };
         serving.server.remove(name);
-        self.0.remove_if(address, &serving, |serving| !serving.server.is_serving());
+        self.at.remove_if(address, &serving, |serving| !serving.server.is_serving());
     }
 }
 

@@ -115,7 +115,7 @@ impl<G: Clone + Send + 'static> Connection<G> {
         let mut greeting = Vec::new();
         let handshake = Handshake::begin(Arc::clone(&choice.exports), limits.payload_bytes, &mut greeting);
         let mut output = Output::default();
-        output.bytes(greeting);
+        output.bytes(greeting, None);
         let mut deadline = ctx.timer();
         deadline.set(ctx.now().checked_add(limits.handshake).unwrap_or_else(|| ctx.now()));
         let connection = Self {
@@ -218,7 +218,7 @@ impl<G: Clone + Send + 'static> Connection<G> {
             Phase::Handshake(handshake) => {
                 let mut answers = Vec::new();
                 let step = handshake.take(&mut reader, &mut answers);
-                self.output.bytes(answers);
+                self.output.bytes(answers, None);
                 let left = reader.rest().len();
                 self.input.keep(left);
                 match step.map_err(broken)? {

@@ -50,7 +50,7 @@ mod users;
 pub use block::meter::{QueueLatency, RingStats};
 pub use export::{BITMAPS_MAX, NbdBitmap, NbdExport};
 pub use handshake::{Handshake, Negotiated, Step};
-pub use limits::Limits;
+pub use limits::{Limits, Total};
 pub use nbd_tls::Credentials;
 pub use server::{NbdListener, NbdServer, ServerOptions};
 pub use tls::Tls;

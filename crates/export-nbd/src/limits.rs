@@ -17,9 +17,11 @@ pub struct Limits {
     pub requests: usize,
     /// The longest payload of a request, in bytes. A client that sends more is disconnected.
     pub payload_bytes: u32,
-    /// Memory for the payload of one connection's requests, in bytes. A request that is alone may take more.
+    /// Memory for the payload of one connection's requests and their answers, in bytes. A request that is alone may take
+    /// more.
     pub connection_bytes: usize,
-    /// Memory for the payload of all requests, in bytes. Each connection has one request beyond it.
+    /// As much for all connections of all servers with the same [`Total`], in bytes. Each connection has one request beyond
+    /// it.
     pub total_bytes: usize,
     /// How long a client may take to choose its export.
     pub handshake: Duration,
@@ -38,9 +40,17 @@ impl Default for Limits {
     }
 }
 
-/// What all connections hold, in bytes.
+/// What all connections hold, in bytes. Servers can share one.
 #[derive(Debug, Default)]
-pub(crate) struct Total(AtomicUsize);
+pub struct Total(AtomicUsize);
+
+impl Total {
+    /// Returns how much that is now.
+    #[must_use]
+    pub fn held_bytes(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+}
 
 /// What one connection holds.
 #[derive(Debug)]

@@ -72,6 +72,8 @@ impl AsFd for NbdListener {
 pub struct ServerOptions {
     /// What clients can make it hold.
     pub limits: Limits,
+    /// What its clients hold, together with those of other servers that have the same.
+    pub total: Arc<Total>,
     /// Certificates, if clients may or must use TLS.
     pub tls: Option<Tls>,
 }
@@ -287,7 +289,7 @@ impl NbdServer {
             reactors,
             limits: options.limits,
             tls: options.tls,
-            total: Arc::default(),
+            total: options.total,
             stopping: AtomicBool::new(false),
             has_given_up: AtomicBool::new(false),
             wake,
