@@ -3,13 +3,18 @@
 use crate::calls::Payload;
 use crate::handshake::Stream;
 use crate::replies::Replies;
-use memory::{SocketPart, send_parts};
+use memory::{Lent, SocketPart, send_parts};
 use nbd_wire::numbers::command;
 use nbd_wire::request::Request;
 use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsFd;
+
+/// What of data that nobody wants is read at once.
+const UNWANTED_BYTES: usize = 16 << 10;
+/// Memory that is not there.
+pub(crate) const EFAULT: i32 = 14;
 
 /// Data on their way to a call.
 #[derive(Debug, Clone, Copy)]
@@ -105,18 +110,33 @@ impl Lane {
         }
     }
 
-    /// Receives data to their place; `None` if nothing is there.
-    pub(crate) fn receive_into(&mut self, place: &mut [u8]) -> io::Result<Option<usize>> {
+    /// Receives data to their place, from `at` on, and at most as much as is left of them; `None` if nothing is there. Where
+    /// the place was taken back, they are thrown away.
+    pub(crate) fn receive_into(&mut self, place: &Lent, at: usize, left: usize) -> io::Result<Option<usize>> {
         if !self.replies.is_empty() {
-            return Ok(Some(self.replies.move_to(place)));
+            return Ok(Some(self.replies.take_bytes(left, |bytes| place.copy_in(at, bytes))));
         }
         if self.is_drained {
             return Ok(None);
         }
-        match rustix::io::read(&self.stream, &mut *place).map_err(io::Error::from) {
+        let stream = self.stream.as_fd();
+        let (received, most) = match place.receive_into(stream, at, left) {
+            // A guest has taken its memory away. The socket still has the data.
+            Some(Err(error)) if error.raw_os_error() == Some(EFAULT) => {
+                place.give_up();
+                return Ok(Some(0));
+            }
+            Some(received) => (received, left),
+            None => {
+                let mut unwanted = [0; UNWANTED_BYTES];
+                let room = unwanted.get_mut(..left.min(UNWANTED_BYTES)).unwrap_or_default();
+                (rustix::io::read(stream, room).map_err(io::Error::from), left.min(UNWANTED_BYTES))
+            }
+        };
+        match received {
             Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it left within a reply")),
             Ok(count) => {
-                self.is_drained = count < place.len();
+                self.is_drained = count < most;
                 Ok(Some(count))
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
