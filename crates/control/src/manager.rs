@@ -24,7 +24,7 @@ use crate::api::{
 use crate::events::Events;
 use crate::failure::Failure;
 use crate::options::Options;
-use crate::record::{Record, RecordedDisk, Records, Top, whole_name};
+use crate::record::{Record, RecordedDisk, Records, Top, recorded_name, target_name, whole_name};
 use crate::routes::StorageCalls;
 use block::{Error, ErrorKind, Result};
 use daemon::{Daemon, DaemonConfig, DiskStatus, ExportId, JobId, NodeId, absolute};
@@ -324,22 +324,22 @@ impl Manager {
     /// Puts new, empty qcow2 layers on top of disks, all at one moment. The record names them before anything is
     /// written to them.
     pub fn snapshot(&self, overlays: &[Overlay]) -> Result<Vec<Disk>> {
-        let wanted = overlays.iter().map(|overlay| Ok((overlay.disk.as_str(), absolute(&overlay.overlay))));
-        let wanted = wanted.collect::<Result<Vec<(&str, PathBuf)>>>()?;
+        let wanted = overlays.iter().map(|overlay| Ok((overlay.disk.as_str(), target_name(&overlay.overlay)?)));
+        let wanted = wanted.collect::<Result<Vec<(&str, FileName)>>>()?;
         if wanted.is_empty() {
             return Err(Error::new(ErrorKind::BadOption, "a snapshot needs at least one disk and its overlay"));
         }
-        let nodes = wanted.iter().map(|(name, path)| Ok((self.node(name)?, path.as_path())));
-        let nodes = nodes.collect::<Result<Vec<(NodeId, &Path)>>>()?;
+        let nodes = wanted.iter().map(|(name, file)| Ok((self.node(name)?, file.clone())));
+        let nodes = nodes.collect::<Result<Vec<(NodeId, FileName)>>>()?;
         let put_on = |record: &mut Record| {
-            for ((name, path), (node, _)) in wanted.iter().zip(&nodes) {
+            for ((name, file), (node, _)) in wanted.iter().zip(&nodes) {
                 // The call may have waited for storage longer than the disk was there.
                 if self.records.node_of(name) != Some(*node) {
                     let message = format!("the disk '{name}' was removed meanwhile, and another one has its name");
                     return Err(Error::new(ErrorKind::Locked, message));
                 }
                 if let Some(disk) = record.disk_mut(name) {
-                    disk.put_on(&path.to_string_lossy());
+                    disk.put_on(&recorded_name(file));
                 }
             }
             Ok(())
@@ -353,8 +353,8 @@ impl Manager {
             tracing::error!("the record may name layers that do not exist: {error}");
         }
         result?;
-        let changed = |(name, path): &(&str, PathBuf)| {
-            let message = format!("'{}' is the new top", path.display());
+        let changed = |(name, file): &(&str, FileName)| {
+            let message = format!("'{file}' is the new top");
             self.events.publish(EventKind::LayersChanged, Some(name), None, Some(message));
             self.disk(name)
         };

@@ -3,7 +3,7 @@
 use crate::change::{Made, top_of};
 use crate::table::Found;
 use block::{Error, ErrorKind, Result};
-use image::{Image, OpenedOverlay};
+use image::{FileName, Image, OpenedOverlay};
 use rustix::fs::{FallocateFlags, fallocate, ftruncate, statvfs};
 use rustix::io::Errno;
 use std::fs::{File, OpenOptions};
@@ -46,7 +46,7 @@ impl Fleece {
         path: &Path,
         quota_bytes: Option<u64>,
     ) -> Result<(Self, OpenedOverlay)> {
-        let overlay = made.overlay_with(found, image, path, |options| {
+        let overlay = made.overlay_with(found, image, &FileName::from(path), |options| {
             options.extended_l2 = options.size_bytes > LARGE_BYTES;
             options.cluster_size = if options.extended_l2 { CLUSTER_BYTES_OF_LARGE } else { CLUSTER_BYTES };
         })?;
