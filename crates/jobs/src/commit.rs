@@ -5,12 +5,13 @@
 //! and the disk shows the same. A commit that was broken off is simply run again.
 
 use crate::closed::closed;
+use crate::failure::failed;
 use crate::kept_snapshots::keep_snapshots;
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::rate::RateLimit;
 use crate::shared_opener::SharedOpener;
 use crate::{Control, JobDisk};
-use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, OpFlags, ReactorHandle, Result, StatusQuery};
+use block::{Disk, DiskIo, Error, ErrorKind, Op, OpFlags, ReactorHandle, Result, StatusQuery};
 use image::{BackingPolicy, FileName, Format, GrowBy, Image, ImageOptions, Opener, Role};
 use memory::AlignedBuf;
 use std::ops::Range;
@@ -345,8 +346,4 @@ impl Committer {
         let op = Op::WriteZeroes { offset, length, may_unmap: true, flags: OpFlags::NONE };
         self.base.run(op).await.map_err(|error| failed("writing", offset, error))
     }
-}
-
-fn failed(what: &str, offset: u64, error: IoError) -> Error {
-    Error::with_source(ErrorKind::Io, format!("error while {what} at byte {offset}"), error)
 }

@@ -1,11 +1,12 @@
 //! Copying disks into another image, keeping what is sparse sparse.
 
 use crate::convert_plan::{Piece, Plan};
+use crate::failure::failed;
 use crate::pack::{Packer, Packing};
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::sources::{Salvage, Sources, places};
 use crate::{Control, JobDisk};
-use block::{DiskIo, Error, ErrorKind, IoError, Op, OpFlags, ReactorCtx, ReactorHandle, Result};
+use block::{DiskIo, Error, ErrorKind, Op, OpFlags, ReactorCtx, ReactorHandle, Result};
 use image::CopyOffload;
 use memory::AlignedBuf;
 use std::cell::Cell;
@@ -258,8 +259,4 @@ impl Copier {
         let op = Op::WriteZeroes { offset, length, may_unmap: true, flags: OpFlags::NONE };
         self.target.run(op).await.map_err(|error| failed("writing", offset, error))
     }
-}
-
-pub(crate) fn failed(what: &str, offset: u64, error: IoError) -> Error {
-    Error::with_source(ErrorKind::Io, format!("error while {what} at byte {offset}"), error)
 }

@@ -1,8 +1,9 @@
 //! Copying a part of a disk to the start of a new one.
 
+use crate::failure::failed;
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::{Control, JobDisk};
-use block::{DiskIo, Error, ErrorKind, IoError, ReactorHandle, Result};
+use block::{DiskIo, Error, ErrorKind, ReactorHandle, Result};
 use memory::AlignedBuf;
 use std::ops::Range;
 use std::rc::Rc;
@@ -71,8 +72,4 @@ impl Worker for Copier {
         }
         self.target.write(range.start, buf, 0..length).await.map_err(|error| failed("writing", range.start, error))
     }
-}
-
-fn failed(what: &str, offset: u64, error: IoError) -> Error {
-    Error::with_source(ErrorKind::Io, format!("error while {what} at byte {offset}"), error)
 }

@@ -42,6 +42,7 @@ mod convert_plan;
 mod dd;
 mod disk;
 mod edit;
+mod failure;
 mod kept_snapshots;
 mod map;
 mod measure;

@@ -1,7 +1,7 @@
 //! Compressed clusters on their way into an image: compressed on the reactors' threads, several to a write.
 
 use crate::JobDisk;
-use crate::convert::failed;
+use crate::failure::failed;
 use block::{DiskIo, ReactorCtx, Result, reclaim};
 use image::{CompressedWriter, Compressor, PackedCluster};
 use memory::{AlignedBuf, IoBuf};

@@ -6,12 +6,13 @@
 
 use crate::Control;
 use crate::closed::closed;
+use crate::failure::failed;
 use crate::kept_snapshots::keep_snapshots;
 use crate::pack::{Packer, Packing};
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::runs::Cursor;
 use crate::shared_opener::SharedOpener;
-use block::{Disk, DiskIo, Error, ErrorKind, IoError, Op, OpFlags, ReactorHandle, Result, Run, StatusQuery};
+use block::{Disk, DiskIo, Error, ErrorKind, Op, OpFlags, ReactorHandle, Result, Run, StatusQuery};
 use image::{Backing, BackingPolicy, FileName, Format, Image, ImageOptions, Opener, Role};
 use memory::AlignedBuf;
 use std::ops::Range;
@@ -356,8 +357,4 @@ impl Rebaser {
         };
         written.map_err(|error| failed("writing", at, error))
     }
-}
-
-fn failed(what: &str, offset: u64, error: IoError) -> Error {
-    Error::with_source(ErrorKind::Io, format!("error while {what} at byte {offset}"), error)
 }

@@ -1,7 +1,7 @@
 //! Several disks, one behind the other, read as one.
 
 use crate::JobDisk;
-use crate::convert::failed;
+use crate::failure::failed;
 use block::{DiskIo, IoError, ReactorCtx, Result, SECTOR_BYTES};
 use memory::AlignedBuf;
 use std::fmt;

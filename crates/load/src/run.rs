@@ -225,43 +225,29 @@ impl Run<'_> {
         Ok(Outcome { report: self.report(before, after), state, moments, begun: self.begun })
     }
 
-    fn report(&self, before: &Sample, after: &Sample) -> BenchReport {
-        let (mut reads, mut writes, mut flushes) = (Timings::new(), Timings::new(), Timings::new());
-        let mut batches = BatchCounts::default();
-        let mut evenness = Evenness::default();
-        let (mut iops, mut bandwidth, mut elapsed) = (0.0, 0.0, 0.0);
+    fn totals(&self) -> Totals {
+        let mut totals = Totals::default();
         for result in &self.finished {
             let seconds = result.elapsed_seconds.max(1e-9);
-            iops += (result.reads.count() + result.writes.count()) as f64 / seconds;
-            bandwidth += result.bytes as f64 / seconds;
-            elapsed += seconds / self.finished.len() as f64;
-            reads.merge(&result.reads);
-            writes.merge(&result.writes);
-            flushes.merge(&result.flushes);
-            batches.merge(&result.batches);
-            evenness.merge(&result.evenness);
+            totals.iops += (result.reads.count() + result.writes.count()) as f64 / seconds;
+            totals.bytes_per_second += result.bytes as f64 / seconds;
+            totals.elapsed_seconds += seconds / self.finished.len() as f64;
+            totals.reads.merge(&result.reads);
+            totals.writes.merge(&result.writes);
+            totals.flushes.merge(&result.flushes);
+            totals.batches.merge(&result.batches);
+            totals.evenness.merge(&result.evenness);
         }
+        totals
+    }
+
+    fn report(&self, before: &Sample, after: &Sample) -> BenchReport {
+        let totals = self.totals();
         let mut all = Timings::new();
-        all.merge(&reads);
-        all.merge(&writes);
+        all.merge(&totals.reads);
+        all.merge(&totals.writes);
         let requests = all.count();
-        let per_request = |seconds: f64| seconds * 1e6 / requests.max(1) as f64;
         let client = after.client.seconds_since(&before.client);
-        let servers = before.servers.iter().zip(&after.servers).map(|((pid, before), (_, after))| {
-            let cpu_seconds = after.seconds_since(before);
-            let voluntary_switches = after.voluntary_switches_since(before);
-            ProcessCpu {
-                pid: *pid,
-                cpu_seconds,
-                us_per_request: per_request(cpu_seconds),
-                voluntary_switches,
-                voluntary_switches_per_request: voluntary_switches as f64 / requests.max(1) as f64,
-            }
-        });
-        let counters = before.counters.iter().zip(&after.counters).map(|((name, before), (_, after))| {
-            let total = after.saturating_sub(*before);
-            CounterGrowth { name: (*name).to_owned(), total, per_request: total as f64 / requests.max(1) as f64 }
-        });
         BenchReport {
             queue_depth: self.spec.queue_depth,
             queues: self.spec.queues,
@@ -271,27 +257,27 @@ impl Run<'_> {
                 Pattern::Random { .. } => "random".to_owned(),
                 Pattern::Sequential => "sequential".to_owned(),
             },
-            elapsed_seconds: elapsed,
+            elapsed_seconds: totals.elapsed_seconds,
             requests,
-            reads: reads.count(),
-            writes: writes.count(),
-            flushes: flushes.count(),
+            reads: totals.reads.count(),
+            writes: totals.writes.count(),
+            flushes: totals.flushes.count(),
             by_maps: self.spec.maps.then(|| self.finished.iter().map(|result| result.by_maps).sum()),
-            iops,
-            bytes_per_second: bandwidth,
-            per_second: evenness.whole_seconds(elapsed),
-            longest_gap_us: evenness.longest_gap_us(),
+            iops: totals.iops,
+            bytes_per_second: totals.bytes_per_second,
+            per_second: totals.evenness.whole_seconds(totals.elapsed_seconds),
+            longest_gap_us: totals.evenness.longest_gap_us(),
             latency_us: all.summary(),
-            read_latency_us: reads.summary(),
-            write_latency_us: writes.summary(),
-            flush_latency_us: flushes.summary(),
+            read_latency_us: totals.reads.summary(),
+            write_latency_us: totals.writes.summary(),
+            flush_latency_us: totals.flushes.summary(),
             errors: self.finished.iter().map(|result| result.errors).sum(),
             first_error: self.finished.iter().find_map(|result| result.first_error.clone()),
             mismatches: self.finished.iter().map(|result| result.mismatches).sum(),
             first_mismatch: self.finished.iter().find_map(|result| result.first_mismatch.clone()),
-            batches: batches.summary(),
+            batches: totals.batches.summary(),
             client_cpu_seconds: client,
-            client_us_per_request: per_request(client),
+            client_us_per_request: us_per_request(client, requests),
             client_voluntary_switches_per_request: after.client.voluntary_switches_since(&before.client) as f64
                 / requests.max(1) as f64,
             engine_harvests: self.hooks.harvests.is_some().then(|| {
@@ -299,11 +285,68 @@ impl Run<'_> {
                 let grown: Vec<u64> = pairs.map(|(after, before)| after.saturating_sub(*before)).collect();
                 EngineHarvests::of(&grown, self.spec.queue_depth)
             }),
-            servers: servers.collect(),
-            counters: counters.collect(),
+            servers: servers_growth(before, after, requests),
+            counters: counters_growth(before, after, requests),
             cancelled: self.cancelled,
         }
     }
+}
+
+/// What the queues did together.
+struct Totals {
+    reads: Timings,
+    writes: Timings,
+    flushes: Timings,
+    batches: BatchCounts,
+    evenness: Evenness,
+    iops: f64,
+    bytes_per_second: f64,
+    /// The mean of the queues' times.
+    elapsed_seconds: f64,
+}
+
+impl Default for Totals {
+    fn default() -> Self {
+        Self {
+            reads: Timings::new(),
+            writes: Timings::new(),
+            flushes: Timings::new(),
+            batches: BatchCounts::default(),
+            evenness: Evenness::default(),
+            iops: 0.0,
+            bytes_per_second: 0.0,
+            elapsed_seconds: 0.0,
+        }
+    }
+}
+
+fn us_per_request(seconds: f64, requests: u64) -> f64 {
+    seconds * 1e6 / requests.max(1) as f64
+}
+
+fn servers_growth(before: &Sample, after: &Sample, requests: u64) -> Vec<ProcessCpu> {
+    let pairs = before.servers.iter().zip(&after.servers);
+    let growth = pairs.map(|((pid, before), (_, after))| {
+        let cpu_seconds = after.seconds_since(before);
+        let voluntary_switches = after.voluntary_switches_since(before);
+        ProcessCpu {
+            pid: *pid,
+            cpu_seconds,
+            us_per_request: us_per_request(cpu_seconds, requests),
+            voluntary_switches,
+            voluntary_switches_per_request: voluntary_switches as f64 / requests.max(1) as f64,
+        }
+    });
+    growth.collect()
+}
+
+fn counters_growth(before: &Sample, after: &Sample, requests: u64) -> Vec<CounterGrowth> {
+    let pairs = before.counters.iter().zip(&after.counters);
+    let growth = pairs.map(|((name, before), (_, after))| {
+        let total = after.saturating_sub(*before);
+        CounterGrowth { name: (*name).to_owned(), total, per_request: total as f64 / requests.max(1) as f64 }
+    });
+    growth.collect()
 }
 
 /// On the reactor's thread: opens the queue, allocates the buffers, and begins.

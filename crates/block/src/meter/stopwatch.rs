@@ -4,7 +4,7 @@
 //! not once a request. Of turns in which the disk answers all requests, only one in eight is timed: otherwise the clock
 //! would cost more than one percent.
 
-use super::counters::Counter;
+use super::counter::Counter;
 use crate::latency::Rest;
 use crate::{DiskQueue, Part, Parts, Tag};
 use std::sync::OnceLock;
@@ -100,11 +100,6 @@ pub struct LatencyHistogram {
 }
 
 impl LatencyHistogram {
-    /// Returns the upper bounds of all buckets but the last, in nanoseconds.
-    pub fn bounds_ns() -> impl Iterator<Item = u64> {
-        (0..u32::try_from(LATENCY_BUCKETS).unwrap_or(0).saturating_sub(1)).map(|bucket| 1000_u64.wrapping_shl(bucket))
-    }
-
     /// Returns how many requests there were.
     #[must_use]
     pub fn count(&self) -> u64 {

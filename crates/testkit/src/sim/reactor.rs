@@ -194,12 +194,6 @@ impl SimReactor {
         self.world.flying.borrow().len()
     }
 
-    /// Returns how many tasks of this reactor have not ended.
-    #[must_use]
-    pub fn live_tasks(&self) -> usize {
-        self.executor.live()
-    }
-
     /// Runs `future` as a task to its end.
     ///
     /// # Panics

@@ -1,0 +1,294 @@
+//! A part of a buffer, and the copies into it and out of it.
+//!
+//! The bytes may be shared with a guest that changes them at any time, so they are only ever copied in or out, never
+//! borrowed as slices.
+
+use super::{IoBuf, Segment};
+use std::cell::Cell;
+
+/// A part of an [`IoBuf`]: what one operation reads into or writes from.
+#[derive(Clone, Debug)]
+pub struct Window {
+    pub(super) buf: IoBuf,
+    pub(super) offset: usize,
+    pub(super) length_bytes: usize,
+}
+
+impl Window {
+    /// Makes an empty window, for operations without data.
+    #[must_use]
+    pub fn empty() -> Self {
+        IoBuf::empty().whole()
+    }
+
+    /// Returns the number of bytes in the window.
+    #[must_use]
+    #[inline]
+    pub fn length_bytes(&self) -> usize {
+        self.length_bytes
+    }
+
+    /// Whether it holds no byte.
+    #[must_use]
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.length_bytes == 0
+    }
+
+    /// Returns a part of this window.
+    ///
+    /// # Panics
+    /// Panics if the part does not lie inside. Callers compute it from the window's own length.
+    #[must_use]
+    pub fn slice(&self, skip_bytes: usize, length_bytes: usize) -> Self {
+        let inside = skip_bytes.checked_add(length_bytes).is_some_and(|end| end <= self.length_bytes);
+        assert!(inside, "slice {skip_bytes}+{length_bytes} of a window of {} bytes", self.length_bytes);
+        Self { buf: self.buf.clone(), offset: self.offset + skip_bytes, length_bytes }
+    }
+
+    /// Returns the buffer's segments if the window covers all of them, so that an engine can pass the list as it is.
+    #[must_use]
+    #[inline]
+    pub fn whole_segments(&self) -> Option<&[Segment]> {
+        (self.offset == 0 && self.length_bytes == self.buf.length_bytes()).then(|| self.buf.segments())
+    }
+
+    /// Returns the one segment that the window lies in, cut to the window; `None` if it spans several or is empty.
+    #[must_use]
+    #[inline]
+    pub fn single_segment(&self) -> Option<Segment> {
+        let mut skip = self.offset;
+        for segment in self.buf.segments() {
+            if skip < segment.length_bytes() {
+                let fits = self.length_bytes <= segment.length_bytes() - skip && self.length_bytes > 0;
+                return fits.then(|| segment.slice(skip, self.length_bytes));
+            }
+            skip -= segment.length_bytes();
+        }
+        None
+    }
+
+    /// Calls `visit` with each segment, cut to the window, in order.
+    #[inline]
+    pub fn for_each_segment(&self, mut visit: impl FnMut(Segment)) {
+        let mut skip = self.offset;
+        let mut left = self.length_bytes;
+        for segment in self.buf.segments() {
+            if left == 0 {
+                break;
+            }
+            if skip >= segment.length_bytes() {
+                skip -= segment.length_bytes();
+                continue;
+            }
+            let take = left.min(segment.length_bytes() - skip);
+            visit(segment.slice(skip, take));
+            skip = 0;
+            left -= take;
+        }
+    }
+
+    /// Returns the number of segments in the window.
+    #[must_use]
+    pub fn segment_count(&self) -> usize {
+        let mut count = 0;
+        self.for_each_segment(|_| count += 1);
+        count
+    }
+
+    /// Whether every segment's address and length is a multiple of `alignment_bytes` (a power of two).
+    #[must_use]
+    pub fn is_aligned(&self, alignment_bytes: usize) -> bool {
+        if alignment_bytes <= 1 {
+            return true;
+        }
+        let mask = alignment_bytes - 1;
+        let mut aligned = true;
+        self.for_each_segment(|segment| aligned &= (segment.as_ptr().addr() | segment.length_bytes()) & mask == 0);
+        aligned
+    }
+
+    /// Copies bytes of the window, from `skip_bytes` on, into `target`. Returns how many.
+    pub fn copy_to_slice(&self, skip_bytes: usize, target: &mut [u8]) -> usize {
+        let length = target.len().min(self.length_bytes.saturating_sub(skip_bytes));
+        let done = Cell::new(0);
+        self.slice(skip_bytes.min(self.length_bytes), length).for_each_segment(|segment| {
+            let part = &mut target[done.get()..done.get() + segment.length_bytes()];
+            // SAFETY: the segment is mapped memory (see `IoBuf::refill`) and cannot overlap `part`, which is borrowed
+            // exclusively; a guest that writes at the same time changes only the values copied.
+            unsafe { std::ptr::copy_nonoverlapping(segment.as_ptr(), part.as_mut_ptr(), part.len()) }
+            done.set(done.get() + segment.length_bytes());
+        });
+        done.get()
+    }
+
+    /// Copies `source` into the window from `skip_bytes` on. Returns how many bytes fitted.
+    pub fn copy_from_slice(&self, skip_bytes: usize, source: &[u8]) -> usize {
+        let length = source.len().min(self.length_bytes.saturating_sub(skip_bytes));
+        let done = Cell::new(0);
+        self.slice(skip_bytes.min(self.length_bytes), length).for_each_segment(|segment| {
+            let part = &source[done.get()..done.get() + segment.length_bytes()];
+            // SAFETY: as in `copy_to_slice`, with the directions exchanged.
+            unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), segment.as_ptr(), part.len()) }
+            done.set(done.get() + segment.length_bytes());
+        });
+        done.get()
+    }
+
+    /// Copies `source`, from its beginning, into the window from `skip_bytes` on. Returns how many bytes fitted. The
+    /// two windows may overlap in memory; each segment is copied as by a move.
+    pub fn copy_from(&self, skip_bytes: usize, source: &Self) -> usize {
+        let mut done = 0;
+        source.for_each_segment(|from| {
+            let left = self.length_bytes.saturating_sub(skip_bytes + done);
+            let length = left.min(from.length_bytes());
+            let copied = Cell::new(0);
+            self.slice((skip_bytes + done).min(self.length_bytes), length).for_each_segment(|to| {
+                // SAFETY: both segments are mapped memory (see `IoBuf::refill`); `copy` allows them to overlap.
+                unsafe {
+                    std::ptr::copy(from.as_ptr().wrapping_add(copied.get()), to.as_ptr(), to.length_bytes());
+                }
+                copied.set(copied.get() + to.length_bytes());
+            });
+            done += copied.get();
+        });
+        done
+    }
+
+    /// Copies this window's bytes to the start of `target`. Returns how many fitted. If the two windows overlap in
+    /// memory, any mixture of their bytes arrives.
+    pub fn copy_to(&self, target: &Self) -> usize {
+        let count = self.length_bytes.min(target.length_bytes);
+        let mut done = 0;
+        self.slice(0, count).for_each_segment(|from| {
+            let mut copied = 0;
+            target.slice(done, from.length_bytes()).for_each_segment(|to| {
+                let source = from.as_ptr().wrapping_add(copied);
+                // SAFETY: both segments are mapped memory (see `IoBuf::refill`), `to` is not longer than what is left
+                // of `from`, and `copy` allows them to overlap.
+                unsafe { std::ptr::copy(source, to.as_ptr(), to.length_bytes()) }
+                copied += to.length_bytes();
+            });
+            done += from.length_bytes();
+        });
+        done
+    }
+
+    /// Sets every byte of the window to `byte`.
+    pub fn fill(&self, byte: u8) {
+        self.for_each_segment(|segment| {
+            // SAFETY: the segment is mapped, writable memory (see `IoBuf::refill`).
+            unsafe { std::ptr::write_bytes(segment.as_ptr(), byte, segment.length_bytes()) }
+        });
+    }
+
+    /// Puts a word of 8 bytes, little-endian, into each place of the window, where `word` gives each by its number. The
+    /// rest of a segment that is no whole word stays as it is.
+    pub fn put_words(&self, mut word: impl FnMut(usize) -> u64) {
+        let mut first = 0;
+        self.for_each_segment(|segment| {
+            let (to, count) = (segment.as_ptr().cast::<u64>(), segment.length_bytes() / size_of::<u64>());
+            for number in 0..count {
+                let word = word(first + number).to_le();
+                // SAFETY: as in `fill`: the word lies in the segment. Its place need not be aligned.
+                unsafe { to.wrapping_add(number).write_unaligned(word) }
+            }
+            first += count;
+        });
+    }
+
+    /// Looks at each word of 8 bytes, little-endian, where it lies. Skips the rest of a segment that is no whole word.
+    pub fn for_each_word(&self, mut look: impl FnMut(u64)) {
+        self.for_each_segment(|segment| {
+            let (from, count) = (segment.as_ptr().cast_const(), segment.length_bytes() / size_of::<u64>());
+            // SAFETY: the words lie in the segment, which is mapped memory (see `IoBuf::refill`).
+            unsafe { crate::mapped_range::look_at_words(from, count, &mut look) }
+        });
+    }
+
+    /// Whether every byte is zero, at the moment of the call: a guest may change the bytes.
+    #[must_use]
+    pub fn is_zero(&self) -> bool {
+        let mut chunk = [0u8; PROBE_BYTES];
+        let mut skip = 0;
+        while skip < self.length_bytes {
+            let got = self.copy_to_slice(skip, &mut chunk);
+            if chunk[..got].iter().any(|byte| *byte != 0) {
+                return false;
+            }
+            skip += got;
+        }
+        true
+    }
+
+    /// Copies the bytes into a vector, for metadata and tests.
+    #[must_use]
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.length_bytes];
+        self.copy_to_slice(0, &mut bytes);
+        bytes
+    }
+
+    /// Drops the window and returns the buffer it was made from.
+    #[must_use]
+    pub fn into_buf(self) -> IoBuf {
+        self.buf
+    }
+}
+
+const PROBE_BYTES: usize = 512;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::AlignedBuf;
+
+    fn pattern(length: usize) -> AlignedBuf {
+        let mut buf = AlignedBuf::zeroed(length);
+        for (index, byte) in buf.iter_mut().enumerate() {
+            *byte = (index % 251) as u8;
+        }
+        buf
+    }
+
+    #[test]
+    fn a_window_reads_back_what_was_copied_in() {
+        let window = IoBuf::zeroed(1000).whole().slice(100, 300);
+        assert_eq!(window.copy_from_slice(10, &[7; 400]), 290);
+        let bytes = window.into_buf().whole().to_vec();
+        assert!(bytes[..110].iter().all(|byte| *byte == 0));
+        assert!(bytes[110..400].iter().all(|byte| *byte == 7));
+        assert!(bytes[400..].iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    fn windows_copy_into_each_other_across_segment_borders() {
+        let source = IoBuf::from_aligned(pattern(64)).whole();
+        let scattered = IoBuf::gather(vec![source.slice(40, 24), source.slice(0, 40)]).whole();
+        let (low, high) = (IoBuf::zeroed(30).whole(), IoBuf::zeroed(70).whole());
+        let target = IoBuf::gather(vec![low, high]).whole();
+        assert_eq!(target.copy_from(10, &scattered), 64);
+        let bytes = target.to_vec();
+        assert_eq!((&bytes[10..34], &bytes[34..74]), (&pattern(64)[40..], &pattern(64)[..40]));
+        assert_eq!(target.copy_from(90, &scattered), 10, "what does not fit is left out");
+    }
+
+    #[test]
+    fn copying_between_lists_that_are_cut_differently_keeps_the_order() {
+        let source = IoBuf::from_aligned(pattern(100)).whole();
+        let from = IoBuf::gather(vec![source.slice(0, 7), source.slice(7, 50), source.slice(57, 43)]).whole();
+        let parts = IoBuf::zeroed(120).whole();
+        let to = IoBuf::gather(vec![parts.slice(60, 60), parts.slice(0, 30)]).whole();
+        assert_eq!(from.slice(1, 99).copy_to(&to), 90);
+        assert_eq!(to.to_vec(), &pattern(100)[1..91]);
+        assert_eq!(parts.slice(30, 30).to_vec(), [0; 30]);
+    }
+
+    #[test]
+    fn zero_probe_sees_a_byte_past_the_first_chunk() {
+        let window = IoBuf::zeroed(PROBE_BYTES * 3).whole();
+        assert!(window.is_zero());
+        window.copy_from_slice(PROBE_BYTES * 3 - 1, &[1]);
+        assert!(!window.is_zero());
+    }
+}
