@@ -244,7 +244,7 @@ fn a_qcow2_image_is_made_at_a_server_if_there_is_room() {
     assert!(said.contains("whole path"), "{said}");
     // It never rests on itself.
     let said = run_fails(
-        1,
+        2,
         &["create", "-f", "qcow2", "-b", &uri("disk"), "-F", "raw", &format!("{}&connections=1", uri("disk"))],
     );
     assert!(said.contains("same filename"), "{said}");

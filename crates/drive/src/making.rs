@@ -44,7 +44,7 @@ pub fn check_room(file: &dyn File, options: &CreateOptions) -> Result<()> {
         return Ok(());
     }
     let what = format!("'{}' has {length_bytes} bytes, and the image needs {needed_bytes}", info.name);
-    Err(Error::new(ErrorKind::BadOption, what))
+    Err(Error::new(ErrorKind::Io, what))
 }
 
 fn check_blank(name: &FileName) -> Result<()> {
