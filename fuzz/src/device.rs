@@ -5,7 +5,7 @@
 //! panic, and each request ends once, with or without the device.
 
 use arbitrary::{Result, Unstructured};
-use block::{Completion, Disk, DiskQueue, Op, OpFlags, Poller, PollerId, ReactorCtx, Task, Timers};
+use block::{Completion, Disk, DiskQueue, Op, OpFlags, Poller, PollerId, ReactorCtx, Task, Timers, Work};
 use driver::{Driver, DriverOptions, DriverPath, Link, QueueEvents, QueueSetup, SharedMemory, Transport};
 use memory::{GuestMemory, GuestRegion, IoBuf, RegionSpec};
 use std::any::Any;
@@ -135,6 +135,10 @@ impl ReactorCtx for HandReactor {
 
     fn timers(&self) -> &Rc<Timers> {
         unimplemented!("the driver has no timers");
+    }
+
+    fn run_aside(&self, _turn: u64, work: Work) {
+        work();
     }
 
     fn as_any(&self) -> &dyn Any {

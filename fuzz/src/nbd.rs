@@ -1,4 +1,9 @@
 //! Both sides of NBD's wire: what a client may say to a server before it has a disk, and what a server may say to a client.
+//! `requests` and `answers` do the same with a whole server and a whole client, over a socket.
+
+pub(crate) mod answers;
+mod peer;
+pub(crate) mod requests;
 
 use arbitrary::{Result, Unstructured};
 use block::Disk;

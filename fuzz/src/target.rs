@@ -39,11 +39,15 @@ pub enum Target {
     NbdServer,
     /// What an NBD client reads.
     NbdClient,
+    /// An NBD server with a disk, with a client that asks for anything.
+    NbdRequests,
+    /// An NBD client with a file, with a server that answers anything.
+    NbdAnswers,
 }
 
 impl Target {
     /// All of them.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 13] = [
         Self::Open,
         Self::Read,
         Self::Write,
@@ -55,6 +59,8 @@ impl Target {
         Self::Messages,
         Self::NbdServer,
         Self::NbdClient,
+        Self::NbdRequests,
+        Self::NbdAnswers,
     ];
 
     /// Its name on a command line.
@@ -72,6 +78,8 @@ impl Target {
             Self::Messages => "messages",
             Self::NbdServer => "nbd-server",
             Self::NbdClient => "nbd-client",
+            Self::NbdRequests => "nbd-requests",
+            Self::NbdAnswers => "nbd-answers",
         }
     }
 
@@ -99,6 +107,8 @@ impl Target {
             Self::Messages => return crate::messages::messages(u),
             Self::NbdServer => return crate::nbd::server(u),
             Self::NbdClient => return crate::nbd::client(u),
+            Self::NbdRequests => return crate::nbd::requests::requests(u),
+            Self::NbdAnswers => return crate::nbd::answers::answers(u),
             _ => {}
         }
         let mut bytes = u.choose(golden::images())?.clone();
@@ -109,7 +119,7 @@ impl Target {
             Self::Write => write(&bytes, u)?,
             Self::Check => check(&bytes),
             Self::Snapshot => crate::snapshot::snapshot(&bytes, u)?,
-            Self::Scratch | Self::Chains | Self::Device | Self::Messages | Self::NbdServer | Self::NbdClient => {}
+            _ => {}
         }
         Ok(())
     }

@@ -6,7 +6,7 @@
 //! A task's memory comes from the pool ([`Task`]). The executor itself keeps a slot and a waker for each of the most
 //! tasks that it has had at once.
 
-use crate::{ReactorCtx, turn};
+use crate::{ReactorCtx, Work, turn};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::Future;
@@ -237,6 +237,16 @@ pub fn spawn_or_block_on(ctx: Option<&Rc<dyn ReactorCtx>>, work: impl Future<Out
     match ctx {
         Some(ctx) => ctx.spawn(Task::new(work)),
         None => block_on(work),
+    }
+}
+
+/// For the queue of a file: runs `work` beside the reactor, where files take turns, or here where there is no reactor.
+/// `file` is what all queues of the file share.
+pub fn run_aside_or_here<T>(ctx: Option<&Rc<dyn ReactorCtx>>, file: &Arc<T>, work: Work) {
+    match ctx {
+        // Its address is unlike any descriptor's number, which stands for a file of the host.
+        Some(ctx) => ctx.run_aside(Arc::as_ptr(file).addr() as u64, work),
+        None => work(),
     }
 }
 

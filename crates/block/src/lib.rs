@@ -58,7 +58,7 @@ pub use disk::{Disk, DiskInfo, DiskQueue, Lifetime, Topology};
 pub use disk_io::{DiskIo, reclaim};
 pub use epoch::{EpochPin, Epochs, Participant, Promise, Ticket};
 pub use error::{Error, ErrorKind, IoError, IoErrorKind, IoResult, Result};
-pub use executor::{Executor, Task, block_on, spawn_or_block_on};
+pub use executor::{Executor, Task, block_on, run_aside_or_here, spawn_or_block_on};
 pub use extent::{CompressedExtent, Extent, Fill, Mapped, Prepared};
 pub use file::{CopyRange, Done, File, FileInfo, FileIo, FileOp, FileQueue, Locks, PastEnd, Sink, Waiter};
 pub use flags::{OpFlags, Priority};

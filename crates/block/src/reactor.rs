@@ -7,7 +7,7 @@
 //! When nothing has happened for a while, pollers are armed and the thread sleeps. A wake descriptor, an engine or
 //! another thread wakes it.
 
-use crate::{Readiness, Result, Task, Timers, WatchId};
+use crate::{Readiness, Result, Task, Timers, WatchId, Work};
 use memory::GuestMemory;
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -94,6 +94,10 @@ pub trait ReactorCtx {
     fn unwatch_fd(&self, id: WatchId, fd: BorrowedFd<'_>) {
         let _ = (id, fd);
     }
+
+    /// Runs `work` on a thread that does not hold up the reactor. Those with different `turn`s take turns: a file has one of
+    /// its own. When the reactor has ended, the work is dropped.
+    fn run_aside(&self, turn: u64, work: Work);
 
     /// Returns the flag that tells pollers when to end a batch; one for the whole reactor.
     fn batch_end(&self) -> BatchEnd {

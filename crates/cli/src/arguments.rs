@@ -23,3 +23,20 @@ pub(crate) fn integer<T: TryFrom<u64>>(
         fits.ok_or_else(what)
     }
 }
+
+/// Reads an amount of memory.
+pub(crate) fn memory_size(text: &str) -> Result<usize, String> {
+    let bytes = drive::parse_size(text).map_err(|error| error.to_string())?;
+    usize::try_from(bytes).map_err(|_| "it is more than any memory".to_owned())
+}
+
+/// With less memory, one large request would fill it.
+const BUFFER_MEMORY_MIN: u64 = 1 << 20;
+
+/// Reads how much memory requests may take for their buffers.
+pub(crate) fn buffer_memory(text: &str) -> Result<usize, String> {
+    match memory_size(text)? {
+        size if size as u64 >= BUFFER_MEMORY_MIN => Ok(size),
+        _ => Err("it is less than 1M, which one request may need".to_owned()),
+    }
+}

@@ -2,7 +2,7 @@
 
 use control::api::AddTls;
 use daemon::NbdAddress;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Options about TLS for NBD clients.
 #[derive(clap::Args)]
@@ -39,10 +39,31 @@ impl TlsArgs {
     }
 }
 
-/// Reads where NBD clients connect: a Unix socket, or an address to listen at.
+/// Reads where NBD clients connect: a Unix socket, a passed socket (`fd:NAME`), or an address to listen at.
 pub(crate) fn place(word: &str) -> (Option<PathBuf>, Option<String>) {
-    match NbdAddress::parse(word) {
-        NbdAddress::Unix(path) => (Some(path), None),
-        NbdAddress::Tcp(address) => (None, Some(address)),
+    if word.starts_with(PASSED) {
+        return (Some(word.into()), None);
     }
+    match NbdAddress::parse(word) {
+        NbdAddress::Tcp(address) => (None, Some(address)),
+        _ => (Some(daemon::absolute(Path::new(word))), None),
+    }
+}
+
+/// How a passed socket is named.
+const PASSED: &str = "fd:";
+
+/// Returns the word for a socket that was passed, if it is one.
+pub(crate) fn passed_word(socket: &Path) -> Option<&str> {
+    socket.to_str()?.strip_prefix(PASSED)
+}
+
+/// Makes a socket's path absolute, unless it is a passed socket.
+pub(crate) fn absolute_or_passed(socket: &Path) -> PathBuf {
+    if passed_word(socket).is_some() { socket.to_owned() } else { daemon::absolute(socket) }
+}
+
+/// Checks a socket's permissions.
+pub(crate) fn socket_mode(text: &str) -> Result<String, String> {
+    drive::parse_socket_mode(text).map(|_| text.to_owned()).map_err(|error| error.to_string())
 }

@@ -322,6 +322,47 @@ fn backups_killed_at_fifty_moments() {
     backups_are_killed(common::kill9_moments(50));
 }
 
+/// Makes an image of the disk's size whose refcounts deny its last two clusters of data.
+fn image_that_denies_its_data(path: &Path) -> Vec<u8> {
+    tool_ok("qemu-img", &["create", "-q", "-f", "qcow2", path_str(path), &SIZE.to_string()]);
+    tool_ok("qemu-io", &["-f", "qcow2", "-c", "write -P 7 0 128k", path_str(path)]);
+    let mut bytes = std::fs::read(path).unwrap();
+    let at = |bytes: &[u8], place: usize| u64::from_be_bytes(bytes[place..place + 8].try_into().unwrap()) as usize;
+    let block = at(&bytes, at(&bytes, 48));
+    assert!(bytes[block + 8..block + 14] == [0, 1, 0, 1, 0, 1], "the last two are data");
+    bytes[block + 10..block + 14].fill(0);
+    std::fs::write(path, &bytes).unwrap();
+    bytes
+}
+
+#[test]
+fn nothing_is_copied_into_an_image_whose_refcounts_deny_data_that_are_there() {
+    if !has_tool("qemu-img") || !has_tool("qemu-io") {
+        return;
+    }
+    let bench = Bench::new();
+    let target = bench.path("old.qcow2");
+    let bytes = image_that_denies_its_data(&target);
+    let server = bench.serve();
+    let guests = bench.guests(11, 50);
+    guests.wait_for_more(300);
+    bench.ctl(&["bitmap", "add", "root", "b"]);
+    for call in [
+        &["backup", "root", path_str(&target), "--existing"][..],
+        &["backup", "root", path_str(&target), "--existing", "--mode", "incremental", "--bitmap", "b"],
+        &["mirror", "root", path_str(&target), "--existing", "--format", "qcow2"],
+    ] {
+        let said = bench.fails(call);
+        assert!(said.contains("refcounts deny"), "{call:?}: {said}");
+        assert!(std::fs::read(&target).unwrap() == bytes, "{call:?} has changed it");
+    }
+    assert_eq!((bench.layers(), bench.fleeces()), (1, 0));
+    run_ok(&["check", "-q", "-r", "all", path_str(&target)]);
+    bench.ctl(&["backup", "root", path_str(&target), "--existing"]);
+    assert_eq!(guests.finish(), [""; 0]);
+    server.stop();
+}
+
 #[test]
 fn a_raw_disk_and_a_top_layer_are_backed_up_and_a_target_that_fails_harms_nobody() {
     if !has_tool("nbdkit") || !has_tool("qemu-img") {

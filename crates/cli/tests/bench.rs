@@ -93,6 +93,20 @@ fn what_would_be_overwritten_asks_for_destroy() {
         run_ok(&["bench", kind, path_str(file), "--rw", "read", "--count", "4"]);
         run_ok(&[&write[..], &["--destroy"]].concat());
     }
+    // A server's disk may be a guest's, whatever it holds. A temporary layer is nobody's.
+    let (socket, image) = (at(&dir, "s"), path_str(&qcow2));
+    let before = std::fs::read(&qcow2).unwrap();
+    let server = Server::start(&[image, "--socket", path_str(&socket)]);
+    let write = ["bench", "--socket", path_str(&socket), "--rw", "randrw", "--count", "4"];
+    assert!(run_fails(2, &write).contains("--destroy"));
+    let target = format!("socket:{}", socket.display());
+    let compare = ["bench", "--compare", NULL, &target, "--rw", "write", "--pairs", "1", "--count", "4"];
+    assert!(run_fails(2, &compare).contains(path_str(&socket)));
+    run_ok(&["bench", "--socket", path_str(&socket), "--count", "4"]);
+    server.stop();
+    assert!(std::fs::read(&qcow2).unwrap() == before, "the server's disk was written");
+    run_ok(&["bench", "--drive", &format!("file={image},snapshot=on"), "--rw", "write", "--count", "4"]);
+    assert!(std::fs::read(&qcow2).unwrap() == before, "the layer below was written");
 }
 
 #[test]

@@ -3,6 +3,7 @@
 mod common;
 
 use common::{Server, directory, has_tool, path_str, ringdisk, run_fails, run_ok, tool_ok};
+use std::os::unix::fs::PermissionsExt;
 
 #[test]
 fn disks_are_served_under_their_names_until_a_signal() {
@@ -37,6 +38,65 @@ fn disks_are_served_under_their_names_until_a_signal() {
 fn a_server_without_a_place_or_without_a_disk_says_so() {
     assert!(run_fails(2, &["nbd", "disk.raw"]).contains("--socket"));
     assert!(run_fails(2, &["nbd", "--socket", "x"]).contains("IMAGE"));
+}
+
+#[test]
+fn keys_that_are_for_guests_are_refused_with_the_reason() {
+    let directory = directory();
+    let socket = directory.path().join("nbd");
+    for (options, said) in [
+        ("socket=/s", "--socket or --listen"),
+        ("socket-mode=0660", "give --socket-mode"),
+        ("queues=2", "queues="),
+        ("queue-size=128", "queue-size="),
+        ("guest-memory=any", "guest-memory="),
+        ("logical_block_size=4096", "logical_block_size="),
+    ] {
+        let drive = format!("format=null,size=1M,{options}");
+        let refused = run_fails(2, &["nbd", "--socket", path_str(&socket), "--drive", &drive]);
+        assert!(refused.contains(said), "{options}: {refused}");
+    }
+    assert!(!socket.exists());
+}
+
+#[test]
+fn a_socket_has_the_mode_that_was_asked_for() {
+    let directory = directory();
+    let socket = directory.path().join("nbd");
+    let mut command = ringdisk();
+    command.args(["nbd", "--drive", "format=null,size=1M,poll-max-us=5", "--socket", path_str(&socket)]);
+    command.args(["--socket-mode", "0640", "--buffer-memory", "1M"]);
+    let server = Server::start_command(command);
+    assert_eq!(std::fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o640);
+    server.stop();
+    let tcp = ["nbd", "--drive", "format=null,size=1M", "--listen", "127.0.0.1:1", "--socket-mode", "0640"];
+    assert!(run_fails(2, &tcp).contains("Unix socket"));
+}
+
+#[test]
+fn one_signal_ends_it_while_requests_are_held_that_the_storage_fails() {
+    if !has_tool("qemu-io") {
+        return;
+    }
+    let directory = directory();
+    let path = |name: &str| path_str(&directory.path().join(name)).to_owned();
+    let (image, socket) = (path("disk.raw"), path("nbd"));
+    run_ok(&["create", "-q", "-f", "raw", &image, "1M"]);
+    let mut command = ringdisk();
+    let drive = format!("file={image},format=raw,filter=error:kinds=write,on-error=hold");
+    command.args(["nbd", "--drive", &drive, "--socket", &socket, "--give-up-after", "1"]);
+    let server = Server::start_command(command);
+    let uri = format!("nbd+unix:///?socket={socket}");
+    let mut client = std::process::Command::new("qemu-io");
+    client.args(["-f", "raw", "-c", "write 0 4k", &uri]).stdout(std::process::Stdio::null());
+    let mut client = client.stderr(std::process::Stdio::null()).spawn().unwrap();
+    // Its write is held for as long as anybody waits.
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    assert!(client.try_wait().unwrap().is_none(), "the write ended");
+    let (status, said) = server.terminate();
+    client.wait().unwrap();
+    assert!(status.code().is_some(), "{status}: {said}");
+    assert!(!std::path::Path::new(&socket).exists(), "the end was in order");
 }
 
 #[test]

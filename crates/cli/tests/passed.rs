@@ -39,13 +39,18 @@ fn disk_bytes(socket: &Path) -> u64 {
     bytes
 }
 
-/// `ringdisk serve ARGUMENTS` with these descriptors as numbers 3, 4 and so on, and with these names.
+/// `ringdisk serve ARGUMENTS` as [`activated_by`] starts it.
 fn activated(passed: &[&OwnedFd], names: Option<&str>, arguments: &[&str]) -> Command {
+    activated_by("serve", passed, names, arguments)
+}
+
+/// `ringdisk COMMAND ARGUMENTS` with these descriptors as numbers 3, 4 and so on, and with these names.
+fn activated_by(verb: &str, passed: &[&OwnedFd], names: Option<&str>, arguments: &[&str]) -> Command {
     let places: Vec<String> =
         passed.iter().enumerate().map(|(index, fd)| format!("{}<&{}", index + 3, fd.as_raw_fd())).collect();
     let mut command = Command::new("bash");
     command.args(["-c", &format!("LISTEN_PID=$$ exec \"$0\" \"$@\" {}", places.join(" "))]);
-    command.arg(ringdisk().get_program()).arg("serve").args(arguments);
+    command.arg(ringdisk().get_program()).arg(verb).args(arguments);
     command.env("LISTEN_FDS", passed.len().to_string()).env_remove("LISTEN_FDNAMES").env_remove("NOTIFY_SOCKET");
     if let Some(names) = names {
         command.env("LISTEN_FDNAMES", names);
@@ -218,4 +223,52 @@ fn a_script_reads_in_one_line_of_json_where_guests_come_in() {
     let export = &disk["exports"][0];
     assert_eq!((export["socket"].as_str(), export["read-only"].as_bool()), (Some(path_str(&socket)), Some(false)));
     assert_eq!((export["queues"].as_u64(), export["queue-size"].as_u64()), (Some(2), Some(64)));
+}
+
+/// Whether an NBD server is at a socket.
+fn greets(socket: &Path) -> bool {
+    use std::io::Read as _;
+    let mut stream = UnixStream::connect(socket).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut greeting = [0; 8];
+    stream.read_exact(&mut greeting).unwrap();
+    greeting == *b"NBDMAGIC"
+}
+
+#[test]
+fn nbd_clients_come_in_at_sockets_that_were_passed() {
+    let dir = directory();
+    let (nbd, guest) = (at(&dir, "nbd"), at(&dir, "guest"));
+    let (nbd_socket, guest_socket) = (listening(&nbd), listening(&guest));
+    // The only one, without a word of it.
+    let server = Server::start_command(activated_by("nbd", &[&nbd_socket], None, &["--drive", "format=null,size=1M"]));
+    assert!(server.announced.contains(path_str(&nbd)), "{}", server.announced);
+    assert!(greets(&nbd));
+    server.stop();
+    assert!(nbd.exists(), "its file belongs to whoever passed it");
+    let several = activated_by("nbd", &[&nbd_socket, &guest_socket], Some("n:g"), &["--drive", "format=null,size=1M"]);
+    assert!(refusal(several).contains("fd:NAME"));
+    // Beside a guest's, by name, and by a call.
+    let control = at(&dir, "control");
+    let arguments = ["--drive", ROOT, "--nbd", "fd:clients", "--control", path_str(&control)];
+    let late = at(&dir, "late");
+    let late_socket = listening(&late);
+    let passed = [&nbd_socket, &guest_socket, &late_socket];
+    let config = at(&dir, "disks.toml");
+    let export = "[[export]]\ndisk = 'extra'\nsocket = 'fd:late'\n";
+    let drive = "[[drive]]\nname = 'extra'\nformat = 'null'\nsize = '2M'\nexport = false\n";
+    std::fs::write(&config, format!("{drive}{export}")).unwrap();
+    let arguments = [&arguments[..], &["--config", path_str(&config)]].concat();
+    let server = Server::start_command(activated(&passed, Some("clients:root:late"), &arguments));
+    assert!(greets(&nbd));
+    assert_eq!((disk_bytes(&guest), disk_bytes(&late)), (1 << 20, 2 << 20));
+    let call = ["ctl", "--control", path_str(&control), "export", "extra", "--socket", "fd:nobody"];
+    assert!(common::run_fails(2, &call).contains("nobody"));
+    let own = at(&dir, "own");
+    let group = std::os::unix::fs::MetadataExt::gid(&std::fs::metadata(dir.path()).unwrap());
+    let call = ["ctl", "--control", path_str(&control), "export", "extra", "--socket", path_str(&own)];
+    run_ok(&[&call[..], &["--socket-mode", "0640", "--socket-group", &group.to_string()]].concat());
+    let mode = std::os::unix::fs::MetadataExt::mode(&std::fs::metadata(&own).unwrap());
+    assert_eq!(mode & 0o777, 0o640);
+    server.stop();
 }

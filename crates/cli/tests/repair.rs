@@ -186,6 +186,22 @@ fn nothing_is_copied_into_an_image_whose_refcounts_deny_data_that_are_there() {
         assert!(said.contains("refcounts deny"), "{line:?}: {said}");
         assert!(std::fs::read(&base).unwrap() == bytes, "{line:?} has changed it");
     }
+    if has_tool("nbdkit") {
+        // The same at a server.
+        let socket = at("nbd");
+        let (uri, file) = (format!("nbd+unix:///?socket={}", path_str(&socket)), format!("file={}", path_str(&base)));
+        let mut server = std::process::Command::new("nbdkit");
+        server.args(["-f", "-U", path_str(&socket), "file", &file]);
+        let mut server = server.spawn().unwrap();
+        while !socket.exists() {
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        let said = run_fails(1, &["convert", "-n", "-f", "raw", "-O", "qcow2", path_str(&raw), &uri]);
+        server.kill().unwrap();
+        server.wait().unwrap();
+        assert!(said.contains("refcounts deny"), "{said}");
+        assert!(std::fs::read(&base).unwrap() == bytes, "it was changed at the server");
+    }
     assert!(run(&["check", "-r", "all", path_str(&base)]).status.success());
     assert!(run(&commit).status.success());
     let reads = tool_ok("qemu-io", &["-r", "-c", "read -P 7 0 128k", "-c", "read -P 9 512k 128k", path_str(&base)]);

@@ -66,7 +66,7 @@ fn ends_cleanly_under_load(signals: &[&str]) {
     create(&image, "qcow2", "64M");
     let server = Server::start(&[path_str(&image), "--socket", path_str(&socket)]);
     let mut load = ringdisk();
-    load.args(["bench", "--rw", "randwrite", "--time", "60", "--socket", path_str(&socket)]);
+    load.args(["bench", "--destroy", "--rw", "randwrite", "--time", "60", "--socket", path_str(&socket)]);
     let mut load = load.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let deadline = Instant::now() + PATIENCE;
     while std::fs::metadata(&image).unwrap().len() < 4 << 20 {

@@ -109,7 +109,19 @@ fn what_is_written_through_several_served_disks_is_in_their_images_after_sigterm
     let benches = names.map(|name| {
         let socket = at(&dir, &format!("{name}.sock"));
         let mut command = ringdisk();
-        command.args(["bench", "--rw", "write", "--bs", "64k", "--count", "128", "--verify", "--seed", "7"]);
+        command.args([
+            "bench",
+            "--rw",
+            "write",
+            "--bs",
+            "64k",
+            "--count",
+            "128",
+            "--verify",
+            "--seed",
+            "7",
+            "--destroy",
+        ]);
         command.arg("--socket").arg(socket).stdout(std::process::Stdio::null()).spawn().unwrap()
     });
     for mut bench in benches {

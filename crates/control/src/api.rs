@@ -340,10 +340,17 @@ impl Counters {
 pub struct AddExport {
     /// The disk.
     pub disk: String,
-    /// The socket. By default, a vhost-user socket lies beside the image. NBD exports may have `nbd.listen` instead.
+    /// The socket's path, or `fd:NAME` for one that a service manager passed to the daemon under this name. By default, a
+    /// vhost-user socket lies beside the image. NBD exports may have `nbd.listen` instead.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>)]
     pub socket: Option<PathBuf>,
+    /// The socket's permissions, in octal: `0600` if not given, `0660` if it has a group of its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub socket_mode: Option<String>,
+    /// The socket's group: its name or number.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub socket_group: Option<String>,
     /// Whether guests cannot write.
     #[serde(default)]
     pub read_only: bool,

@@ -74,7 +74,7 @@ const KEYS: [&str; 13] = [
     "reactors",
     "state-dir",
 ];
-const EXPORT_KEYS: [&str; 17] = [
+const EXPORT_KEYS: [&str; 19] = [
     "bitmaps",
     "connections",
     "description",
@@ -88,6 +88,8 @@ const EXPORT_KEYS: [&str; 17] = [
     "queues",
     "read-only",
     "socket",
+    "socket-group",
+    "socket-mode",
     "tls",
     "tls-creds",
     "tls-verify-peer",
@@ -256,7 +258,11 @@ impl<'i> Reader<'i> {
             let count = |most| self.number(key, value, 1..=most).map(|number| u16::try_from(number).ok());
             match key {
                 "disk" => export.disk = self.scalar(key, value)?,
-                "socket" => export.socket = Some(self.path(key, value)?),
+                "socket" => {
+                    let passed = value.get_ref().as_str().filter(|text| !is_path(key, text));
+                    export.socket = Some(passed.map_or_else(|| self.path(key, value), |word| Ok(word.into()))?);
+                }
+                "socket-mode" | "socket-group" => self.access(key, value, &mut export)?,
                 "read-only" => export.read_only = self.switch(key, value)?,
                 "queues" | "queue-size" | "fixed-buffers" | "guest-memory" | "guest-memory-max"
                     if export.nbd.is_some() =>
@@ -293,6 +299,18 @@ impl<'i> Reader<'i> {
             }
             _ => Ok(export),
         }
+    }
+
+    /// Reads who may connect to an export's socket.
+    fn access(&self, key: &str, value: &Value<'i>, export: &mut AddExport) -> Result<()> {
+        let text = self.scalar(key, value)?;
+        let (parsed, place) = match key {
+            "socket-mode" => (drive::parse_socket_mode(&text), &mut export.socket_mode),
+            _ => (drive::parse_socket_group(&text), &mut export.socket_group),
+        };
+        parsed.map_err(|error| self.wrong(value.span().start, error))?;
+        *place = Some(text);
+        Ok(())
     }
 
     /// Reads the settings of an export for NBD clients.
@@ -439,7 +457,7 @@ mod tests {
              [defaults]\ncache = 'none'\nqueues = 2\n\
              [[drive]]\nname = 'a'\nfile = '/a.qcow2'\nreadonly = true\nexport = false\n\
              filter = ['throttle:iops-total=5', 'delay:ms=1']\n\
-             [[export]]\ndisk = 'a'\nsocket = 'a.sock'\nread-only = true\nqueues = 1\n\
+             [[export]]\ndisk = 'a'\nsocket = 'a.sock'\nread-only = true\nqueues = 1\nsocket-mode = '0640'\n\
              [[export]]\ntype = 'nbd'\ndisk = 'a'\nlisten = '127.0.0.1:10809'\nname = 'x'\nbitmaps = ['b']\n\
              tls-creds = 'pki'\ntls = 'allow'\ntls-verify-peer = false\n",
         )
@@ -456,6 +474,7 @@ mod tests {
         assert!(!drive.serve);
         assert_eq!(drive.exports[0].socket, Some("/etc/ringdisk/a.sock".into()));
         assert!(drive.exports[0].read_only && drive.exports[0].queues == Some(1));
+        assert_eq!(drive.exports[0].socket_mode.as_deref(), Some("0640"));
         let nbd = drive.exports[1].nbd.clone().unwrap();
         assert_eq!((nbd.listen.as_deref(), nbd.name.as_deref()), (Some("127.0.0.1:10809"), Some("x")));
         let tls = AddTls { credentials: "/etc/ringdisk/pki".into(), required: false, verify_peer: false };

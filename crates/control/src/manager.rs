@@ -14,7 +14,7 @@ mod restore;
 mod tests;
 
 use self::answers::{counters_of, to_disk, to_job};
-use self::exports::{to_export, with_absolute_paths};
+use self::exports::{refuse_number_of_passed, to_export, with_absolute_paths};
 use self::held::Holding;
 use self::reload::Configuration;
 use crate::api::{
@@ -365,6 +365,9 @@ impl Manager {
     pub fn add_export(&self, request: AddExport) -> Result<Export> {
         let node = self.node(&request.disk)?;
         let request = with_absolute_paths(request);
+        if self.records.is_durable() {
+            refuse_number_of_passed(&request)?;
+        }
         let id = self.begin_export(node, &request)?;
         let record = |disk: &mut RecordedDisk| {
             // An export that failed at the start is already in the record.

@@ -156,7 +156,7 @@ impl Backup {
         has_new_top: &dyn Fn(),
         record: &mut dyn BackupRecord,
     ) -> Result<()> {
-        let mut target = Target::open(self, image)?;
+        let mut target = Target::open(self, image, watch)?;
         if watch.is_cancelled() {
             return Err(Error::new(ErrorKind::Cancelled, "cancelled: nothing was copied"));
         }
@@ -287,7 +287,7 @@ struct Target {
 }
 
 impl Target {
-    fn open(backup: &Backup, image: &Image) -> Result<Self> {
+    fn open(backup: &Backup, image: &Image, watch: &CopyWatch) -> Result<Self> {
         let options = &backup.options;
         let name = &options.target;
         let mut target = Self { opened: None, copied_to: None, is_blank: false, made: None };
@@ -299,8 +299,9 @@ impl Target {
             make_file(name, 0)?;
             target.made = Some(name.clone());
         }
-        let direct = direct_opener_for(name, &backup.found.options);
-        let cached = EngineOpener::default().writing_behind();
+        let buffers = image.buffers();
+        let direct = direct_opener_for(name, &backup.found.options).map(|opener| opener.with_buffers(buffers.clone()));
+        let cached = EngineOpener::default().writing_behind().with_buffers(buffers);
         let opener = direct.as_ref().unwrap_or(&cached);
         if !options.existing {
             let file: Arc<dyn File> = opener.open(name, Role::Writable)?;
@@ -319,7 +320,8 @@ impl Target {
             open.allow_backing = backup.policy.0.clone();
             open.listed.clone_from(&backup.policy.1);
         });
-        target.opened = Some(Opened::Image(open_target(&open, opener, &cached)?));
+        let watch = options.existing.then_some(watch);
+        target.opened = Some(Opened::Image(open_target(&open, opener, &cached, watch)?));
         Ok(target)
     }
 
@@ -359,10 +361,20 @@ fn direct_opener_for(target: &FileName, disk: &DiskOptions) -> Option<EngineOpen
     (disk.cache.is_direct() && target.path().is_some() && can_be_direct()).then_some(direct)
 }
 
-/// Opens a target. Where that fails, it may be because what the target rests on lies where direct I/O is impossible.
-fn open_target(options: &ImageOptions, opener: &dyn Opener, cached: &dyn Opener) -> Result<Image> {
-    image::open(options, opener).or_else(|error| match error.kind() {
-        ErrorKind::Io => image::open(options, cached),
+/// Opens a target. One that was not made here is looked at first, until the `watch` cancels. Where that fails, it may be
+/// because what the target rests on lies where direct I/O is impossible.
+fn open_target(
+    options: &ImageOptions,
+    opener: &dyn Opener,
+    cached: &dyn Opener,
+    watch: Option<&CopyWatch>,
+) -> Result<Image> {
+    let open = |opener| match watch {
+        Some(watch) => image::open_to_overwrite(options, opener, &mut |_, _| !watch.is_cancelled()),
+        None => image::open(options, opener),
+    };
+    open(opener).or_else(|error| match error.kind() {
+        ErrorKind::Io => open(cached),
         _ => Err(error),
     })
 }
@@ -442,10 +454,10 @@ mod tests {
         });
         create(&target, &CreateOptions::Qcow2(over));
         let options = ImageOptions::new(target.as_path()).with(|options| options.format = Some(Format::Qcow2));
-        let image = open_target(&options, &Direct(&base), &EngineOpener::default()).unwrap();
+        let image = open_target(&options, &Direct(&base), &EngineOpener::default(), None).unwrap();
         assert_eq!(image.layer_file_names().count(), 2);
         image.close().unwrap();
         std::fs::remove_file(&base).unwrap();
-        assert!(open_target(&options, &Direct(&base), &EngineOpener::default()).is_err());
+        assert!(open_target(&options, &Direct(&base), &EngineOpener::default(), None).is_err());
     }
 }

@@ -36,11 +36,14 @@ pub struct DaemonConfig {
     /// Files that the user named, besides the disks themselves.
     pub listed: Vec<PathBuf>,
     /// How much memory requests may take for buffers of their own, over all disks. By default a sixteenth of the host's
-    /// or the control group's memory, but at least 16 MiB and at most 256 MiB.
+    /// or the control group's memory, but at least 16 MiB and at most 256 MiB. The payload of NBD clients' requests may
+    /// take as much again.
     pub buffer_memory_bytes: Option<usize>,
     /// Memory that the indexes of kept overlays may take, over all disks of the process: a part of what there is if nobody
     /// says.
     pub index_memory_bytes: Option<usize>,
+    /// As [`ReactorConfig::inline_bytes`]; by default the engine's value.
+    pub inline_bytes: Option<usize>,
     /// As [`ReactorConfig::harvest_after_submit`].
     pub harvest_after_submit: bool,
     /// How long a disk that is removed, or the daemon that ends, waits for requests that the storage does not end, and for
@@ -60,6 +63,7 @@ impl Default for DaemonConfig {
             listed: Vec::new(),
             buffer_memory_bytes: None,
             index_memory_bytes: None,
+            inline_bytes: None,
             harvest_after_submit: true,
             give_up_after: GIVE_UP_AFTER,
         }
@@ -100,7 +104,7 @@ const REACTOR_PATIENCE: Duration = Duration::from_secs(2);
 /// How long a busy reactor gets to look for its oldest request.
 const OLDEST_PATIENCE: Duration = Duration::from_micros(300);
 /// The default permissions of a socket that has a group of its own.
-const GROUP_SOCKET_MODE: u32 = 0o660;
+pub(crate) const GROUP_SOCKET_MODE: u32 = 0o660;
 
 impl Daemon {
     /// Starts the reactors' threads; serves nothing yet.
@@ -109,20 +113,22 @@ impl Daemon {
         for index in 0..config.reactors.max(1) {
             let defaults = ReactorConfig::default().with(|config| config.name = format!("reactor-{index}"));
             let poll_max_us = config.poll_max_us.unwrap_or(defaults.poll_max_us);
-            let harvest_after_submit = config.harvest_after_submit;
+            let (inline_bytes, harvest_after_submit) = (config.inline_bytes, config.harvest_after_submit);
             reactors.push(Reactor::spawn(defaults.with(|config| {
                 (config.poll_max_us, config.harvest_after_submit) = (poll_max_us, harvest_after_submit);
+                config.inline_bytes = inline_bytes.unwrap_or(config.inline_bytes);
             }))?);
         }
         image::limit_index_memory(config.index_memory_bytes.unwrap_or_else(default_index_memory) as u64);
-        let buffers = BufferBudget::new(config.buffer_memory_bytes.unwrap_or_else(default_buffer_memory));
+        let buffer_bytes = config.buffer_memory_bytes.unwrap_or_else(default_buffer_memory);
+        let buffers = BufferBudget::new(buffer_bytes);
         Ok(Self {
             config,
             reactors,
             buffers,
             table: Arc::default(),
             jobs: Arc::default(),
-            servers: Arc::default(),
+            servers: Arc::new(Servers::new(buffer_bytes)),
             has_given_up: Arc::default(),
         })
     }

@@ -47,7 +47,7 @@ pub use backup::{BackupMode, BackupOptions, BackupRecord};
 pub use block::Part;
 pub use export_vhost_user::{KindLatency, LatencyHistogram, QueueLatency, RingStats};
 pub use mirror::{MirrorOptions, MirrorSwitch};
-pub use nbd::{NbdAddress, NbdOptions, NbdTls};
+pub use nbd::{NbdAddress, NbdOptions, NbdTls, SocketAccess};
 pub use notify::{notify, watchdog_interval};
 pub use pidfile::Pidfile;
 pub use status::{DiskStatus, ExportId, ExportStatus, JobId, JobKind, JobState, JobStatus, NbdStatus, NodeId};

@@ -37,6 +37,8 @@ pub struct MirrorSwitch {
     pub below: Vec<FileName>,
 }
 
+type OpenedTarget = (Made, Arc<dyn File>, MirrorTarget, MirrorSwitch);
+
 impl Daemon {
     /// Starts to copy a disk to another image, which then takes its place, or stays a copy. When the image holds all
     /// data, before it takes the disk's place, `record` is called while guests go on. There the caller makes its record
@@ -49,10 +51,15 @@ impl Daemon {
         record: impl FnOnce(&MirrorSwitch) -> Result<()> + Send + 'static,
         kept: impl FnOnce() -> Result<()> + Send + 'static,
     ) -> Result<JobId> {
-        let MirrorOptions { scope, end, aim, bytes_per_second, .. } = *options;
-        let (mut made, target, switch) = self.mirror_target(node, options)?;
+        let MirrorOptions { scope, end, aim, bytes_per_second, existing, .. } = *options;
+        let (mut made, file, target, switch) = self.mirror_target(node, options)?;
         self.start_job(JobKind::Mirror, node, bytes_per_second, move |image, watch, has_new_top| {
             watch.set_aim(aim);
+            if existing {
+                // New data go to space that its refcounts call free, so they must be right.
+                image::look_before_writing(&file, switch.format, &mut |_, _| !watch.is_cancelled())?;
+            }
+            drop(file);
             let below = image.layer_file_names().skip(1).map(|(own, _)| own);
             let below = if scope == MirrorScope::Top { below.collect() } else { Vec::new() };
             let switch = MirrorSwitch { below, ..switch };
@@ -73,7 +80,8 @@ impl Daemon {
         })
     }
 
-    fn mirror_target(&self, node: NodeId, options: &MirrorOptions) -> Result<(Made, MirrorTarget, MirrorSwitch)> {
+    /// Opens the target, and makes it before if it is new. Returns its file, too.
+    fn mirror_target(&self, node: NodeId, options: &MirrorOptions) -> Result<OpenedTarget> {
         let MirrorOptions { target, format, existing, scope, .. } = options;
         let (_work, found, image) = self.image_for("a look at its layers".to_owned(), node, None)?;
         let bad = |what: &str| Err(Error::new(ErrorKind::BadOption, format!("'{target}': {what}")));
@@ -118,7 +126,7 @@ impl Daemon {
             check_room(&*file, &options)?;
             image::create(&file, &options)?;
         }
-        let target = MirrorTarget::open(target, file, format, *scope, !existing)?;
-        Ok((made, target, MirrorSwitch { format, below: Vec::new() }))
+        let target = MirrorTarget::open(target, Arc::clone(&file), format, *scope, !existing)?;
+        Ok((made, file, target, MirrorSwitch { format, below: Vec::new() }))
     }
 }

@@ -4,29 +4,39 @@
 
 use crate::addresses::Addresses;
 use crate::attach::absolute;
-use crate::daemon::Daemon;
+use crate::daemon::{Daemon, GROUP_SOCKET_MODE};
 use crate::front::Front;
 use crate::status::{ExportId, NbdStatus, NodeId};
 use crate::table::Found;
 use block::{DirtyBitmaps, Disk, Error, ErrorKind, ReactorHandle, Result};
-use export_nbd::{Credentials, Limits, NbdBitmap, NbdExport, NbdListener, NbdServer, ServerOptions, Tls, Total};
+use export_nbd::{
+    Credentials, Limits, NbdBitmap, NbdExport, NbdListener, NbdServer, PayloadMemory, ServerOptions, Tls,
+};
 use export_vhost_user::ListenSocket;
 use image::Image;
 use std::fmt::{self, Write as _};
 use std::net::TcpListener;
+use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A Unix socket is for this user only.
+/// By default a Unix socket is for this user only, or for its group if it has one of its own.
 const SOCKET_MODE: u32 = 0o600;
 
 /// The address of an NBD server.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum NbdAddress {
-    /// A Unix socket at this path, for this user only.
+    /// A Unix socket at this path.
     Unix(PathBuf),
     /// `ADDRESS:PORT`. Anybody who can reach it can use the disks there, unless TLS asks for a certificate.
     Tcp(String),
+    /// A socket that was passed to this program.
+    Passed {
+        /// The number of its descriptor.
+        number: RawFd,
+        /// Where it listens.
+        at: Box<Self>,
+    },
 }
 
 impl NbdAddress {
@@ -41,6 +51,23 @@ impl NbdAddress {
         }
     }
 
+    /// Returns the address of a listening socket that was passed to this program under a number.
+    pub fn passed(number: RawFd) -> Result<Self> {
+        let socket = engine::duplicate_inherited(number)?;
+        let listener = NbdListener::adopt(socket).map_err(|error| error.in_context(format!("fd:{number}")))?;
+        let unnamed = || Self::Unix(format!("fd:{number}").into());
+        let at = match &listener {
+            NbdListener::Tcp(listener) => {
+                listener.local_addr().map_or_else(|_| unnamed(), |at| Self::Tcp(at.to_string()))
+            }
+            NbdListener::Unix(listener) => {
+                let at = listener.local_addr().ok();
+                at.as_ref().and_then(|at| at.as_pathname()).map_or_else(unnamed, |path| Self::Unix(absolute(path)))
+            }
+        };
+        Ok(Self::Passed { number, at: Box::new(at) })
+    }
+
     /// Returns the NBD URI that clients use for an export here.
     #[must_use]
     pub fn uri(&self, export: &str, has_tls: bool) -> String {
@@ -50,13 +77,20 @@ impl NbdAddress {
                 format!("{scheme}+unix:///{}?socket={}", escaped(export), escaped(&path.to_string_lossy()))
             }
             Self::Tcp(address) => format!("{scheme}://{address}/{}", escaped(export)),
+            Self::Passed { at, .. } => at.uri(export, has_tls),
         }
     }
 
-    fn listen(&self) -> Result<(NbdListener, Option<ListenSocket>)> {
+    fn listen(&self, access: SocketAccess) -> Result<(NbdListener, Option<ListenSocket>)> {
+        if !matches!(self, Self::Unix(_)) && access != SocketAccess::default() {
+            let what = format!("'{self}': socket-mode and socket-group are for a Unix socket that is made here");
+            return Err(Error::new(ErrorKind::BadOption, what));
+        }
         match self {
+            Self::Passed { number, .. } => Ok((NbdListener::adopt(engine::duplicate_inherited(*number)?)?, None)),
             Self::Unix(path) => {
-                let socket = ListenSocket::of_mode(path, SOCKET_MODE)?;
+                let mode = access.mode.unwrap_or(if access.group.is_some() { GROUP_SOCKET_MODE } else { SOCKET_MODE });
+                let socket = ListenSocket::of_mode_and_group(path, mode, access.group)?;
                 let failed = |error| Error::io(format!("cannot duplicate the socket '{}'", path.display()), error);
                 let listener = socket.listener().try_clone().map_err(failed)?;
                 Ok((NbdListener::Unix(listener), Some(socket)))
@@ -78,6 +112,7 @@ impl fmt::Display for NbdAddress {
         match self {
             Self::Unix(path) => path.display().fmt(f),
             Self::Tcp(address) => f.write_str(address),
+            Self::Passed { at, .. } => at.fmt(f),
         }
     }
 }
@@ -114,12 +149,23 @@ impl NbdTls {
     }
 }
 
+/// Who may connect to a Unix socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct SocketAccess {
+    /// Its permissions: 0600 if not given, 0660 if it has a group of its own.
+    pub mode: Option<u32>,
+    /// The number of its group.
+    pub group: Option<u32>,
+}
+
 /// The options of an NBD export.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NbdOptions {
     /// The server's address.
     pub address: NbdAddress,
+    /// Who may connect, if that is a Unix socket.
+    pub access: SocketAccess,
     /// The export's name; by default the disk's name.
     pub name: Option<String>,
     /// What clients are told about it.
@@ -143,6 +189,7 @@ impl NbdOptions {
         let (description, bitmaps) = (String::new(), Vec::new());
         Self {
             address,
+            access: SocketAccess::default(),
             name: None,
             description,
             read_only: false,
@@ -159,17 +206,17 @@ impl NbdOptions {
 }
 
 /// The servers of a daemon. Two exports at one address find each other.
-#[derive(Default)]
 pub(crate) struct Servers {
     at: Addresses<Serving>,
-    /// What the clients of all of them hold.
-    total: Arc<Total>,
+    /// For the payload of all their clients.
+    payload: PayloadMemory,
 }
 
 struct Serving {
     server: NbdServer,
     connections: usize,
     tls: Option<NbdTls>,
+    access: SocketAccess,
     /// Removes its file when the server has ended.
     _socket: Option<ListenSocket>,
 }
@@ -179,31 +226,34 @@ impl Serving {
         options: &NbdOptions,
         export: NbdExport,
         reactors: Vec<Arc<dyn ReactorHandle>>,
-        total: &Arc<Total>,
+        payload: PayloadMemory,
     ) -> Result<Self> {
         let tls = options
             .tls
             .as_ref()
             .map(|tls| Tls::new(&Credentials::in_directory(&tls.credentials), tls.is_required, tls.verifies_peers));
         let tls = tls.transpose()?;
-        let (listener, socket) = options.address.listen()?;
+        let (listener, socket) = options.address.listen(options.access)?;
         let server = NbdServer::start(
             listener,
             vec![export],
             reactors,
             ServerOptions::default().with(|server| {
                 server.limits.connections = options.connections();
-                server.total = Arc::clone(total);
                 server.tls = tls;
+                server.payload = Some(payload);
             }),
         )?;
-        Ok(Self { server, connections: options.connections(), tls: options.tls.clone(), _socket: socket })
+        let (connections, access) = (options.connections(), options.access);
+        Ok(Self { server, connections, tls: options.tls.clone(), access, _socket: socket })
     }
 
     fn join(&self, options: &NbdOptions, export: NbdExport) -> Result<()> {
-        if self.tls != options.tls || self.connections != options.connections() {
+        let is_same = self.tls == options.tls && self.access == options.access;
+        if !is_same || self.connections != options.connections() {
             let what = format!(
-                "an NBD server is at '{}' already, with other connections or TLS: name the same, or another address",
+                "an NBD server is at '{}' already, with other connections, permissions or TLS: name the same, or another \
+                 address",
                 options.address
             );
             return Err(Error::new(ErrorKind::Locked, what));
@@ -213,9 +263,13 @@ impl Serving {
 }
 
 impl Servers {
+    pub(crate) fn new(payload_bytes: usize) -> Self {
+        Self { at: Addresses::default(), payload: PayloadMemory::new(payload_bytes) }
+    }
+
     fn add(&self, options: &NbdOptions, export: &NbdExport, reactors: Vec<Arc<dyn ReactorHandle>>) -> Result<()> {
         let join = |serving: &Serving| serving.join(options, export.clone());
-        let begin = || Serving::begin(options, export.clone(), reactors, &self.total);
+        let begin = || Serving::begin(options, export.clone(), reactors, self.payload.clone());
         self.at.join_or_begin(&options.address, join, begin)
     }
 
@@ -292,6 +346,7 @@ fn export_of(found: &Found, disk: Arc<dyn Disk>, options: &NbdOptions) -> Result
         export.description.clone_from(&options.description);
         export.read_only = options.read_only;
         export.bitmaps = bitmaps;
+        export.disk_name = Some(found.name_in_logs());
     }))
 }
 

@@ -50,7 +50,8 @@ pub use making::{check_room, make_file, unmake_file};
 pub use memory::Placement;
 pub use opener::{EngineOpener, LOCK_TIMEOUT_S, OpenedDisk, kept_overlay, open_again, open_disk, open_disk_with};
 pub use options::{
-    DiskOptions, DriveFormat, DriveOptions, ExportOptions, LOCK_TIMEOUT_MAX_S, ParsedDrive, socket_beside,
+    DiskOptions, DriveFormat, DriveOptions, ExportOptions, LOCK_TIMEOUT_MAX_S, ParsedDrive, parse_socket_group,
+    parse_socket_mode, socket_beside,
 };
 pub use passed::PassedDescriptors;
 pub use running::{RunningChange, THROTTLING};

@@ -95,7 +95,7 @@ impl EngineOpener {
             },
             FileName::VhostUser(socket) => crate::vhost_user::open(socket, options.read_only),
             FileName::Nbd(uri) => file_nbd::open(&NbdUri::parse(uri)?, options.read_only, &options.buffers),
-            FileName::Http(url) => file_http::open(&HttpUrl::parse(url)?, options.read_only),
+            FileName::Http(url) => file_http::open(&HttpUrl::parse(url)?, options.read_only, &options.buffers),
             FileName::Rbd(image) => file_rbd::open(&RbdName::parse(image)?, &rbd_options(options)),
             _ => {
                 Err(Error::new(ErrorKind::Unsupported, format!("'{name}': no file with this protocol is opened here")))

@@ -231,6 +231,22 @@ impl DriveOptions {
         Ok(ParsedDrive::Drive(Box::new(drive)))
     }
 
+    /// Returns the keys in `text` that are for a guest's socket, rings, memory or view of the disk: an NBD client has none of
+    /// these.
+    pub fn keys_for_guests(text: &str, passed: &PassedDescriptors) -> Result<Vec<String>> {
+        let mut keys = Vec::new();
+        for pair in keyval::parse_with_repeats(text, &["filter", "fd"])? {
+            let mut alone = Self::default();
+            alone.set(&pair, passed)?;
+            // Reactors poll for clients as well.
+            alone.export.poll_max_us = None;
+            if alone.export != ExportOptions::default() {
+                keys.push(pair.key);
+            }
+        }
+        Ok(keys)
+    }
+
     /// Checks that `key` is a drive's key and takes `value`, whatever the other options.
     pub fn check_value(key: &str, value: &str) -> Result<()> {
         let pair = KeyValue { key: key.to_owned(), value: value.to_owned() };
@@ -373,6 +389,16 @@ impl DriveOptions {
             other => Err(bad(format!("{option} is for engine=io_uring; engine={other} has nothing like it"))),
         }
     }
+}
+
+/// Reads the permissions of a socket, in octal.
+pub fn parse_socket_mode(text: &str) -> Result<u32> {
+    mode("socket-mode", text)
+}
+
+/// Reads the group of a socket: its name or its number. Returns the number.
+pub fn parse_socket_group(text: &str) -> Result<u32> {
+    group("socket-group", text)
 }
 
 /// Returns the default path of an image's socket.

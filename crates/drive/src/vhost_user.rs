@@ -7,7 +7,8 @@
 
 use block::{
     Completion, Disk, DiskQueue, Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind,
-    IoResult, Locks, Op, OpFlags, PastEnd, Poller, Priority, ReactorCtx, Result, Task, block_on, reclaim, run_and_wait,
+    IoResult, Locks, Op, OpFlags, PastEnd, Poller, Priority, ReactorCtx, Result, Task, Work, block_on, reclaim,
+    run_and_wait, run_aside_or_here,
 };
 use driver::{Driver, DriverOptions, DriverPath};
 use engine::{Reactor, ReactorConfig, ReactorThread};
@@ -285,6 +286,10 @@ impl FileQueue for RemoteQueue {
             Some(ctx) => ctx.spawn(Task::new(work)),
             None => block_on(work),
         }
+    }
+
+    fn run_aside(&self, work: Work) {
+        run_aside_or_here(self.ctx.as_ref(), &self.remote, work);
     }
 }
 

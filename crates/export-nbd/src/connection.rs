@@ -3,10 +3,12 @@
 use crate::export::NbdExport;
 use crate::handshake::{Handshake, Step};
 use crate::input::Input;
-use crate::limits::{Account, Grant, Limits, Total};
+use crate::limits::{Account, Grant, Limits, PayloadMemory};
 use crate::output::Output;
 use crate::status::{Mailbox, StatusThread};
+use crate::tls::Entered;
 use crate::transmission::{Next, Transmission};
+use crate::under_tls::{self, Look, UnderTls};
 use block::{Interest, LogLimit, Poller, PollerId, ReactorCtx, ReactorHandle, Timer, Watch};
 use memory::{IoBuf, receive_into};
 use nbd_wire::numbers::error;
@@ -17,6 +19,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 /// Steps of one turn: then others on the reactor come first.
 const STEPS_PER_TURN: usize = 64;
@@ -57,10 +60,12 @@ pub(crate) struct Choice {
 
 /// What a connection is made of.
 pub(crate) struct Setup<G> {
-    pub(crate) socket: OwnedFd,
+    pub(crate) entered: Entered,
+    /// When it has to have chosen an export.
+    pub(crate) until: Instant,
     pub(crate) choice: Choice,
     pub(crate) limits: Limits,
-    pub(crate) total: Arc<Total>,
+    pub(crate) payload: PayloadMemory,
     pub(crate) link: Arc<Link>,
     /// Counts the connection as long as anything of it lives.
     pub(crate) guard: G,
@@ -80,6 +85,7 @@ enum Incoming {
 
 pub(crate) struct Connection<G> {
     socket: Watch<OwnedFd>,
+    tls: Option<UnderTls>,
     ctx: Rc<dyn ReactorCtx>,
     id: Option<PollerId>,
     phase: Phase,
@@ -88,7 +94,7 @@ pub(crate) struct Connection<G> {
     incoming: Incoming,
     /// For the handshake.
     deadline: Timer,
-    account: Rc<Account>,
+    payload: PayloadMemory,
     limits: Limits,
     /// Nothing when an export is chosen: whoever uses one disk keeps no other open. Dropped after the phase, which has
     /// them, too.
@@ -111,23 +117,31 @@ enum Outcome {
 impl<G: Clone + Send + 'static> Connection<G> {
     /// Begins to serve a client, on the reactor's own thread.
     pub(crate) fn start(ctx: &Rc<dyn ReactorCtx>, setup: Setup<G>) -> block::Result<()> {
-        let Setup { socket, choice, limits, total, link, guard } = setup;
+        let Setup { entered, until, choice, limits, payload, link, guard } = setup;
+        let Entered { socket, tls, said } = entered;
         let mut greeting = Vec::new();
-        let handshake = Handshake::begin(Arc::clone(&choice.exports), limits.payload_bytes, &mut greeting);
+        let mut handshake = Handshake::begin(Arc::clone(&choice.exports), limits.payload_bytes, &mut greeting);
+        if tls.is_some() {
+            handshake = handshake.under_tls();
+        }
         let mut output = Output::default();
-        output.bytes(greeting, None);
+        if said.is_empty() {
+            output.bytes(greeting, None);
+        }
         let mut deadline = ctx.timer();
-        deadline.set(ctx.now().checked_add(limits.handshake).unwrap_or_else(|| ctx.now()));
+        let left = until.saturating_duration_since(Instant::now());
+        deadline.set(ctx.now().checked_add(left).unwrap_or_else(|| ctx.now()));
         let connection = Self {
             socket: Watch::new(ctx, socket)?,
+            tls,
             ctx: Rc::clone(ctx),
             id: None,
             phase: Phase::Handshake(handshake),
-            input: Input::new(),
+            input: Input::new(&said),
             output,
             incoming: Incoming::Header,
             deadline,
-            account: Account::new(&limits, total),
+            payload,
             limits,
             choice: Some(choice),
             link,
@@ -154,6 +168,10 @@ impl<G: Clone + Send + 'static> Connection<G> {
             tracing::debug!(export = %self.name(), "an NBD client is disconnected: {why}");
         }
         (self.is_dead, self.shuts) = (true, true);
+        if let Some(tls) = &mut self.tls {
+            // Why, where that is for TLS to say.
+            tls.last_word(self.socket.get_ref().as_fd());
+        }
         self.output.clear();
         self.incoming = Incoming::Header;
     }
@@ -174,7 +192,8 @@ impl<G: Clone + Send + 'static> Connection<G> {
     /// Takes what has arrived.
     fn receive(&mut self) -> bool {
         let (mut did, mut steps, mut bytes) = (false, 0_usize, 0_usize);
-        while !self.shuts && steps < STEPS_PER_TURN && bytes < BYTES_PER_TURN && !self.has_enough() {
+        let bytes_max = if self.tls.is_some() { under_tls::BYTES_PER_TURN } else { BYTES_PER_TURN };
+        while !self.shuts && steps < STEPS_PER_TURN && bytes < bytes_max && !self.has_enough() {
             match self.step(&mut bytes) {
                 Ok(Outcome::Goes) => did = true,
                 Ok(Outcome::Waits) => break,
@@ -205,13 +224,13 @@ impl<G: Clone + Send + 'static> Connection<G> {
             return Ok(Outcome::Waits);
         }
         match std::mem::replace(&mut self.incoming, Incoming::Header) {
-            Incoming::Header => self.header(),
+            Incoming::Header => self.header(bytes),
             Incoming::Payload { request, buffer, grant, filled } => self.payload(request, buffer, grant, filled, bytes),
-            Incoming::Unwanted { request, left, error } => self.unwanted(request, left, error),
+            Incoming::Unwanted { request, left, error } => self.unwanted(request, left, error, bytes),
         }
     }
 
-    fn header(&mut self) -> io::Result<Outcome> {
+    fn header(&mut self, bytes: &mut usize) -> io::Result<Outcome> {
         let broken = |error: nbd_wire::WireError| io::Error::new(io::ErrorKind::InvalidData, error);
         let mut reader = self.input.reader();
         let waits = match &mut self.phase {
@@ -236,7 +255,7 @@ impl<G: Clone + Send + 'static> Connection<G> {
                         let presence = export.users.enter(&self.link).ok_or_else(gone)?;
                         tracing::debug!(export = %export.name, "an NBD client connected");
                         let queue = export.disk.open_queue(&self.ctx).map_err(io::Error::other)?;
-                        let account = Rc::clone(&self.account);
+                        let account = Account::new(&self.limits, self.payload.clone(), export.users.share());
                         let transmission = Transmission::new(export, agreed, queue, account, &self.limits, presence);
                         self.deadline.clear();
                         self.phase = Phase::Transmission(Box::new(transmission));
@@ -261,7 +280,7 @@ impl<G: Clone + Send + 'static> Connection<G> {
                 }
             }
         };
-        if waits { self.fill() } else { Ok(Outcome::Goes) }
+        if waits { self.fill(bytes) } else { Ok(Outcome::Goes) }
     }
 
     fn goes_on(&mut self, next: Next) {
@@ -304,7 +323,14 @@ impl<G: Clone + Send + 'static> Connection<G> {
     }
 
     /// Receives into the input; an end of the stream is an error.
-    fn fill(&mut self) -> io::Result<Outcome> {
+    fn fill(&mut self, bytes: &mut usize) -> io::Result<Outcome> {
+        if self.tls.is_some() {
+            let (outcome, has_plain) = self.decrypt(bytes)?;
+            if let (Some(tls), true) = (&mut self.tls, has_plain) {
+                self.input.fill(|room| tls.take(|plain| nbd_tls::copy_to(room, plain)))?;
+            }
+            return Ok(outcome);
+        }
         if !self.socket.is_ready(Interest::Read) {
             return Ok(Outcome::Waits);
         }
@@ -323,6 +349,25 @@ impl<G: Clone + Send + 'static> Connection<G> {
                 Ok(Outcome::Goes)
             }
             Err(error) => self.or_waits(error),
+        }
+    }
+
+    /// Looks for plain bytes under TLS, and says whether there are some.
+    fn decrypt(&mut self, bytes: &mut usize) -> io::Result<(Outcome, bool)> {
+        let waits = Ok((Outcome::Waits, false));
+        let Some(tls) = &mut self.tls else { return waits };
+        if !tls.has_arrived() && !self.socket.is_ready(Interest::Read) {
+            return waits;
+        }
+        match tls.look(self.socket.get_ref().as_fd()) {
+            Ok(Look { has_plain, read_bytes, is_drained }) => {
+                if is_drained {
+                    self.socket.is_drained();
+                }
+                *bytes = bytes.saturating_add(read_bytes);
+                Ok((Outcome::Goes, has_plain))
+            }
+            Err(error) => Ok((self.or_waits(error)?, false)),
         }
     }
 
@@ -351,7 +396,14 @@ impl<G: Clone + Send + 'static> Connection<G> {
         let here = window.copy_from_slice(filled, self.input.rest());
         self.input.skip(here);
         filled = filled.saturating_add(here);
-        if filled < window.length_bytes() {
+        if filled < window.length_bytes() && self.tls.is_some() {
+            let (looked, has_plain) = self.decrypt(bytes)?;
+            outcome = Ok(looked);
+            if let (Some(tls), true) = (&mut self.tls, has_plain) {
+                let count = tls.take(|plain| window.copy_from_slice(filled, plain))?;
+                filled = filled.saturating_add(count);
+            }
+        } else if filled < window.length_bytes() {
             if !self.socket.is_ready(Interest::Read) {
                 outcome = Ok(Outcome::Waits);
             } else {
@@ -381,12 +433,12 @@ impl<G: Clone + Send + 'static> Connection<G> {
         outcome
     }
 
-    fn unwanted(&mut self, request: Request, left: u64, number: u32) -> io::Result<Outcome> {
+    fn unwanted(&mut self, request: Request, left: u64, number: u32, bytes: &mut usize) -> io::Result<Outcome> {
         let taken = self.input.skip(usize::try_from(left).unwrap_or(usize::MAX));
         let left = left.saturating_sub(taken as u64);
         if left > 0 {
             self.incoming = Incoming::Unwanted { request, left, error: number };
-            return self.fill();
+            return self.fill(bytes);
         }
         if let Phase::Transmission(transmission) = &mut self.phase {
             transmission.refuse(&request, number, &mut self.output);
@@ -396,8 +448,13 @@ impl<G: Clone + Send + 'static> Connection<G> {
 
     fn send(&mut self) -> bool {
         let mut did = false;
-        while !self.output.is_empty() && self.socket.is_ready(Interest::Write) {
-            match self.output.send(self.socket.get_ref().as_fd()) {
+        while self.has_to_send() && self.socket.is_ready(Interest::Write) {
+            let socket = self.socket.get_ref().as_fd();
+            let sent = match &mut self.tls {
+                None => self.output.send(socket),
+                Some(tls) => tls.send(&mut self.output, socket),
+            };
+            match sent {
                 Ok(sent) => did |= sent,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.socket.not_ready(Interest::Write),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -407,10 +464,20 @@ impl<G: Clone + Send + 'static> Connection<G> {
                 }
             }
         }
-        if self.output.is_empty() {
+        if !self.has_left_to_send() {
             self.socket.has_written();
         }
         did
+    }
+
+    /// Whether something is to be sent in this turn.
+    fn has_to_send(&self) -> bool {
+        // What is sealed cannot be taken back, so there may be something left of it for a peer that has gone.
+        !self.is_dead && self.tls.as_ref().map_or(!self.output.is_empty(), |tls| tls.sends(&self.output))
+    }
+
+    fn has_left_to_send(&self) -> bool {
+        !self.output.is_empty() || self.tls.as_ref().is_some_and(UnderTls::wants_write)
     }
 
     /// Whether nothing is left to do. A server that ends does not wait for a client to take its replies.
@@ -421,7 +488,16 @@ impl<G: Clone + Send + 'static> Connection<G> {
         };
         let closing = self.link.closing.load(Ordering::Acquire);
         let given_up = self.is_dead && self.link.given_up.load(Ordering::Acquire);
-        given_up || self.shuts && in_flight == 0 && (self.is_dead || closing || pending == 0 && self.output.is_empty())
+        let is_told = pending == 0 && !self.has_left_to_send();
+        given_up || self.shuts && in_flight == 0 && (self.is_dead || closing || is_told)
+    }
+
+    /// Has TLS say that all was said, when that is so.
+    fn says_goodbye(&mut self) -> bool {
+        let Some(tls) = self.tls.as_mut().filter(|_| !self.is_dead) else { return false };
+        let is_new = tls.close();
+        tls.last_word(self.socket.get_ref().as_fd());
+        is_new
     }
 
     /// Requests that a server that ends does not carry out any more are refused, so that their client knows.
@@ -466,6 +542,9 @@ impl<G: Clone + Send + 'static> Connection<G> {
 impl<G: Clone + Send + 'static> Poller for Connection<G> {
     fn poll(&mut self) -> bool {
         let mut did = self.harvest();
+        if let Some(tls) = &mut self.tls {
+            tls.begins_turn();
+        }
         if self.deadline.is_due() && matches!(self.phase, Phase::Handshake(_)) {
             self.breaks("it took too long to choose an export");
         }
@@ -481,6 +560,9 @@ impl<G: Clone + Send + 'static> Poller for Connection<G> {
         did |= self.reply();
         if matches!(&self.phase, Phase::Transmission(transmission) if transmission.is_asked()) {
             self.note_oldest();
+        }
+        if self.is_over() {
+            did |= self.says_goodbye();
         }
         if self.is_over()
             && let Some(id) = self.id.take()

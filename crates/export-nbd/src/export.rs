@@ -39,6 +39,8 @@ pub struct NbdExport {
     pub read_only: bool,
     /// Bitmaps that clients can ask for, as well as for what lies where.
     pub bitmaps: Vec<NbdBitmap>,
+    /// What the disk is called in logs; by default as its export.
+    pub disk_name: Option<String>,
     pub(crate) users: Arc<Users>,
 }
 
@@ -47,7 +49,7 @@ impl NbdExport {
     #[must_use]
     pub fn new(name: impl Into<String>, disk: Arc<dyn Disk>) -> Self {
         let (description, bitmaps, users) = (String::new(), Vec::new(), Arc::default());
-        Self { name: name.into(), description, disk, read_only: false, bitmaps, users }
+        Self { name: name.into(), description, disk, read_only: false, bitmaps, disk_name: None, users }
     }
 
     /// Changes some of it.

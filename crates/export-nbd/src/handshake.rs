@@ -86,6 +86,7 @@ pub struct Handshake {
     contexts: Option<(usize, Vec<Context>)>,
     has_flags: bool,
     no_zeroes: bool,
+    is_under_tls: bool,
     /// An option that is too long: which one, and what is left of it.
     skipping: Option<(u32, u32)>,
 }
@@ -96,7 +97,14 @@ impl Handshake {
     pub fn begin(exports: Arc<[NbdExport]>, payload_bytes_max: u32, out: &mut Vec<u8>) -> Self {
         put_greeting(out, handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
         let (style, contexts, skipping) = (Style::Simple, None, None);
-        Self { exports, payload_bytes_max, style, contexts, has_flags: false, no_zeroes: false, skipping }
+        let (has_flags, no_zeroes, is_under_tls) = (false, false, false);
+        Self { exports, payload_bytes_max, style, contexts, has_flags, no_zeroes, is_under_tls, skipping }
+    }
+
+    /// The same of a client that has TLS already.
+    #[must_use]
+    pub fn under_tls(self) -> Self {
+        Self { is_under_tls: true, ..self }
     }
 
     /// Deals with one message, if it is there, and appends what is to be answered. An error disconnects the client.
@@ -178,6 +186,7 @@ impl Handshake {
                     say(answer::ACK, "");
                 }
             },
+            option::STARTTLS if self.is_under_tls => say(answer::ERR_INVALID, "this is under TLS already"),
             option::STARTTLS => say(answer::ERR_POLICY, "this server has no TLS"),
             _ => say(answer::ERR_UNSUP, "this option is not known here"),
         }

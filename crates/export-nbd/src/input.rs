@@ -14,8 +14,11 @@ pub(crate) struct Input {
 }
 
 impl Input {
-    pub(crate) fn new() -> Self {
-        Self { bytes: vec![0; ROOM_BYTES], start: 0, end: 0 }
+    /// Begins with what was read before.
+    pub(crate) fn new(said: &[u8]) -> Self {
+        let mut bytes = said.to_vec();
+        bytes.resize(ROOM_BYTES, 0);
+        Self { bytes, start: 0, end: said.len().min(ROOM_BYTES) }
     }
 
     pub(crate) fn rest(&self) -> &[u8] {

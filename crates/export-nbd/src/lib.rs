@@ -7,7 +7,8 @@
 //! * [`NbdServer`]: a listening socket, its exports and its connections. A thread accepts; each connection lives on a reactor.
 //! * [`NbdExport`]: a disk, with the name and the description that clients see.
 //! * `users`: the connections of an export, which can be removed, and their counters.
-//! * [`Limits`]: bounds the memory that clients can make the server hold.
+//! * [`Limits`]: bounds the memory that clients can make the server hold. [`PayloadMemory`]: a part of it that servers share.
+//! * [`Tls`]: a thread for each client up to the end of its TLS handshake; `under_tls`: its bytes from then on, on its reactor.
 //! * [`Handshake`]: the negotiation with a client, without a socket.
 //! * `connection`: one client on one reactor; `requests`: its requests in flight; `output`: its replies; `status`:
 //!   answers queries for block status and bitmaps, on a thread of the connection's own.
@@ -45,12 +46,13 @@ mod server;
 mod status;
 mod tls;
 mod transmission;
+mod under_tls;
 mod users;
 
 pub use block::meter::{QueueLatency, RingStats};
 pub use export::{BITMAPS_MAX, NbdBitmap, NbdExport};
 pub use handshake::{Handshake, Negotiated, Step};
-pub use limits::{Limits, Total};
+pub use limits::{Limits, PayloadMemory};
 pub use nbd_tls::Credentials;
 pub use server::{NbdListener, NbdServer, ServerOptions};
 pub use tls::Tls;

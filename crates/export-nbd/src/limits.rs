@@ -20,8 +20,7 @@ pub struct Limits {
     /// Memory for the payload of one connection's requests and their answers, in bytes. A request that is alone may take
     /// more.
     pub connection_bytes: usize,
-    /// As much for all connections of all servers with the same [`Total`], in bytes. Each connection has one request beyond
-    /// it.
+    /// Memory for the payload of all requests, in bytes, unless servers share it ([`PayloadMemory`]).
     pub total_bytes: usize,
     /// How long a client may take to choose its export.
     pub handshake: Duration,
@@ -40,42 +39,63 @@ impl Default for Limits {
     }
 }
 
-/// What all connections hold, in bytes. Servers can share one.
-#[derive(Debug, Default)]
-pub struct Total(AtomicUsize);
+/// Memory for the payload of requests, which several servers may share. Clones are the same memory.
+///
+/// Who has a request in hand gets more as long as its export then holds no more than what is left. So an export whose
+/// clients take no replies leaves room to the others. A connection that holds nothing gets one request whatever is left.
+#[derive(Debug, Clone)]
+pub struct PayloadMemory(Arc<Total>);
 
-impl Total {
-    /// Returns how much that is now.
+#[derive(Debug)]
+struct Total {
+    used: AtomicUsize,
+    max: usize,
+}
+
+impl PayloadMemory {
+    /// Memory of this many bytes.
     #[must_use]
-    pub fn held_bytes(&self) -> usize {
-        self.0.load(Ordering::Relaxed)
+    pub fn new(total_bytes: usize) -> Self {
+        Self(Arc::new(Total { used: AtomicUsize::new(0), max: total_bytes }))
+    }
+
+    /// How much is in use, in bytes.
+    #[must_use]
+    pub fn used_bytes(&self) -> usize {
+        self.0.used.load(Ordering::Relaxed)
     }
 }
+
+/// What the connections of one export hold, in bytes.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct ExportShare(Arc<AtomicUsize>);
 
 /// What one connection holds.
 #[derive(Debug)]
 pub(crate) struct Account {
     own: Cell<usize>,
-    total: Arc<Total>,
     own_max: usize,
-    total_max: usize,
+    export: ExportShare,
+    memory: PayloadMemory,
 }
 
 impl Account {
-    pub(crate) fn new(limits: &Limits, total: Arc<Total>) -> Rc<Self> {
-        Rc::new(Self { own: Cell::new(0), total, own_max: limits.connection_bytes, total_max: limits.total_bytes })
+    pub(crate) fn new(limits: &Limits, memory: PayloadMemory, export: ExportShare) -> Rc<Self> {
+        Rc::new(Self { own: Cell::new(0), own_max: limits.connection_bytes, export, memory })
     }
 
     /// Room for `bytes`, if there is any. Who holds nothing always gets it, so nobody waits for ever: who gets none holds
     /// something, and is to ask again when that has gone.
     pub(crate) fn take(self: &Rc<Self>, bytes: usize) -> Option<Grant> {
         let own = self.own.get().saturating_add(bytes);
-        let total = self.total.0.load(Ordering::Relaxed).saturating_add(bytes);
-        if self.own.get() > 0 && (own > self.own_max || total > self.total_max) {
+        let export = self.export.0.load(Ordering::Relaxed).saturating_add(bytes);
+        let left = self.memory.0.max.saturating_sub(self.memory.used_bytes().saturating_add(bytes));
+        if self.own.get() > 0 && (own > self.own_max || export > left) {
             return None;
         }
         self.own.set(own);
-        self.total.0.fetch_add(bytes, Ordering::Relaxed);
+        self.export.0.fetch_add(bytes, Ordering::Relaxed);
+        self.memory.0.used.fetch_add(bytes, Ordering::Relaxed);
         Some(Grant { account: Rc::clone(self), bytes })
     }
 }
@@ -89,8 +109,10 @@ pub(crate) struct Grant {
 
 impl Drop for Grant {
     fn drop(&mut self) {
-        self.account.own.set(self.account.own.get().saturating_sub(self.bytes));
-        self.account.total.0.fetch_sub(self.bytes, Ordering::Relaxed);
+        let Account { own, export, memory, .. } = &*self.account;
+        own.set(own.get().saturating_sub(self.bytes));
+        export.0.fetch_sub(self.bytes, Ordering::Relaxed);
+        memory.0.used.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 
@@ -100,15 +122,19 @@ mod tests {
 
     #[test]
     fn who_holds_nothing_gets_room_and_who_holds_much_waits() {
-        let limits = Limits { connection_bytes: 100, total_bytes: 150, ..Limits::default() };
-        let total = Arc::new(Total::default());
-        let (one, other) = (Account::new(&limits, Arc::clone(&total)), Account::new(&limits, total));
+        let limits = Limits { connection_bytes: 100, ..Limits::default() };
+        let memory = PayloadMemory::new(300);
+        let (here, there) = (ExportShare::default(), ExportShare::default());
+        let of = |export: &ExportShare| Account::new(&limits, memory.clone(), export.clone());
+        let (one, sibling, other) = (of(&here), of(&here), of(&there));
         let first = one.take(100);
         assert!(first.is_some() && one.take(1).is_none(), "its own part is full");
-        let second = other.take(60);
-        assert!(second.is_some(), "alone, it may go beyond");
-        assert!(other.take(1).is_none(), "the whole is full");
-        drop(first);
-        assert!(other.take(40).is_some());
+        let second = sibling.take(40);
+        assert!(second.is_some() && sibling.take(20).is_none(), "its export would hold more than is left");
+        let third = other.take(60);
+        assert!(third.is_some() && other.take(10).is_some(), "another export finds room");
+        assert!(of(&here).take(1000).is_some(), "alone, it may go beyond");
+        drop((first, second, third));
+        assert_eq!(memory.used_bytes(), 0);
     }
 }

@@ -77,13 +77,40 @@ impl Output {
         });
         let count = send_parts(socket, parts)?;
         self.sent = self.sent.saturating_add(count);
+        self.forget_sent();
+        Ok(count > 0)
+    }
+
+    /// Moves at most `most` bytes, as many as there are, behind those in `into`.
+    pub(crate) fn take(&mut self, most: usize, into: &mut Vec<u8>) {
+        let mut room = most;
+        while room > 0
+            && let Some(first) = self.items.front()
+        {
+            let head = first.head().get(self.sent..).unwrap_or_default();
+            let head = head.get(..room.min(head.len())).unwrap_or_default();
+            into.extend_from_slice(head);
+            (self.sent, room) = (self.sent.saturating_add(head.len()), room.saturating_sub(head.len()));
+            let in_data = self.sent.saturating_sub(first.head().len());
+            if let Some(data) = first.data() {
+                let count = data.length_bytes().saturating_sub(in_data).min(room);
+                let start = into.len();
+                into.resize(start.saturating_add(count), 0);
+                let copied = data.copy_to_slice(in_data, into.get_mut(start..).unwrap_or_default());
+                (self.sent, room) = (self.sent.saturating_add(copied), room.saturating_sub(copied));
+            }
+            self.forget_sent();
+        }
+    }
+
+    /// Lets go of items that are sent.
+    fn forget_sent(&mut self) {
         while let Some(first) = self.items.front()
             && self.sent >= first.length_bytes()
         {
             self.sent = self.sent.saturating_sub(first.length_bytes());
             self.items.pop_front();
         }
-        Ok(count > 0)
     }
 
     pub(crate) fn clear(&mut self) {

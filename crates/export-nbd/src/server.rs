@@ -2,11 +2,12 @@
 
 use crate::connection::{Choice, Connection, Link, Setup};
 use crate::export::NbdExport;
-use crate::limits::{Limits, Total};
-use crate::tls::Tls;
+use crate::limits::{Limits, PayloadMemory};
+use crate::tls::{Door, Entered, Tls};
 use crate::users::HOPELESS_PATIENCE;
 use block::{Error, ErrorKind, LogLimit, ReactorHandle, Result};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::net::{AddressFamily, SocketType, sockopt};
 use std::collections::BTreeMap;
 use std::io;
 use std::net::TcpListener;
@@ -15,7 +16,7 @@ use std::os::unix::net::UnixListener;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// What clients in the handshake get to choose an export when one is removed.
 const CHOICE_PATIENCE: Duration = Duration::from_millis(500);
@@ -30,6 +31,25 @@ pub enum NbdListener {
 }
 
 impl NbdListener {
+    /// Takes over a listening stream socket, Unix or TCP, that another program made (a service manager). Refuses others.
+    pub fn adopt(socket: OwnedFd) -> Result<Self> {
+        let no =
+            |why: &str| Error::new(ErrorKind::BadOption, format!("the socket that was passed cannot be used: {why}"));
+        let unreadable = |error| no(&format!("it does not say what it is: {error}"));
+        let domain = sockopt::socket_domain(&socket).map_err(unreadable)?;
+        if sockopt::socket_type(&socket).map_err(unreadable)? != SocketType::STREAM {
+            return Err(no("it is no stream socket"));
+        }
+        if !sockopt::socket_acceptconn(&socket).map_err(unreadable)? {
+            return Err(no("nobody listens on it; a socket unit of systemd needs Accept=no"));
+        }
+        match domain {
+            AddressFamily::UNIX => Ok(Self::Unix(socket.into())),
+            AddressFamily::INET | AddressFamily::INET6 => Ok(Self::Tcp(socket.into())),
+            _ => Err(no("it is neither a Unix nor a TCP socket")),
+        }
+    }
+
     fn set_nonblocking(&self) -> io::Result<()> {
         match self {
             Self::Unix(listener) => listener.set_nonblocking(true),
@@ -72,8 +92,8 @@ impl AsFd for NbdListener {
 pub struct ServerOptions {
     /// What clients can make it hold.
     pub limits: Limits,
-    /// What its clients hold, together with those of other servers that have the same.
-    pub total: Arc<Total>,
+    /// Memory for payload that it shares with others; by default it has its own, as its limits say.
+    pub payload: Option<PayloadMemory>,
     /// Certificates, if clients may or must use TLS.
     pub tls: Option<Tls>,
 }
@@ -98,8 +118,9 @@ struct Shared {
     exports: Mutex<Arc<[NbdExport]>>,
     reactors: Vec<Arc<dyn ReactorHandle>>,
     limits: Limits,
-    tls: Option<Tls>,
-    total: Arc<Total>,
+    /// Where TLS is served.
+    door: Option<Door>,
+    payload: PayloadMemory,
     stopping: AtomicBool,
     /// Connections may never end.
     has_given_up: AtomicBool,
@@ -190,14 +211,10 @@ impl Shared {
             if polled.is_err() || !accepts || self.stopping.load(Ordering::Acquire) {
                 continue;
             }
-            match self.listener.accept().and_then(|socket| self.count(socket)) {
-                Ok((socket, guard)) => {
-                    let index = next_reactor.checked_rem(self.reactors.len()).unwrap_or(0);
-                    next_reactor = next_reactor.wrapping_add(1);
-                    if let Some(reactor) = self.reactors.get(index) {
-                        self.connect(socket, guard, reactor);
-                    }
-                }
+            let index = next_reactor.checked_rem(self.reactors.len()).unwrap_or(0);
+            let Some(reactor) = self.reactors.get(index) else { return };
+            match self.listener.accept().and_then(|socket| self.admit(socket, reactor)) {
+                Ok(()) => next_reactor = next_reactor.wrapping_add(1),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
                     static TIMES: LogLimit = LogLimit::new();
@@ -211,25 +228,38 @@ impl Shared {
         }
     }
 
-    /// Counts a client, and puts TLS before it where that is served. A client whose thread still is there counts, so that
-    /// there are never more threads than connections.
-    fn count(self: &Arc<Self>, socket: OwnedFd) -> io::Result<(OwnedFd, Arc<Counted>)> {
+    /// Counts a client, and lets it in. One that is still in the handshake of TLS counts, so that there are never more threads
+    /// than connections.
+    fn admit(self: &Arc<Self>, socket: OwnedFd, reactor: &Arc<dyn ReactorHandle>) -> io::Result<()> {
         {
             let mut crowd = self.crowd();
             crowd.live = crowd.live.saturating_add(1);
         }
         let guard = Arc::new(Counted(Arc::clone(self)));
-        let socket = match &self.tls {
-            Some(tls) => tls.front(socket, self.limits.handshake, Arc::clone(&guard)).map_err(io::Error::other)?,
-            None => socket,
+        let now = Instant::now();
+        let until = now.checked_add(self.limits.handshake).unwrap_or(now);
+        let Some(door) = &self.door else {
+            self.connect(Entered::new(socket), until, guard, reactor);
+            return Ok(());
         };
-        Ok((socket, guard))
+        let (shared, reactor) = (Arc::clone(self), Arc::clone(reactor));
+        door.admit(socket, until, move |entered| shared.connect(entered, until, guard, &reactor))
     }
 
-    fn connect(self: &Arc<Self>, socket: OwnedFd, guard: Arc<Counted>, reactor: &Arc<dyn ReactorHandle>) {
+    fn connect(
+        self: &Arc<Self>,
+        entered: Entered,
+        until: Instant,
+        guard: Arc<Counted>,
+        reactor: &Arc<dyn ReactorHandle>,
+    ) {
         let link = Arc::new(Link::new(Arc::clone(reactor)));
         let guard_of_choice = {
             let mut crowd = self.crowd();
+            if self.stopping.load(Ordering::Acquire) {
+                // The server has looked for those to end, or is about to, and would not find this one.
+                return;
+            }
             crowd.links.retain(|link| link.strong_count() > 0);
             crowd.links.push(Arc::downgrade(&link));
             let number = crowd.next_choosing;
@@ -240,10 +270,11 @@ impl Shared {
         // Taken when the connection is counted: a removal waits for it, or it does not see the export.
         let exports = Arc::clone(&self.exports());
         let setup = Setup {
-            socket,
+            entered,
+            until,
             choice: Choice { exports, guard: guard_of_choice },
             limits: self.limits.clone(),
-            total: Arc::clone(&self.total),
+            payload: self.payload.clone(),
             link,
             guard,
         };
@@ -283,13 +314,15 @@ impl NbdServer {
         listener.set_nonblocking().map_err(|error| failed("set the socket up", error))?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| failed("make an event descriptor", error.into()))?;
+        let door = options.tls.map(Door::new).transpose().map_err(|error| failed("begin TLS", error))?;
+        let own_payload = PayloadMemory::new(options.limits.total_bytes);
         let shared = Arc::new(Shared {
             listener,
             exports: Mutex::new(exports.into()),
             reactors,
             limits: options.limits,
-            tls: options.tls,
-            total: options.total,
+            door,
+            payload: options.payload.unwrap_or(own_payload),
             stopping: AtomicBool::new(false),
             has_given_up: AtomicBool::new(false),
             wake,
@@ -353,6 +386,7 @@ impl NbdServer {
         if thread.join().is_err() {
             tracing::error!("the NBD server's thread panicked");
         }
+        self.shared.door.iter().for_each(Door::close);
         let links: Vec<_> = self.shared.crowd().links.iter().filter_map(Weak::upgrade).collect();
         links.iter().for_each(|link| link.close());
         let is_left = |crowd: &mut Crowd| crowd.live > 0;

@@ -1,24 +1,22 @@
-//! TLS before a connection: a thread for each client talks to it until it has asked for TLS, and then carries bytes between
-//! it and a socket. A reactor has the other end of that, and knows nothing of TLS.
+//! Before a connection, where TLS is served: a thread talks to each client until it has its keys. Then a reactor takes it.
 
-use block::{Error, LogLimit, Result};
-use nbd_tls::{Connection, Credentials, ServerConfig, ServerConnection, Timed, relay, shake_hands, widen};
+use crate::under_tls::UnderTls;
+use block::{LogLimit, Result};
+use nbd_tls::{Connection, Credentials, ServerConfig, ServerConnection, Timed, in_words, shake_hands};
 use nbd_wire::Reader;
 use nbd_wire::numbers::{answer, handshake, option};
-use nbd_wire::option::{GREETING_BYTES, OptionHeader, put_answer, put_greeting};
+use nbd_wire::option::{OptionHeader, put_answer, put_greeting};
 use std::io::{self, Read as _, Write};
-use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 /// Options before TLS, and what they may hold.
 const OPTIONS_MAX: usize = 32;
 const OPTION_BYTES_MAX: u32 = 16 << 10;
 const OPTION_HEADER_BYTES: usize = 16;
-/// For what a client without TLS is still to get, when its disk is served no more.
-const DRAIN: Duration = Duration::from_secs(10);
+const CLIENT_FLAGS_BYTES: usize = 4;
 
 /// How a server uses TLS.
 #[derive(Clone)]
@@ -40,39 +38,15 @@ impl Tls {
         Ok(Self { config: credentials.server(verifies_peers)?, is_required })
     }
 
-    /// Takes a client; gives the socket that stands for it. `guard` is held as long as the client has a thread.
-    pub(crate) fn front(&self, client: OwnedFd, patience: Duration, guard: impl Send + 'static) -> Result<OwnedFd> {
-        let failed = |error| Error::io("cannot begin TLS", error);
-        let (own, given) = UnixStream::pair().map_err(failed)?;
-        given.set_nonblocking(true).map_err(failed)?;
-        [&own, &given].into_iter().for_each(widen);
-        let (tls, client) = (self.clone(), UnixStream::from(client));
-        let serve = move || {
-            let _guard = guard;
-            if let Err(error) = tls.serve(client, own, patience) {
-                static TIMES: LogLimit = LogLimit::new();
-                if let Some(times) = TIMES.admit() {
-                    tracing::info!(times, "an NBD client is disconnected: {error}");
-                }
-            }
-        };
-        std::thread::Builder::new().name("nbd-tls".into()).spawn(serve).map_err(failed)?;
-        Ok(given.into())
-    }
-
-    /// Up to the end of the TLS handshake, a client has `patience` in all, however it divides its bytes.
-    fn serve(&self, stream: UnixStream, mut own: UnixStream, patience: Duration) -> io::Result<()> {
-        let until = Instant::now().checked_add(patience).unwrap_or_else(Instant::now);
-        // The connection's own greeting has been sent by us.
-        own.read_exact(&mut [0; GREETING_BYTES])?;
-        let behind = own.try_clone()?;
-        let mut client = Timed::until(&stream, &behind, until)?;
+    /// Talks to a client until it has asked for TLS and has its keys, or goes on without. A client has until `until` for all
+    /// of it, however it divides its bytes. Nothing is left of one that has said goodbye.
+    fn greet(&self, stream: UnixStream, ended: &UnixStream, until: Instant) -> io::Result<Option<Entered>> {
+        let mut client = Timed::until(&stream, ended, until)?;
         let mut out = Vec::new();
         put_greeting(&mut out, handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
         client.write_all(&out)?;
-        let mut flags = [0; 4];
-        client.read_exact(&mut flags)?;
-        own.write_all(&flags)?;
+        let mut said = vec![0; CLIENT_FLAGS_BYTES];
+        client.read_exact(&mut said)?;
         for _ in 0..OPTIONS_MAX {
             let mut head = [0; OPTION_HEADER_BYTES];
             client.read_exact(&mut head)?;
@@ -83,12 +57,14 @@ impl Tls {
                 say(&mut client, option, answer::ACK, "")?;
                 let session = ServerConnection::new(Arc::clone(&self.config)).map_err(io::Error::other)?;
                 let mut session = Connection::Server(session);
-                shake_hands(&mut session, &mut client)?;
-                return relay(session, stream, own);
+                shake_hands(&mut session, &mut client)
+                    .map_err(|error| io::Error::new(error.kind(), format!("TLS: {}", in_words(&error))))?;
+                let tls = Some(UnderTls::new(session)?);
+                return Ok(Some(Entered { socket: stream.into(), tls, said }));
             }
             if !self.is_required {
-                own.write_all(&head)?;
-                return carry(&stream, own);
+                said.extend_from_slice(&head);
+                return Ok(Some(Entered { socket: stream.into(), tls: None, said }));
             }
             if length_bytes > OPTION_BYTES_MAX {
                 return Err(broken());
@@ -96,7 +72,10 @@ impl Tls {
             let mut data = vec![0; usize::try_from(length_bytes).unwrap_or(0)];
             client.read_exact(&mut data)?;
             match option {
-                option::ABORT => return say(&mut client, option, answer::ACK, ""),
+                option::ABORT => {
+                    say(&mut client, option, answer::ACK, "")?;
+                    return Ok(None);
+                }
                 // It has no answer that says no.
                 option::EXPORT_NAME => return Err(io::Error::other("it did not ask for TLS")),
                 _ => say(&mut client, option, answer::ERR_TLS_REQD, "this server serves with TLS only")?,
@@ -106,24 +85,64 @@ impl Tls {
     }
 }
 
+/// A client on its way to a reactor.
+pub(crate) struct Entered {
+    pub(crate) socket: OwnedFd,
+    pub(crate) tls: Option<UnderTls>,
+    /// What it has said in answer to a greeting. Nothing if it has got none yet.
+    pub(crate) said: Vec<u8>,
+}
+
+impl Entered {
+    /// One that has got nothing yet.
+    pub(crate) fn new(socket: OwnedFd) -> Self {
+        Self { socket, tls: None, said: Vec::new() }
+    }
+}
+
+/// What stands before a server with TLS: a thread for each client, up to the end of its handshake.
+pub(crate) struct Door {
+    tls: Tls,
+    /// Closed when the server ends, which the other one tells.
+    open: Mutex<Option<UnixStream>>,
+    ended: Arc<UnixStream>,
+}
+
+impl Door {
+    pub(crate) fn new(tls: Tls) -> io::Result<Self> {
+        let (open, ended) = UnixStream::pair()?;
+        Ok(Self { tls, open: Mutex::new(Some(open)), ended: Arc::new(ended) })
+    }
+
+    /// Takes a client, and hands it to `enters` when it has come in.
+    pub(crate) fn admit(
+        &self,
+        client: OwnedFd,
+        until: Instant,
+        enters: impl FnOnce(Entered) + Send + 'static,
+    ) -> io::Result<()> {
+        let (tls, ended) = (self.tls.clone(), Arc::clone(&self.ended));
+        let serve = move || match tls.greet(client.into(), &ended, until) {
+            Ok(Some(entered)) => enters(entered),
+            Ok(None) => {}
+            Err(error) => {
+                static TIMES: LogLimit = LogLimit::new();
+                if let Some(times) = TIMES.admit() {
+                    tracing::info!(times, "an NBD client is disconnected: {error}");
+                }
+            }
+        };
+        std::thread::Builder::new().name("nbd-tls".into()).spawn(serve).map(drop)
+    }
+
+    /// Lets go of those who are still in the handshake.
+    pub(crate) fn close(&self) {
+        drop(self.open.lock().unwrap_or_else(PoisonError::into_inner).take());
+    }
+}
+
 fn say(client: &mut impl Write, option: u32, kind: u32, text: &str) -> io::Result<()> {
     let mut out = Vec::new();
     put_answer(&mut out, option, kind, text.as_bytes());
     client.write_all(&out)
-}
-
-/// A client that goes on without TLS.
-fn carry(client: &UnixStream, own: UnixStream) -> io::Result<()> {
-    let (from_client, mut to_own) = (client.try_clone()?, own.try_clone()?);
-    let inwards = std::thread::Builder::new().name("nbd-plain".into()).spawn(move || {
-        let behind = to_own.try_clone()?;
-        let _ = io::copy(&mut Timed::while_there(&from_client, &behind, DRAIN)?, &mut to_own);
-        to_own.shutdown(Shutdown::Write)
-    })?;
-    // A client that takes nothing any more is left when nobody is behind it.
-    let _ = io::copy(&mut &own, &mut Timed::while_there(client, &own, DRAIN)?);
-    let _ = client.shutdown(Shutdown::Both);
-    let _ = own.shutdown(Shutdown::Both);
-    let _ = inwards.join();
-    Ok(())
 }

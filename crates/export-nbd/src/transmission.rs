@@ -432,7 +432,7 @@ impl Transmission {
         for Completion { tag, result } in done.drain(..) {
             self.submitted = self.submitted.saturating_sub(1);
             if let Some(pending) = self.requests.take(tag) {
-                self.count(&result);
+                self.count(&pending, &result);
                 self.end(pending, tag, result, out);
             }
         }
@@ -441,17 +441,24 @@ impl Transmission {
     }
 
     /// Failures of the storage are counted, and those logged by which their number has doubled.
-    fn count(&self, result: &IoResult) {
+    fn count(&self, pending: &Pending, result: &IoResult) {
         let Err(error) = result else { return };
         let counters = &self.presence.counters;
-        let counter = match error.kind() {
+        let (counter, full) = match error.kind() {
             IoErrorKind::Unsupported => return,
-            IoErrorKind::NoSpace => &counters.no_space,
-            _ => &counters.io_errors,
+            IoErrorKind::NoSpace => (&counters.no_space, "the storage is full: "),
+            _ => (&counters.io_errors, ""),
         };
         if let Some(times) = counter.add_to_log() {
-            let export = self.export.name.as_str();
-            tracing::warn!(export, times, errno = error.errno(), "a request of an NBD client failed: {error}");
+            let NbdExport { name: export, disk_name, .. } = &self.export;
+            let (disk, request) = (disk_name.as_deref().unwrap_or(export), name_of(pending));
+            tracing::warn!(
+                disk,
+                export,
+                times,
+                errno = error.errno(),
+                "{full}an NBD client's {request} failed: {error}"
+            );
         }
     }
 
@@ -539,6 +546,20 @@ impl Transmission {
                 out.bytes(bytes, None);
             }
         }
+    }
+}
+
+/// Describes a request, for a person.
+fn name_of(Pending { request, work, .. }: &Pending) -> String {
+    let byte = request.offset;
+    match work {
+        Work::Read(_) => format!("read at byte {byte}"),
+        Work::Write => format!("write at byte {byte}"),
+        Work::Flush => "flush".to_owned(),
+        Work::Trim { .. } => format!("discard at byte {byte}"),
+        Work::Zero => format!("write of zeros at byte {byte}"),
+        Work::Cache { .. } => format!("read ahead at byte {byte}"),
+        Work::Status => format!("block status at byte {byte}"),
     }
 }
 

@@ -1,6 +1,7 @@
 //! The connections that use an export: so that it can be taken away, and what they have counted, together.
 
 use crate::connection::Link;
+use crate::limits::ExportShare;
 use block::meter::{Latency, QueueLatency, RingCounters, RingStats};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -15,6 +16,7 @@ pub(crate) struct Users {
     state: Mutex<State>,
     /// One has gone, or all were given up.
     changed: Condvar,
+    share: ExportShare,
 }
 
 #[derive(Default)]
@@ -67,6 +69,11 @@ impl Users {
         state.links.push(Arc::downgrade(link));
         state.live.push(Arc::clone(&counters));
         Some(Arc::new(Presence { users: Arc::clone(self), counters }))
+    }
+
+    /// What all of them hold.
+    pub(crate) fn share(&self) -> ExportShare {
+        self.share.clone()
     }
 
     pub(crate) fn count(&self) -> usize {

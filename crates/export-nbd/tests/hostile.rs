@@ -7,7 +7,7 @@ use nbd_wire::numbers::{answer, chunk, command, command_flag, option};
 use nbd_wire::option::{InfoRequest, put_option};
 use nbd_wire::reply::Style;
 use nbd_wire::request::Request;
-use ringdisk_export_nbd::{Credentials, Limits, ServerOptions, Tls, Total};
+use ringdisk_export_nbd::{Credentials, Limits, PayloadMemory, ServerOptions, Tls};
 use std::io::{Read, Write};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
@@ -181,9 +181,9 @@ fn a_flood_that_is_never_read_keeps_only_its_own_room() {
 #[test]
 fn answers_about_holes_that_are_never_read_keep_only_their_own_room() {
     const CONNECTION_BYTES: usize = 1 << 20;
-    let total = std::sync::Arc::new(Total::default());
+    let memory = PayloadMemory::new(256 << 20);
     let counted = options(|limits| limits.connection_bytes = CONNECTION_BYTES);
-    let mut served = Served::raw(SIZE, counted.with(|options| options.total = std::sync::Arc::clone(&total)));
+    let mut served = Served::raw(SIZE, counted.with(|options| options.payload = Some(memory.clone())));
     // Data and holes in turn: an answer tells as much as it can hold.
     let file = std::fs::OpenOptions::new().write(true).open(served.directory.path().join("disk.raw")).unwrap();
     (0..SIZE / 8192).for_each(|number| file.write_all_at(&[1; 4096], number * 8192).unwrap());
@@ -202,11 +202,11 @@ fn answers_about_holes_that_are_never_read_keep_only_their_own_room() {
     }
     assert!(sent < requests.len(), "the server took all questions");
     // What waits to be read counts, and no more is answered.
-    wait_for("answers", || total.held_bytes() > CONNECTION_BYTES / 2);
-    assert!(total.held_bytes() <= CONNECTION_BYTES, "{}", total.held_bytes());
+    wait_for("answers", || memory.used_bytes() > CONNECTION_BYTES / 2);
+    assert!(memory.used_bytes() <= CONNECTION_BYTES, "{}", memory.used_bytes());
     // When it leaves, all of it is free.
     drop(stream);
-    wait_for("the end", || total.held_bytes() == 0);
+    wait_for("the end", || memory.used_bytes() == 0);
     served.stop();
 }
 

@@ -74,7 +74,12 @@ impl ListenSocket {
 
     /// Creates a listening socket at `path` with this mode and the group of this process.
     pub fn of_mode(path: &Path, mode: u32) -> Result<Self> {
-        Self::bind(path, Access { mode, group: None })
+        Self::of_mode_and_group(path, mode, None)
+    }
+
+    /// Creates a listening socket at `path` with this mode and the group of this number.
+    pub fn of_mode_and_group(path: &Path, mode: u32, group: Option<u32>) -> Result<Self> {
+        Self::bind(path, Access { mode, group })
     }
 
     /// Returns the listener to accept from.

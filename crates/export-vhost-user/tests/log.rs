@@ -85,12 +85,24 @@ fn failures_of_the_storage_are_logged_with_their_place_and_a_full_disk_by_its_na
             queue.request(kind, 3, &[0; 512], 0);
         }
     };
+    let ranges = |sectors: &[u64]| -> Vec<u8> {
+        let range = |sector: &u64| [&sector.to_le_bytes()[..], &8_u32.to_le_bytes(), &[0; 4]].concat();
+        sectors.iter().flat_map(range).collect()
+    };
     fail(IoError::EIO, kind::OUT, TIMES);
     assert_eq!(lines_with("the guest's write at byte 1536 failed: Input/output error"), LINES);
     fail(IoError::new(IoErrorKind::NoSpace), kind::OUT, 1);
     assert_eq!(lines_with("the storage is full: the guest's write at byte 1536 failed: No space left"), 1);
     fail(IoError::new(IoErrorKind::Unsupported), kind::OUT, TIMES);
-    assert_eq!(lines_with("the guest's write"), LINES + 1, "what is not supported is no failure");
+    assert_eq!(lines_with("the guest's write at"), LINES + 1, "what is not supported is no failure");
+    *server.disk.fail.lock().unwrap() = Some(IoError::EIO);
+    for _ in LINES..TIMES {
+        // The next line comes when their number has doubled.
+        queue.request(kind::DISCARD, 0, &ranges(&[24]), 0);
+        queue.request(kind::WRITE_ZEROES, 0, &ranges(&[16, 40]), 0);
+    }
+    assert_eq!(lines_with("the guest's discard at byte 12288 failed"), 1, "{:?}", LOG.lock().unwrap());
+    assert_eq!(lines_with("the guest's write of zeros at byte 8192 (the first of 2 ranges) failed"), 1);
 }
 
 #[test]

@@ -9,9 +9,9 @@ use crate::secrets::Secrets;
 use crate::url::{HttpOptions, HttpUrl};
 use block::{
     Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Locks, PastEnd,
-    ReactorCtx, Result, block_on, spawn_or_block_on,
+    ReactorCtx, Result, Work, block_on, run_aside_or_here, spawn_or_block_on,
 };
-use memory::Window;
+use memory::{BufferAccount, Window};
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -24,8 +24,8 @@ const OPEN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Longer reads are carried out piece by piece.
 const PIECE_BYTES_MAX: u64 = 4 << 20;
 
-/// Opens the file at `url`. It cannot be written.
-pub fn open(url: &HttpUrl, read_only: bool) -> Result<Arc<dyn File>> {
+/// Opens the file at `url`. It cannot be written. Requests of a disk in it take room for their buffers from `buffers`.
+pub fn open(url: &HttpUrl, read_only: bool, buffers: &BufferAccount) -> Result<Arc<dyn File>> {
     if !read_only {
         let message = format!("'{url}' is a file on a web server, which can only be read: put an overlay over it");
         return Err(Error::new(ErrorKind::BadOption, message).only_for_writing());
@@ -49,7 +49,7 @@ pub fn open(url: &HttpUrl, read_only: bool) -> Result<Arc<dyn File>> {
             None => "HTTP client".to_owned(),
         },
     };
-    Ok(Arc::new(HttpFile { info, blocks, given_up: Arc::new(watch::Sender::new(false)) }))
+    Ok(Arc::new(HttpFile { info, blocks, given_up: Arc::new(watch::Sender::new(false)), buffers: buffers.clone() }))
 }
 
 type Open = HashMap<(String, String), Weak<Blocks>>;
@@ -132,6 +132,7 @@ struct HttpFile {
     blocks: Arc<Blocks>,
     /// Set once. It is the file's own: others go on with the blocks.
     given_up: Arc<watch::Sender<bool>>,
+    buffers: BufferAccount,
 }
 
 impl HttpFile {
@@ -155,6 +156,10 @@ impl File for HttpFile {
 
     fn open_blocking(&self) -> Result<Rc<dyn FileQueue>> {
         Ok(Rc::new(self.queue(None)))
+    }
+
+    fn buffers(&self) -> &BufferAccount {
+        &self.buffers
     }
 
     fn cancel(&self) -> bool {
@@ -189,6 +194,10 @@ impl FileQueue for HttpQueue {
             done.complete(result);
         };
         spawn_or_block_on(self.ctx.as_ref(), work);
+    }
+
+    fn run_aside(&self, work: Work) {
+        run_aside_or_here(self.ctx.as_ref(), &self.given_up, work);
     }
 }
 

@@ -4,6 +4,7 @@ use crate::answer::{Meaning, Pin};
 use crate::client::{Answer, Client, Failure};
 use crate::secrets::Secrets;
 use crate::url::{HttpUrl, redirected};
+use block::LogLimit;
 use bytes::Bytes;
 use hyper::Uri;
 use std::ops::Range;
@@ -34,13 +35,22 @@ pub(crate) struct Remote {
     has_failed: AtomicBool,
     /// The file is another one: nothing more is read.
     has_changed: AtomicBool,
+    times: Times,
+}
+
+/// Keep the log short if the server comes and goes.
+#[derive(Debug, Default)]
+struct Times {
+    out: LogLimit,
+    back: LogLimit,
+    failed: LogLimit,
 }
 
 impl Remote {
     pub(crate) fn new(url: HttpUrl, client: Client, secrets: Secrets) -> Self {
         let (place, requests) = (Mutex::default(), Semaphore::new(REQUESTS_MAX));
         let [is_out, has_failed, has_changed] = [const { AtomicBool::new(false) }; 3];
-        Self { url, client, secrets, place, requests, is_out, has_failed, has_changed }
+        Self { url, client, secrets, place, requests, is_out, has_failed, has_changed, times: Times::default() }
     }
 
     pub(crate) fn url(&self) -> &HttpUrl {
@@ -73,16 +83,20 @@ impl Remote {
             let failure = match self.ask(range.clone(), pin).await {
                 Ok(bytes) => {
                     self.has_failed.store(false, Ordering::Relaxed);
-                    if self.is_out.swap(false, Ordering::Relaxed) {
-                        tracing::info!("'{}': the server answers again", self.url);
+                    if self.is_out.swap(false, Ordering::Relaxed)
+                        && let Some(times) = self.times.back.admit()
+                    {
+                        tracing::info!(times, "'{}': the server answers again", self.url);
                     }
                     return Ok(bytes);
                 }
                 Err(failure) => failure,
             };
             if let Err(why) = tries.wait(self, failure).await {
-                if !self.has_failed.swap(true, Ordering::Relaxed) {
-                    tracing::error!("'{}': {why}: reads fail", self.url);
+                if !self.has_failed.swap(true, Ordering::Relaxed)
+                    && let Some(times) = self.times.failed.admit()
+                {
+                    tracing::error!(times, "'{}': {why}: reads fail", self.url);
                 }
                 return Err(());
             }
@@ -184,8 +198,10 @@ impl Tries {
         };
         let next = Instant::now().checked_add(after.map_or(self.pause, |after| after.max(self.pause)));
         let Some(next) = next.filter(|next| self.until.is_some_and(|until| *next <= until)) else { return Err(why) };
-        if !remote.is_out.swap(true, Ordering::Relaxed) {
-            tracing::warn!("'{}': {why}: asking again", remote.url);
+        if !remote.is_out.swap(true, Ordering::Relaxed)
+            && let Some(times) = remote.times.out.admit()
+        {
+            tracing::warn!(times, "'{}': {why}: asking again", remote.url);
         }
         sleep(next.saturating_duration_since(Instant::now())).await;
         self.pause = self.pause.saturating_mul(2).min(PAUSE_MAX);

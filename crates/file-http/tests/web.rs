@@ -1,7 +1,7 @@
 //! Files on a web server that is slow, fails, moves and changes.
 
 use block::{File, FileOp, FileQueue, IoResult, PastEnd, block_on};
-use memory::IoBuf;
+use memory::{BufferAccount, IoBuf};
 use ringdisk_file_http::{HttpUrl, open};
 use std::path::Path;
 use std::rc::Rc;
@@ -17,11 +17,11 @@ fn content(length: usize) -> Vec<u8> {
 }
 
 fn opened(text: &str) -> Arc<dyn File> {
-    open(&HttpUrl::parse(text).unwrap(), true).unwrap()
+    open(&HttpUrl::parse(text).unwrap(), true, &BufferAccount::UNLIMITED).unwrap()
 }
 
 fn refused(text: &str) -> String {
-    open(&HttpUrl::parse(text).unwrap(), true).unwrap_err().to_string()
+    open(&HttpUrl::parse(text).unwrap(), true, &BufferAccount::UNLIMITED).unwrap_err().to_string()
 }
 
 fn read(queue: &Rc<dyn FileQueue>, offset: u64, length: usize) -> IoResult<Vec<u8>> {
@@ -239,7 +239,7 @@ fn what_cannot_be_opened_says_why() {
     server.behaviour.has_no_ranges.store(true, Ordering::SeqCst);
     assert!(refused(&server.url("/a")).contains("does not serve ranges"));
     server.behaviour.has_no_ranges.store(false, Ordering::SeqCst);
-    let writable = open(&HttpUrl::parse(&server.url("/a")).unwrap(), false).unwrap_err();
+    let writable = open(&HttpUrl::parse(&server.url("/a")).unwrap(), false, &BufferAccount::UNLIMITED).unwrap_err();
     assert!(writable.is_only_for_writing() && writable.to_string().contains("overlay"));
     server.behaviour.tag.lock().unwrap().clear();
     let directory = tempfile::tempdir().unwrap();

@@ -6,7 +6,7 @@ use crate::link::Link;
 use crate::uri::NbdUri;
 use block::{
     Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Locks, PastEnd,
-    RangeGuard, RangeLocks, ReactorCtx, Result, block_on, spawn_or_block_on,
+    RangeGuard, RangeLocks, ReactorCtx, Result, Work, block_on, run_aside_or_here, spawn_or_block_on,
 };
 use memory::{BufferAccount, BufferGrant, BufferUse, IoBuf, PooledBuf, Window};
 use nbd_wire::numbers::{allocation, export};
@@ -127,6 +127,10 @@ impl FileQueue for NbdQueue {
         let (remote, number) = (Arc::clone(&self.remote), self.number);
         let work = async move { done.complete(remote.perform(number, op).await) };
         spawn_or_block_on(self.ctx.as_ref(), work);
+    }
+
+    fn run_aside(&self, work: Work) {
+        run_aside_or_here(self.ctx.as_ref(), &self.remote, work);
     }
 }
 

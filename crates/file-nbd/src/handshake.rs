@@ -1,135 +1,29 @@
 //! Connecting, and what is agreed on with the server.
 
-use crate::uri::{NbdUri, Place};
+use crate::stream::Stream;
+use crate::uri::NbdUri;
 use block::{Error, ErrorKind, Result};
-use nbd_tls::{Credentials, in_words, relay, shake_hands, widen};
+use nbd_tls::{Credentials, in_words, shake_hands};
 use nbd_wire::Reader;
 use nbd_wire::numbers::{BASE_ALLOCATION, PAYLOAD_BYTES_MAX, answer, handshake, info, option};
 use nbd_wire::option::{
     ANSWER_HEADER_BYTES, AnswerHeader, GREETING_BYTES, Info, InfoRequest, MetaRequest, put_option, read_greeting,
 };
 use nbd_wire::reply::Style;
-use rustix::net::sockopt::{Timeout, set_socket_keepalive, set_socket_timeout};
-use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType, send, socket_with};
 use std::io::{self, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// How long connecting may take in all.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// And to one of several addresses.
-const ADDRESS_PATIENCE: Duration = Duration::from_secs(10);
 /// The longest answer that a server is believed.
 const ANSWER_BYTES_MAX: u32 = 64 << 10;
 /// Answers to one option.
 const ANSWERS_MAX: usize = 64;
 
-/// A stream to a server.
-#[derive(Debug)]
-pub(crate) enum Stream {
-    Unix(UnixStream),
-    Tcp(TcpStream),
-}
-
-impl Stream {
-    fn connect(place: &Place, until: Instant) -> io::Result<Self> {
-        match place {
-            Place::Unix(path) => {
-                let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-                // A server that accepts nobody is waited for.
-                set_socket_timeout(&socket, Timeout::Send, Some(left(until)?))?;
-                rustix::net::connect(&socket, &SocketAddrUnix::new(path)?).map_err(|error| in_time(error.into()))?;
-                let stream = UnixStream::from(socket);
-                widen(&stream);
-                Ok(Self::Unix(stream))
-            }
-            Place::Tcp(host, port) => {
-                let mut last = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
-                for address in (host.as_str(), *port).to_socket_addrs()? {
-                    match TcpStream::connect_timeout(&address, left(until)?.min(ADDRESS_PATIENCE)) {
-                        Ok(stream) => {
-                            stream.set_nodelay(true)?;
-                            set_socket_keepalive(&stream, true)?;
-                            return Ok(Self::Tcp(stream));
-                        }
-                        Err(error) => last = error,
-                    }
-                }
-                Err(last)
-            }
-        }
-    }
-
-    /// The same socket, whatever it is, as one that reads and writes bytes.
-    fn any(&self) -> io::Result<UnixStream> {
-        let copy = match self {
-            Self::Unix(stream) => OwnedFd::from(stream.try_clone()?),
-            Self::Tcp(stream) => OwnedFd::from(stream.try_clone()?),
-        };
-        Ok(copy.into())
-    }
-
-    pub(crate) fn set_nonblocking(&self) -> io::Result<()> {
-        match self {
-            Self::Unix(stream) => stream.set_nonblocking(true),
-            Self::Tcp(stream) => stream.set_nonblocking(true),
-        }
-    }
-}
-
-impl AsFd for Stream {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Unix(stream) => stream.as_fd(),
-            Self::Tcp(stream) => stream.as_fd(),
-        }
-    }
-}
-
 /// When a connection has to be there that is begun now.
 pub(crate) fn end_of_patience() -> Instant {
     let now = Instant::now();
     now.checked_add(PATIENCE).unwrap_or(now)
-}
-
-/// Until then: an error if it is over.
-fn left(until: Instant) -> io::Result<Duration> {
-    let left = until.saturating_duration_since(Instant::now());
-    (!left.is_zero()).then_some(left).ok_or_else(|| io::ErrorKind::TimedOut.into())
-}
-
-/// What a socket says whose time is over.
-fn in_time(error: io::Error) -> io::Error {
-    if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error }
-}
-
-/// A socket of which all that is read and written ends in time, however slowly the peer goes on.
-struct Limited<'a> {
-    socket: BorrowedFd<'a>,
-    until: Instant,
-}
-
-impl Read for Limited<'_> {
-    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        set_socket_timeout(self.socket, Timeout::Recv, Some(left(self.until)?))?;
-        rustix::io::read(self.socket, bytes).map_err(|error| in_time(error.into()))
-    }
-}
-
-impl Write for Limited<'_> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        set_socket_timeout(self.socket, Timeout::Send, Some(left(self.until)?))?;
-        send(self.socket, bytes, SendFlags::NOSIGNAL).map_err(|error| in_time(error.into()))
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
 }
 
 /// What a server said of its disk.
@@ -149,11 +43,11 @@ pub(crate) struct Agreed {
 pub(crate) fn connect(uri: &NbdUri, until: Instant) -> Result<(Stream, Agreed)> {
     let failed = |error| Error::io(format!("cannot connect to {} for '{uri}'", uri.place), error);
     let stream = Stream::connect(&uri.place, until).map_err(failed)?;
-    let mut talk = Talk { stream, uri, until, tls: None };
-    let agreed = talk.agree()?;
-    if let Some(tls) = &talk.tls {
-        tls.is_agreed.store(true, Ordering::Release);
+    let mut talk = Talk { stream, uri, until }.greet()?;
+    if let Some((credentials, host)) = &uri.tls {
+        talk = talk.start_tls(credentials, host)?;
     }
+    let agreed = talk.agree()?;
     talk.stream.set_nonblocking().map_err(failed)?;
     Ok((talk.stream, agreed))
 }
@@ -165,14 +59,6 @@ struct Talk<'a> {
     stream: Stream,
     uri: &'a NbdUri,
     until: Instant,
-    tls: Option<UnderTls>,
-}
-
-/// The thread that carries bytes to and from a server under TLS.
-struct UnderTls {
-    thread: JoinHandle<io::Result<()>>,
-    /// From then on the thread itself says why it ends. Before, whoever opens the disk is told.
-    is_agreed: Arc<AtomicBool>,
 }
 
 impl Talk<'_> {
@@ -180,36 +66,35 @@ impl Talk<'_> {
         Error::new(ErrorKind::Protocol, format!("'{}': {error}", self.uri))
     }
 
-    fn limited(&self) -> Limited<'_> {
-        Limited { socket: self.stream.as_fd(), until: self.until }
-    }
-
     fn exactly(&mut self, length: usize) -> Result<Vec<u8>> {
         let mut bytes = vec![0; length];
-        let read = self.limited().read_exact(&mut bytes).map(|()| bytes);
+        let read = self.stream.until(self.until).read_exact(&mut bytes).map(|()| bytes);
         read.map_err(|error| self.left(error, "no answer from the server"))
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        let put = self.limited().write_all(bytes);
+        let put = self.stream.until(self.until).write_all(bytes);
         put.map_err(|error| self.left(error, "cannot ask the server"))
     }
 
     /// The error of a server that does not talk, or not any more.
     fn left(&mut self, error: io::Error, otherwise: &str) -> Error {
-        use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
-        if !matches!(error.kind(), UnexpectedEof | BrokenPipe | ConnectionReset) {
-            return Error::io(format!("'{}': {otherwise}", self.uri), error);
-        }
-        // The thread has closed its end, so it is about to end.
-        let ended = self.tls.take().map(|tls| tls.thread.join());
-        match ended {
-            Some(Ok(Err(why))) => self.broken(format_args!("TLS: {}", in_words(&why))),
-            _ => self.broken("the server closed the connection before it served a disk"),
+        use io::ErrorKind::{BrokenPipe, ConnectionReset, InvalidData, UnexpectedEof};
+        // A server that refuses a certificate says so before it goes, and that may be here.
+        let said = match error.kind() {
+            BrokenPipe | ConnectionReset => self.stream.until(self.until).read(&mut [0; 1]).err(),
+            _ => None,
+        };
+        match said.filter(|said| said.kind() == InvalidData).unwrap_or(error) {
+            error if error.kind() == InvalidData => self.broken(error),
+            error if matches!(error.kind(), UnexpectedEof | BrokenPipe | ConnectionReset) => {
+                self.broken("the server closed the connection before it served a disk")
+            }
+            error => Error::io(format!("'{}': {otherwise}", self.uri), error),
         }
     }
 
-    fn agree(&mut self) -> Result<Agreed> {
+    fn greet(mut self) -> Result<Self> {
         let greeting = self.exactly(GREETING_BYTES)?;
         let flags = read_greeting(&mut Reader::new(&greeting)).map_err(|error| self.broken(error))?;
         if flags & handshake::FIXED_NEWSTYLE == 0 {
@@ -217,9 +102,10 @@ impl Talk<'_> {
         }
         let ours = u32::from(flags & (handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES));
         self.put(&ours.to_be_bytes())?;
-        if let Some((credentials, host)) = &self.uri.tls {
-            self.start_tls(credentials, host)?;
-        }
+        Ok(self)
+    }
+
+    fn agree(&mut self) -> Result<Agreed> {
         let style = if self.is_accepted(option::EXTENDED_HEADERS)? {
             Style::Extended
         } else if self.is_accepted(option::STRUCTURED_REPLY)? {
@@ -231,32 +117,17 @@ impl Talk<'_> {
         self.go(style, allocation)
     }
 
-    /// Everything after this is under TLS: a thread carries it to and from a socket that stands for the connection.
-    fn start_tls(&mut self, credentials: &Credentials, host: &str) -> Result<()> {
+    /// Everything after this is under TLS.
+    fn start_tls(mut self, credentials: &Credentials, host: &str) -> Result<Self> {
         let (_, last, _) = self.ask(option::STARTTLS, &[])?;
         if last.is_error() {
             return Err(self.broken("the server does not serve with TLS"));
         }
-        let failed = |error| Error::io(format!("'{}': TLS", self.uri), error);
-        let refused = |error| Error::new(ErrorKind::Protocol, format!("'{}': TLS: {}", self.uri, in_words(&error)));
         let mut session = credentials.connect(host).map_err(|error| error.in_context(format!("'{}'", self.uri)))?;
-        shake_hands(&mut session, &mut self.limited()).map_err(refused)?;
-        let outer = self.stream.any().map_err(failed)?;
-        let (inner, own) = UnixStream::pair().map_err(failed)?;
-        [&inner, &own].into_iter().for_each(widen);
-        let (name, is_agreed) = (self.uri.to_string(), Arc::new(AtomicBool::new(false)));
-        let says = Arc::clone(&is_agreed);
-        let carry = move || {
-            let ended = relay(session, outer, inner);
-            if let (Err(error), true) = (&ended, says.load(Ordering::Acquire)) {
-                tracing::warn!("'{name}': TLS: {}", in_words(error));
-            }
-            ended
-        };
-        let thread = std::thread::Builder::new().name("nbd-tls".into()).spawn(carry).map_err(failed)?;
-        self.tls = Some(UnderTls { thread, is_agreed });
-        self.stream = Stream::Unix(own);
-        Ok(())
+        let refused = |error| Error::new(ErrorKind::Protocol, format!("'{}': TLS: {}", self.uri, in_words(&error)));
+        shake_hands(&mut session, &mut self.stream.until(self.until)).map_err(refused)?;
+        let stream = self.stream.secured(session).map_err(refused)?;
+        Ok(Self { stream, ..self })
     }
 
     /// The answers to an option, without the last, and the last one's kind.
@@ -332,7 +203,8 @@ mod tests {
     use super::*;
     use nbd_wire::numbers::export;
     use nbd_wire::option::{put_answer, put_greeting};
-    use std::os::unix::net::UnixListener;
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+    use std::os::unix::net::{UnixListener, UnixStream};
 
     /// All that a server says, byte by byte; it does not listen.
     fn say_slowly(mut stream: UnixStream, pause: Duration) {

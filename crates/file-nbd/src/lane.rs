@@ -1,15 +1,14 @@
 //! One connection: bytes on their way to the server, and those that arrive.
 
 use crate::calls::Payload;
-use crate::handshake::Stream;
 use crate::replies::Replies;
-use memory::{Lent, SocketPart, send_parts};
+use crate::stream::Stream;
+use memory::Lent;
 use nbd_wire::numbers::command;
 use nbd_wire::request::Request;
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::PollFd;
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::AsFd;
 
 /// What of data that nobody wants is read at once.
 const UNWANTED_BYTES: usize = 16 << 10;
@@ -45,8 +44,7 @@ impl Lane {
 
     /// What is waited for.
     pub(crate) fn interest(&self) -> PollFd<'_> {
-        let writes = if self.sends() { PollFlags::OUT } else { PollFlags::empty() };
-        PollFd::new(&self.stream, PollFlags::IN | writes)
+        self.stream.interest(self.sends())
     }
 
     /// A request goes out next.
@@ -63,6 +61,10 @@ impl Lane {
 
     /// Sends what the socket takes.
     pub(crate) fn send(&mut self) -> io::Result<()> {
+        match self.stream.send_rest() {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+            sent => sent?,
+        }
         while !self.sending.is_empty() {
             let mut skip = self.sent;
             let parts = self.sending.iter().flat_map(|(head, payload)| {
@@ -70,9 +72,8 @@ impl Lane {
                 let payload = payload.as_ref().map_or(&[][..], |payload| payload);
                 let in_payload = skipped.saturating_sub(head.len());
                 [head.get(skipped..).unwrap_or_default(), payload.get(in_payload..).unwrap_or_default()]
-                    .map(SocketPart::Bytes)
             });
-            match send_parts(self.stream.as_fd(), parts) {
+            match self.stream.send(parts) {
                 Ok(count) => self.sent = self.sent.saturating_add(count),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -95,10 +96,10 @@ impl Lane {
         if self.is_drained {
             return Ok(false);
         }
-        let (stream, is_drained) = (&self.stream, &mut self.is_drained);
+        let (stream, is_drained) = (&mut self.stream, &mut self.is_drained);
         let filled = self.replies.fill(|room| {
-            let count = rustix::io::read(stream, &mut *room)?;
-            *is_drained = count < room.len();
+            let count;
+            (count, *is_drained) = stream.receive(room)?;
             Ok(count)
         });
         match filled {
@@ -119,24 +120,22 @@ impl Lane {
         if self.is_drained {
             return Ok(None);
         }
-        let stream = self.stream.as_fd();
-        let (received, most) = match place.receive_into(stream, at, left) {
+        let received = match self.stream.receive_to(place, at, left) {
             // A guest has taken its memory away. The socket still has the data.
             Some(Err(error)) if error.raw_os_error() == Some(EFAULT) => {
                 place.give_up();
                 return Ok(Some(0));
             }
-            Some(received) => (received, left),
+            Some(received) => received,
             None => {
                 let mut unwanted = [0; UNWANTED_BYTES];
-                let room = unwanted.get_mut(..left.min(UNWANTED_BYTES)).unwrap_or_default();
-                (rustix::io::read(stream, room).map_err(io::Error::from), left.min(UNWANTED_BYTES))
+                self.stream.receive(unwanted.get_mut(..left.min(UNWANTED_BYTES)).unwrap_or_default())
             }
         };
         match received {
-            Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it left within a reply")),
-            Ok(count) => {
-                self.is_drained = count < most;
+            Ok((0, _)) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it left within a reply")),
+            Ok((count, is_drained)) => {
+                self.is_drained = is_drained;
                 Ok(Some(count))
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
@@ -150,5 +149,6 @@ impl Lane {
         let request = Request { flags: 0, command: command::DISC, cookie: 0, offset: 0, length_bytes: 0 };
         self.put(&request, extended, None);
         let _ = self.send();
+        self.stream.close();
     }
 }

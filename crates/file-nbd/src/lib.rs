@@ -24,6 +24,7 @@ mod handshake;
 mod lane;
 mod link;
 mod replies;
+mod stream;
 mod unflushed;
 mod uri;
 

@@ -11,9 +11,10 @@ mod outage;
 
 use crate::calls::{Answer, Call, Calls, Wish};
 use crate::filled::Filled;
-use crate::handshake::{Agreed, Stream, connect, end_of_patience};
+use crate::handshake::{Agreed, connect, end_of_patience};
 use crate::lane::{Data, EFAULT, Lane};
 use crate::replies::Said;
+use crate::stream::Stream;
 use crate::unflushed::{Change, Entry, Unflushed, kept_bytes};
 use crate::uri::NbdUri;
 use block::{IoError, IoResult};

@@ -9,7 +9,7 @@ use crate::lock;
 use crate::name::RbdName;
 use block::{
     Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Locks, PastEnd,
-    RangeLocks, ReactorCtx, Result, block_on, spawn_or_block_on,
+    RangeLocks, ReactorCtx, Result, Work, block_on, run_aside_or_here, spawn_or_block_on,
 };
 use memory::{AlignedBuf, BufferAccount, BufferUse, Window};
 use std::rc::Rc;
@@ -221,6 +221,10 @@ impl FileQueue for RbdQueue {
         let remote = Arc::clone(&self.remote);
         let work = async move { done.complete(remote.perform(op).await) };
         spawn_or_block_on(self.ctx.as_ref(), work);
+    }
+
+    fn run_aside(&self, work: Work) {
+        run_aside_or_here(self.ctx.as_ref(), &self.remote, work);
     }
 }
 

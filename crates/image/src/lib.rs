@@ -60,6 +60,7 @@ pub use offline::edit::{Amend, Edit, EditWatch};
 pub use offline::formats::{CreateOptions, create, create_watched, create_with_data};
 pub use offline::formats::{bitmaps, check, edit, edit_bitmaps, look_before_writing, read_bitmap, set_backing};
 pub use offline::inspect::{Description, inspect, inspect_encrypted};
+pub use offline::overwrite::open_to_overwrite;
 pub use offline::vm_state::read_vm_state;
 pub use online::compact::{Compacted, compact, compact_async};
 pub use online::copy_out::{Copied, CopyOut};

@@ -5,11 +5,13 @@
 //! is an image of our own). It marks the mapping as poisoned and returns, so that the access completes. Sessions look
 //! at the mark once a batch and hang up. Any other fault goes to the previous handler; by default the process ends.
 //!
-//! The kernel may refuse to cover a whole mapping (limits of memory). Then one page is covered, if need be in place of
-//! some spare memory. The process ends only when no spare is left, after dozens of pages.
+//! The kernel may refuse private memory for a whole mapping (limits of memory). Then a file of our own covers it, which
+//! takes none ([`refuge`]), if need be in place of a spare mapping ([`spares`]). The process ends only if the kernel
+//! refuses even that.
 //!
 //! A SIGBUS that another process sends is no fault, and is ignored.
 
+mod refuge;
 mod spares;
 
 use crate::PAGE_BYTES;
@@ -33,6 +35,8 @@ struct Slot {
     page_bytes: AtomicUsize,
     /// Cover only the page that was touched. Nothing relies on its contents, and there may be no room for more.
     page_only: AtomicBool,
+    /// Our own file covers the mapping. A page of it that is missing cannot be had.
+    on_refuge: AtomicBool,
     poisoned: AtomicBool,
 }
 
@@ -44,6 +48,7 @@ static SLOTS: [Slot; MAX_MAPPINGS] = [const {
         length_bytes: AtomicUsize::new(0),
         page_bytes: AtomicUsize::new(PAGE_BYTES),
         page_only: AtomicBool::new(false),
+        on_refuge: AtomicBool::new(false),
         poisoned: AtomicBool::new(false),
     }
 }; MAX_MAPPINGS];
@@ -66,7 +71,11 @@ pub(crate) fn register(
     page_bytes: usize,
     page_only: bool,
 ) -> io::Result<Registration> {
-    INSTALL.call_once(install_handler);
+    INSTALL.call_once(|| {
+        refuge::make();
+        install_handler();
+    });
+    refuge::clear();
     spares::refill();
     for (index, slot) in SLOTS.iter().enumerate() {
         if slot.taken.swap(true, Ordering::AcqRel) {
@@ -74,6 +83,7 @@ pub(crate) fn register(
         }
         slot.poisoned.store(false, Ordering::Relaxed);
         slot.page_only.store(page_only, Ordering::Relaxed);
+        slot.on_refuge.store(false, Ordering::Relaxed);
         slot.page_bytes.store(page_bytes, Ordering::Relaxed);
         slot.set_range(start.as_ptr().addr(), length_bytes);
         USED.fetch_max(index + 1, Ordering::AcqRel);
@@ -114,7 +124,9 @@ impl Registration {
     pub(crate) fn fence(&self) -> bool {
         let slot = &SLOTS[self.index];
         slot.poisoned.store(true, Ordering::Release);
-        slot.range().is_some_and(|(start, length_bytes)| cover_with_zeros(start, length_bytes))
+        slot.range().is_some_and(|(start, length_bytes)| {
+            cover_with_zeros(start, length_bytes) || slot.cover_by_refuge(start, length_bytes)
+        })
     }
 
     /// Removes the range from the table, so that the handler ignores it. Called before the range is unmapped.
@@ -167,11 +179,20 @@ impl Slot {
         self.poisoned.store(true, Ordering::Release);
         let page_bytes = self.page_bytes.load(Ordering::Relaxed);
         let page = start + (address - start) / page_bytes * page_bytes;
-        let whole = !self.page_only.load(Ordering::Relaxed);
+        let is_covered = || match self.page_only.load(Ordering::Relaxed) {
+            true => cover_with_zeros(page, page_bytes) || refuge::cover_page(page, page_bytes),
+            // Where our file lies already, a page of it is missing: then there may be private memory, or its first pages.
+            false => {
+                cover_with_zeros(start, length_bytes)
+                    || self.cover_by_refuge(start, length_bytes)
+                    || cover_with_zeros(page, page_bytes)
+                    || self.on_refuge.load(Ordering::Acquire) && refuge::cover_around(address, start, length_bytes)
+            }
+        };
         // SAFETY: the calling thread's own.
         let errno = unsafe { *libc::__errno_location() };
         loop {
-            if (whole && cover_with_zeros(start, length_bytes)) || cover_with_zeros(page, page_bytes) {
+            if is_covered() {
                 break;
             }
             if !spares::give_up_one() {
@@ -180,6 +201,18 @@ impl Slot {
         }
         // SAFETY: as above. The interrupted code may be about to read it.
         unsafe { *libc::__errno_location() = errno };
+    }
+
+    /// Puts our own file over the mapping, unless it is there. Returns whether this was done.
+    fn cover_by_refuge(&self, start: usize, length_bytes: usize) -> bool {
+        if self.on_refuge.swap(true, Ordering::AcqRel) {
+            return false;
+        }
+        let covered = refuge::cover_whole(start, length_bytes);
+        if !covered {
+            self.on_refuge.store(false, Ordering::Release);
+        }
+        covered
     }
 }
 

@@ -204,4 +204,14 @@ mod tests {
             assert!(error.unwrap_err().to_string().contains("ca-crl.pem"));
         }
     }
+    #[test]
+    fn credentials_that_are_missing_are_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let credentials = Credentials::in_directory(directory.path());
+        assert!(credentials.server(true).unwrap_err().to_string().contains("ca-cert.pem"));
+        let _ = authority(directory.path());
+        std::fs::remove_file(directory.path().join("server-key.pem")).unwrap();
+        assert!(credentials.server(true).unwrap_err().to_string().contains("server-key.pem"));
+        assert!(credentials.connect("no name").is_err() && credentials.connect("localhost").is_ok());
+    }
 }

@@ -7,17 +7,25 @@ use std::io;
 #[must_use]
 pub fn in_words(error: &io::Error) -> String {
     let why = error.get_ref().and_then(|inner| inner.downcast_ref::<Error>());
-    let known = why.and_then(|why| match why {
+    match (why.and_then(known), error.kind()) {
+        (Some(known), _) => known.to_owned(),
+        (None, io::ErrorKind::UnexpectedEof) => "the peer closed the connection during the handshake".to_owned(),
+        (None, _) => error.to_string(),
+    }
+}
+
+/// The same of an error after the handshake.
+pub(crate) fn said_of(error: &Error) -> String {
+    known(error).map_or_else(|| format!("TLS: {error}"), |known| format!("TLS: {known}"))
+}
+
+fn known(error: &Error) -> Option<&'static str> {
+    match error {
         Error::AlertReceived(alert) => of_alert(*alert),
         Error::InvalidCertificate(why) => of_certificate(why),
         Error::NoCertificatesPresented => Some("the client has shown no certificate"),
         Error::InvalidMessage(_) => Some("the peer does not speak TLS"),
         _ => None,
-    });
-    match (known, error.kind()) {
-        (Some(known), _) => known.to_owned(),
-        (None, io::ErrorKind::UnexpectedEof) => "the peer closed the connection during the handshake".to_owned(),
-        (None, _) => error.to_string(),
     }
 }
 

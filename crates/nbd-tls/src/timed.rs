@@ -3,19 +3,10 @@
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-/// Waits for what `fds` ask for, until that moment.
-pub(crate) fn wait_until(fds: &mut [PollFd<'_>], until: Option<Instant>) -> io::Result<()> {
-    let rest = until.map(|until| until.saturating_duration_since(Instant::now()));
-    if rest.is_some_and(|rest| rest.is_zero()) {
-        return Err(io::Error::new(io::ErrorKind::TimedOut, "the time for it is over"));
-    }
-    let rest = rest.and_then(|rest| Timespec::try_from(rest).ok());
-    match poll(fds, rest.as_ref()) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-        Err(error) => Err(error.into()),
-    }
+fn over() -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, "the time for it is over")
 }
 
 /// A socket of a peer that is not trusted: nothing it does keeps a thread longer than was said. Any stream socket will do.
@@ -24,9 +15,7 @@ pub struct Timed<'a> {
     socket: &'a UnixStream,
     /// For whom it is used. When that one has gone, there is no use in waiting.
     behind: &'a UnixStream,
-    until: Option<Instant>,
-    grace: Duration,
-    has_gone: bool,
+    until: Instant,
 }
 
 impl<'a> Timed<'a> {
@@ -34,13 +23,7 @@ impl<'a> Timed<'a> {
     /// set not to wait.
     pub fn until(socket: &'a UnixStream, behind: &'a UnixStream, until: Instant) -> io::Result<Self> {
         socket.set_nonblocking(true)?;
-        Ok(Self { socket, behind, until: Some(until), grace: Duration::ZERO, has_gone: false })
-    }
-
-    /// What is read and written has a limit only when the other end of `behind` has gone: `grace` from then on.
-    pub fn while_there(socket: &'a UnixStream, behind: &'a UnixStream, grace: Duration) -> io::Result<Self> {
-        socket.set_nonblocking(true)?;
-        Ok(Self { socket, behind, until: None, grace, has_gone: false })
+        Ok(Self { socket, behind, until })
     }
 
     fn carry_out(&mut self, wanted: PollFlags, mut call: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
@@ -50,26 +33,27 @@ impl<'a> Timed<'a> {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait(wanted)?,
                 result => {
                     // A peer that always has something more is not waited for, and has its end, too.
-                    let is_over = self.until.is_some_and(|until| Instant::now() >= until);
-                    return if is_over { wait_until(&mut [], self.until).and(result) } else { result };
+                    return if Instant::now() >= self.until { Err(over()) } else { result };
                 }
             }
         }
     }
 
-    fn wait(&mut self, wanted: PollFlags) -> io::Result<()> {
-        let mut fds = vec![PollFd::new(self.socket, wanted)];
-        if !self.has_gone {
-            // Only that it has gone is told of it.
-            fds.push(PollFd::new(self.behind, PollFlags::empty()));
+    fn wait(&self, wanted: PollFlags) -> io::Result<()> {
+        let rest = self.until.saturating_duration_since(Instant::now());
+        if rest.is_zero() {
+            return Err(over());
         }
-        wait_until(&mut fds, self.until)?;
-        if fds.get(1).is_some_and(|behind| behind.revents().intersects(PollFlags::HUP | PollFlags::ERR)) {
-            let end = Instant::now().checked_add(self.grace);
-            self.until = self.until.into_iter().chain(end).min();
-            self.has_gone = true;
+        // Only that it has gone is told of the one behind.
+        let mut fds = [PollFd::new(self.socket, wanted), PollFd::new(self.behind, PollFlags::empty())];
+        match poll(&mut fds, Timespec::try_from(rest).ok().as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
         }
-        Ok(())
+        match fds[1].revents().intersects(PollFlags::HUP | PollFlags::ERR) {
+            true => Err(io::Error::new(io::ErrorKind::ConnectionAborted, "its server has ended")),
+            false => Ok(()),
+        }
     }
 }
 

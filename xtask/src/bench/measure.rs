@@ -278,7 +278,7 @@ fn client(cell: &Cell, tools: &Tools, files: &Files, server: u32, seconds: f64) 
 /// Returns the report of `ringdisk bench` on the socket.
 pub(super) fn bench(tools: &Tools, server: u32, arguments: &[String]) -> Result<Value> {
     let mut command = pinned(CLIENT_CORE, &tools.client);
-    command.arg("bench").arg("--socket").arg(socket_path()).args(arguments);
+    command.arg("bench").arg("--socket").arg(socket_path()).args(arguments).arg("--destroy");
     command.args(["--server-pid", &server.to_string(), "--output", "json"]);
     json_of(command)
 }

@@ -48,7 +48,7 @@ fn server(tools: &Tools, control: &Path, socket: impl Fn(usize) -> PathBuf) -> C
 fn client(tools: &Tools, socket: &Path, limit: [&str; 2]) -> Result<f64> {
     let mut command = pinned(CLIENT_CORE, &tools.client);
     command.arg("bench").arg("--socket").arg(socket).args(["--rw", "randrw", "--bs", "4k", "--depth", "16"]);
-    command.args(["--flush-every", "64", "--warmup", "0", "--output", "json"]).args(limit);
+    command.args(["--destroy", "--flush-every", "64", "--warmup", "0", "--output", "json"]).args(limit);
     json_of(command).and_then(|report| number(&report["iops"]))
 }
 

@@ -3,8 +3,8 @@
 use crate::arguments::{integer, name_text};
 use crate::images::{
     OpenArgs, asks_for_help, backing_name, copy_bitmaps, create_target, file_name, files, holds_old_bytes, image_name,
-    leave_page_cache, open_writable, opened_name, options_help, parse_format, path_of, refuse_misfits,
-    refuse_same_file, refuse_without_bitmaps, remote_name, remove_target, sync_directory,
+    leave_page_cache, open_to_overwrite, open_writable, opened_name, options_help, parse_format, path_of,
+    refuse_misfits, refuse_same_file, refuse_without_bitmaps, remote_name, remove_target, sync_directory,
 };
 use crate::output::{self, ProgressArgs, Watch, usage};
 use crate::threads::Reactors;
@@ -12,7 +12,7 @@ use anyhow::{Context, bail};
 use block::{Disk, SECTOR_BYTES};
 use drive::{escape, parse_options, parse_size};
 use engine::CacheMode;
-use image::{FileName, Format, Image, ImageOptions, Opener, Role, os_name};
+use image::{FileName, Format, Image, ImageOptions, os_name};
 use jobs::{ConvertOptions, JobDisk, Salvage, Unreadable};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -294,7 +294,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         let watch = &mut watch.before();
         new_data_file = create_target(path, format, options, backing.as_deref(), *backing_format, size, watch)?;
     }
-    let copied = match open_target(args, &target, &sources, &listed) {
+    let copied = match open_target(args, &target, &sources, &listed, &watch) {
         // The target is unchanged.
         Err(error) if args.no_create => return Err(error),
         opened => opened.and_then(|image| copy(args, &target, image, &sources, &options, &mut watch)),
@@ -317,17 +317,23 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Opens the target. Nothing is written before everything is known to fit.
-fn open_target(args: &Args, target: &Target, sources: &[Arc<Image>], listed: &[PathBuf]) -> anyhow::Result<Arc<Image>> {
-    // A new target names the files that the user named; they and those below have passed the gate.
-    let allow = if args.no_create { &args.open.allow_backing } else { "listed" };
-    let name = opened_name(&target.path);
-    if args.no_create && name.path().is_some() {
+fn open_target(
+    args: &Args,
+    target: &Target,
+    sources: &[Arc<Image>],
+    listed: &[PathBuf],
+    watch: &Watch,
+) -> anyhow::Result<Arc<Image>> {
+    let (name, cache) = (opened_name(&target.path), &args.target_cache);
+    let image = match args.no_create {
         // New data go to space that its refcounts call free, so they must be right.
-        let file = files().open(&name, Role::Writable)?;
-        let format = image::inspect(name.clone(), &file, target.format)?.format;
-        image::look_before_writing(&file, format, &mut |_, _| true)?;
-    }
-    let image = open_writable(name, target.format, &args.target_cache, allow, listed)?;
+        true => {
+            let mut goes_on = |_, _| !watch.was_interrupted();
+            open_to_overwrite(name, target.format, cache, &args.open.allow_backing, listed, &mut goes_on)?
+        }
+        // A new target names the files that the user named; they and those below have passed the gate.
+        false => open_writable(name, target.format, cache, "listed", listed)?,
+    };
     if image.info().size_bytes < sources.iter().map(|source| source.info().size_bytes).sum::<u64>() {
         bail!("output file is smaller than input file");
     }

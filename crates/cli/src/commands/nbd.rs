@@ -1,38 +1,41 @@
 //! `ringdisk nbd`: serves disks to NBD clients until a signal ends it.
 
-use crate::nbd_options::TlsArgs;
+use crate::arguments::{buffer_memory, memory_size};
+use crate::nbd_options::{TlsArgs, passed_word, socket_mode};
 use crate::output::{self, usage};
 use crate::signals;
-use anyhow::Context as _;
-use block::{DirtyBitmaps, Disk, ReactorHandle};
 use control::api::AddTls;
-use daemon::{NbdAddress, Pidfile};
-use drive::{DriveOptions, OpenedDisk, ParsedDrive, human_size, open_disk};
-use engine::{Reactor, ReactorConfig, ReactorThread};
-use export_nbd::{Credentials, NbdBitmap, NbdExport, NbdListener, NbdServer, ServerOptions, Tls};
-use export_vhost_user::ListenSocket;
-use image::{BackingPolicy, FileName, Image, options_without_secrets};
+use daemon::{Daemon, DaemonConfig, NbdAddress, NbdOptions, NbdTls, NodeId, Pidfile, SocketAccess};
+use drive::{DriveOptions, ParsedDrive, PassedDescriptors, human_size};
+use image::{BackingPolicy, FileName, options_without_secrets};
 use std::fmt::Write as _;
-use std::net::TcpListener;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::time::Duration;
 
 /// Serve disks to NBD clients, over a Unix or a TCP socket.
 ///
 /// SIGTERM, SIGINT and SIGHUP end it cleanly: requests in flight end, images are flushed and closed, and the socket is
 /// removed.
 #[derive(clap::Args)]
-#[command(group = clap::ArgGroup::new("place").required(true))]
+#[command(group = clap::ArgGroup::new("place"))]
 pub(crate) struct Args {
     /// The image to serve.
     #[arg(value_name = "IMAGE")]
     image: Option<PathBuf>,
-    /// Another disk, with options as of serve. Its export has the disk's name (name=). May be repeated.
+    /// Another disk, with options as of serve, except those for guests. Its export has the disk's name (name=). May be
+    /// repeated.
     #[arg(long, value_name = "OPTIONS")]
     drive: Vec<String>,
-    /// Listen at this Unix socket, for this user only.
+    /// Listen at this Unix socket. fd:NAME or fd:NUMBER is a socket that a service manager passed, Unix or TCP [default:
+    /// the only one that was passed].
     #[arg(long, value_name = "PATH", group = "place")]
     socket: Option<PathBuf>,
+    /// The socket's permissions, in octal [default: 0600, or 0660 with --socket-group].
+    #[arg(long, value_name = "MODE", value_parser = socket_mode)]
+    socket_mode: Option<String>,
+    /// The socket's group: a name or a number.
+    #[arg(long, value_name = "GROUP")]
+    socket_group: Option<String>,
     /// Listen at this TCP address. Everybody who can reach it can read and write the disks.
     #[arg(long, value_name = "ADDRESS:PORT", group = "place")]
     listen: Option<String>,
@@ -51,6 +54,17 @@ pub(crate) struct Args {
     /// Threads that serve requests [default: one for each CPU, at most one for each connection].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     reactors: Option<u16>,
+    /// Memory for requests' own buffers, over all disks, as for serve; data on their way to and from clients may take as
+    /// much again [default: a 16th of the memory of the host or control group, at most 256M].
+    #[arg(long, value_name = "SIZE", value_parser = buffer_memory)]
+    buffer_memory: Option<usize>,
+    /// Memory for the indexes of kept overlays (keep=), as for serve.
+    #[arg(long, value_name = "SIZE", value_parser = memory_size)]
+    index_memory: Option<usize>,
+    /// How long the end waits for requests that the storage does not end. Then they are given up, and clients are
+    /// disconnected.
+    #[arg(long, value_name = "SECONDS", default_value_t = daemon::GIVE_UP_AFTER.as_secs().try_into().unwrap_or(20))]
+    give_up_after: u32,
     /// Which backing files an image may open: deny, same-dir, listed, any, anywhere (files of servers, too).
     #[arg(long, value_name = "POLICY", default_value = "same-dir")]
     allow_backing: String,
@@ -70,59 +84,56 @@ pub(crate) struct Args {
 /// A disk, and how it is exported.
 struct Asked {
     drive: DriveOptions,
+    export_name: String,
     description: String,
     bitmaps: Vec<String>,
 }
 
 pub(crate) fn run(args: &Args, lock_timeout_s: Option<u32>) -> anyhow::Result<()> {
-    let mut asked = match asked(args)? {
+    let passed = PassedDescriptors::of_this_process()?;
+    let mut asked = match asked(args, &passed)? {
         Ok(asked) => asked,
         Err(help) => return output::print(&format!("{help}\n")),
     };
     for disk in asked.iter_mut().map(|asked| &mut asked.drive.disk) {
         disk.lock_timeout_s = disk.lock_timeout_s.or(lock_timeout_s);
     }
-    let allow_backing: BackingPolicy = args.allow_backing.parse()?;
+    let place = Place { address: address(args, &passed)?, access: access(args)? };
     // From here on a signal causes an orderly end, so that no socket stays behind.
     let mut signals = signals::orderly()?;
-    let mut disks = Vec::new();
-    let served = serve(args, &asked, allow_backing, &mut disks);
-    let ended = served.and_then(|Serving { server, socket, reactors }| {
+    let daemon = Daemon::start(daemon_config(args, &asked)?)?;
+    let ended = serve(args, &asked, &place, &daemon).and_then(|nodes| {
         let pidfile = args.pidfile.as_deref().map(Pidfile::create).transpose()?;
-        output::print(&announcement(args, &asked, &disks))?;
+        output::print(&announcement(args, &asked, &place, &daemon, &nodes))?;
         daemon::notify("READY=1");
         let signal = signals.forever().next();
         tracing::info!(signal, "stopping");
         daemon::notify("STOPPING=1");
-        server.stop();
-        drop((socket, pidfile));
-        Ok(reactors)
+        drop(pidfile);
+        Ok(())
     });
     // All disks are closed, even if one fails.
-    let mut closed = Ok(());
-    for disk in &disks {
-        closed = closed.and(disk.close());
-    }
-    for reactor in ended? {
-        closed = closed.and(reactor.stop());
-    }
+    let closed = daemon.shutdown();
+    ended?;
     Ok(closed?)
 }
 
-fn asked(args: &Args) -> anyhow::Result<Result<Vec<Asked>, String>> {
+fn asked(args: &Args, passed: &PassedDescriptors) -> anyhow::Result<Result<Vec<Asked>, String>> {
     let mut asked = Vec::new();
     if let Some(image) = &args.image {
         let mut drive = DriveOptions::of_file(FileName::parse(image)?);
         drive.disk.read_only = args.read_only;
-        drive.disk.name = Some(args.export_name.clone());
-        asked.push(Asked { drive, description: args.description.clone(), bitmaps: args.bitmap.clone() });
+        drive.disk.name = Some(args.export_name.clone()).filter(|name| !name.is_empty());
+        let (export_name, description) = (args.export_name.clone(), args.description.clone());
+        asked.push(Asked { drive, export_name, description, bitmaps: args.bitmap.clone() });
     }
     for text in &args.drive {
-        match DriveOptions::parse(text)
-            .map_err(|error| error.in_context(format!("--drive {}", options_without_secrets(text))))?
-        {
+        let in_context = |error: block::Error| error.in_context(format!("--drive {}", options_without_secrets(text)));
+        match DriveOptions::parse_with(text, passed).map_err(in_context)? {
             ParsedDrive::Drive(drive) => {
-                asked.push(Asked { drive: *drive, description: String::new(), bitmaps: Vec::new() });
+                refuse_keys_for_guests(&DriveOptions::keys_for_guests(text, passed).map_err(in_context)?)?;
+                let export_name = drive.disk.name.clone().unwrap_or_default();
+                asked.push(Asked { drive: *drive, export_name, description: String::new(), bitmaps: Vec::new() });
             }
             ParsedDrive::Help(help) => return Ok(Err(help)),
         }
@@ -133,98 +144,96 @@ fn asked(args: &Args) -> anyhow::Result<Result<Vec<Asked>, String>> {
     }
 }
 
-struct Serving {
-    server: NbdServer,
-    /// Its drop removes the file.
-    socket: Option<ListenSocket>,
-    reactors: Vec<ReactorThread>,
+/// Refuses keys that would do nothing here.
+fn refuse_keys_for_guests(keys: &[String]) -> anyhow::Result<()> {
+    let Some(key) = keys.first() else { return Ok(()) };
+    Err(usage(match key.as_str() {
+        "socket" | "fd" => {
+            format!("--drive: {key}= names the socket of a guest: NBD clients are served at --socket or --listen")
+        }
+        "socket-mode" | "socket-group" => format!("--drive: {key}= is for the socket of a guest: give --{key}"),
+        _ => format!("--drive: {key}= is for guests, and NBD clients do not see it: leave it out"),
+    }))
 }
 
-/// Opens the disks, which go into `disks` even if something fails later, and serves them.
-fn serve(
-    args: &Args,
-    asked: &[Asked],
-    allow_backing: BackingPolicy,
-    disks: &mut Vec<OpenedDisk>,
-) -> anyhow::Result<Serving> {
-    let named = asked.iter().filter_map(|asked| asked.drive.disk.file.as_ref()?.path().map(PathBuf::from));
-    let listed: Vec<PathBuf> = named.chain(args.backing.iter().cloned()).collect();
-    let mut exports = Vec::new();
-    for Asked { drive, description, bitmaps } in asked {
-        let opened = open_disk(&drive.disk, allow_backing.clone(), &listed)?;
-        let (disk, image): (Arc<dyn Disk>, _) = (Arc::clone(&opened.disk), opened.image.clone());
-        disks.push(opened);
-        let bitmaps = bitmaps.iter().map(|name| bitmap(image.as_ref(), name)).collect::<anyhow::Result<_>>()?;
-        exports.push(NbdExport::new(drive.disk.name.clone().unwrap_or_default(), disk).with(|export| {
-            export.description.clone_from(description);
-            export.read_only = drive.export.read_only;
-            export.bitmaps = bitmaps;
-        }));
+/// Where clients connect.
+struct Place {
+    address: NbdAddress,
+    access: SocketAccess,
+}
+
+fn address(args: &Args, passed: &PassedDescriptors) -> anyhow::Result<NbdAddress> {
+    match (&args.socket, &args.listen) {
+        (Some(path), _) => match passed_word(path) {
+            Some(word) => Ok(NbdAddress::passed(passed.number_of(word)?)?),
+            None => Ok(NbdAddress::Unix(daemon::absolute(path))),
+        },
+        (None, Some(address)) => Ok(NbdAddress::Tcp(address.clone())),
+        (None, None) => match passed.sockets().map(|(number, _)| number).collect::<Vec<_>>().as_slice() {
+            [number] => Ok(NbdAddress::passed(*number)?),
+            [] => Err(usage("where to serve? Give --socket PATH or --listen ADDRESS:PORT")),
+            _ => Err(usage("several sockets were passed: say which one is for NBD clients (--socket fd:NAME)")),
+        },
     }
-    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-    let count = args.reactors.map_or(cpus.min(usize::from(args.shared)), usize::from);
-    let spawn = |index| {
-        Reactor::spawn(ReactorConfig::default().with(|config| {
-            config.name = format!("reactor-{index}");
-            // There are no rings that would have to wait.
-            config.inline_bytes = INLINE_BYTES;
-        }))
-    };
-    let reactors = (0..count).map(spawn).collect::<block::Result<Vec<ReactorThread>>>()?;
-    let tls = args.tls.asked().map(|AddTls { credentials, required, verify_peer }| {
-        Tls::new(&Credentials::in_directory(&credentials), required, verify_peer)
-    });
-    let tls = tls.transpose()?;
-    let (listener, socket) = listen(args)?;
-    let options = ServerOptions::default().with(|options| {
-        options.limits.connections = args.shared.into();
-        options.tls = tls;
-    });
-    let handles: Vec<Arc<dyn ReactorHandle>> = reactors.iter().map(ReactorThread::handle).collect();
-    Ok(Serving { server: NbdServer::start(listener, exports, handles, options)?, socket, reactors })
 }
 
-/// Returns a bitmap of the image; fails if there is none of this name.
-fn bitmap(image: Option<&Arc<Image>>, name: &str) -> anyhow::Result<NbdBitmap> {
-    let image = image.with_context(|| format!("there is no bitmap '{name}': a null disk has none"))?;
-    image.dirty_bitmap(name)?;
-    Ok(NbdBitmap { name: name.to_owned(), source: Arc::clone(image) as Arc<dyn DirtyBitmaps> })
+fn access(args: &Args) -> block::Result<SocketAccess> {
+    Ok(SocketAccess {
+        mode: args.socket_mode.as_deref().map(drive::parse_socket_mode).transpose()?,
+        group: args.socket_group.as_deref().map(drive::parse_socket_group).transpose()?,
+    })
 }
 
-/// The longest transfer of a file in memory that a reactor carries out itself.
+/// The longest transfer of a file in memory that a reactor carries out itself: there are no rings that would have to wait.
 const INLINE_BYTES: usize = 1 << 20;
 
-/// Only this user can connect.
-const SOCKET_MODE: u32 = 0o600;
-
-fn listen(args: &Args) -> anyhow::Result<(NbdListener, Option<ListenSocket>)> {
-    match (&args.socket, &args.listen) {
-        (Some(path), _) => {
-            let socket = ListenSocket::of_mode(path, SOCKET_MODE)?;
-            let listener = socket.listener().try_clone().context("cannot duplicate the socket")?;
-            Ok((NbdListener::Unix(listener), Some(socket)))
-        }
-        (None, address) => {
-            let address = address.as_deref().unwrap_or_default();
-            let listener = TcpListener::bind(address).with_context(|| format!("cannot listen at '{address}'"))?;
-            Ok((NbdListener::Tcp(listener), None))
-        }
-    }
+fn daemon_config(args: &Args, asked: &[Asked]) -> block::Result<DaemonConfig> {
+    let named = asked.iter().filter_map(|asked| asked.drive.disk.file.as_ref()?.path().map(PathBuf::from));
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    let allow_backing: BackingPolicy = args.allow_backing.parse()?;
+    Ok(DaemonConfig::default().with(|config| {
+        config.reactors = args.reactors.map_or(cpus.min(usize::from(args.shared)), usize::from);
+        config.poll_max_us = Daemon::poll_max_us_of(asked.iter().map(|asked| &asked.drive), None);
+        config.inline_bytes = Some(INLINE_BYTES);
+        config.allow_backing = allow_backing;
+        config.listed = named.chain(args.backing.iter().cloned()).collect();
+        config.buffer_memory_bytes = args.buffer_memory;
+        config.index_memory_bytes = args.index_memory;
+        config.give_up_after = Duration::from_secs(args.give_up_after.into());
+    }))
 }
 
-fn announcement(args: &Args, asked: &[Asked], disks: &[OpenedDisk]) -> String {
-    let mut text = String::new();
-    for (Asked { drive, .. }, disk) in asked.iter().zip(disks) {
-        let (info, name) = (disk.disk.info(), drive.disk.name.as_deref().unwrap_or_default());
-        let mode = if info.read_only || drive.export.read_only { ", read-only" } else { "" };
-        let address = match (&args.socket, &args.listen) {
-            (Some(path), _) => NbdAddress::Unix(path.clone()),
-            (None, address) => NbdAddress::Tcp(address.clone().unwrap_or_default()),
-        };
-        let place = address.uri(name, args.tls.tls_creds.is_some());
-        let size = human_size(info.size_bytes);
-        let _ = writeln!(text, "serving {} ({size}{mode}) at {place}", drive.disk.display_name());
-        for layer in disk.layers() {
+/// Opens the disks, then serves them. The first is what clients get that name none.
+fn serve(args: &Args, asked: &[Asked], place: &Place, daemon: &Daemon) -> anyhow::Result<Vec<NodeId>> {
+    let nodes = asked.iter().map(|asked| daemon.add_disk(&asked.drive.disk)).collect::<block::Result<Vec<_>>>()?;
+    let tls = args.tls.asked().map(|AddTls { credentials, required, verify_peer }| {
+        let mut tls = NbdTls::new(credentials);
+        (tls.is_required, tls.verifies_peers) = (required, verify_peer);
+        tls
+    });
+    for (node, Asked { drive, export_name, description, bitmaps }) in nodes.iter().zip(asked) {
+        let mut options = NbdOptions::at(place.address.clone());
+        options.access = place.access;
+        options.name = Some(export_name.clone());
+        options.description.clone_from(description);
+        options.read_only = drive.export.read_only;
+        options.bitmaps.clone_from(bitmaps);
+        options.connections = Some(args.shared);
+        options.tls.clone_from(&tls);
+        daemon.add_nbd_export(*node, &options)?;
+    }
+    Ok(nodes)
+}
+
+fn announcement(args: &Args, asked: &[Asked], place: &Place, daemon: &Daemon, nodes: &[NodeId]) -> String {
+    let (mut text, disks) = (String::new(), daemon.disks());
+    for (Asked { drive, export_name, .. }, node) in asked.iter().zip(nodes) {
+        let Some(disk) = disks.iter().find(|disk| disk.id == *node) else { continue };
+        let mode = if disk.info.read_only || drive.export.read_only { ", read-only" } else { "" };
+        let uri = place.address.uri(export_name, args.tls.tls_creds.is_some());
+        let size = human_size(disk.info.size_bytes);
+        let _ = writeln!(text, "serving {} ({size}{mode}) at {uri}", drive.disk.display_name());
+        for layer in &disk.layers {
             let _ = writeln!(text, "  {layer}");
         }
     }

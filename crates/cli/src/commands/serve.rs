@@ -4,6 +4,8 @@ mod announcement;
 mod drives;
 
 use self::drives::{Asked, drives};
+use crate::arguments::{buffer_memory, memory_size};
+use crate::nbd_options::socket_mode;
 use crate::output;
 use crate::signals;
 use anyhow::Context as _;
@@ -36,7 +38,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "PATH")]
     socket: Vec<PathBuf>,
     /// Also serve the disks named here to NBD clients, under their names (name=, or disk0, disk1...), at this Unix
-    /// socket (for this user only) or TCP address. Without TLS, everybody who can reach it can use the disks. May be
+    /// socket, TCP address, or passed socket (fd:NAME). Without TLS, everybody who can reach it can use the disks. May be
     /// repeated.
     #[arg(long, value_name = "SOCKET|ADDRESS:PORT")]
     nbd: Vec<String>,
@@ -44,6 +46,12 @@ pub(crate) struct Args {
     /// ca-cert.pem, server-cert.pem and server-key.pem.
     #[arg(long, value_name = "DIRECTORY", requires = "nbd")]
     nbd_tls_creds: Option<PathBuf>,
+    /// The permissions of NBD sockets, in octal [default: 0600, or 0660 with --nbd-socket-group].
+    #[arg(long, value_name = "MODE", requires = "nbd", value_parser = socket_mode)]
+    nbd_socket_mode: Option<String>,
+    /// The group of NBD sockets: a name or a number.
+    #[arg(long, value_name = "GROUP", requires = "nbd")]
+    nbd_socket_group: Option<String>,
     /// Threads that serve requests [default: one for each CPU, at most one for each queue].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     reactors: Option<u16>,
@@ -108,7 +116,8 @@ pub(crate) fn run(args: &Args, lock_timeout_s: Option<u32>) -> anyhow::Result<()
     let mut settings = file.as_ref().map_or_else(Settings::default, |file| file.settings.clone());
     put_over(args, &mut settings)?;
     let without = settings.control.is_some() || settings.state_dir.is_some() || file.is_some();
-    let mut drives = match drives(args, without)? {
+    let configured = file.as_ref().map(|file| file.drives.as_slice()).unwrap_or_default();
+    let mut drives = match drives(args, without, configured)? {
         Asked::Drives(drives) => drives,
         Asked::Help(help) => return output::print(&format!("{help}\n")),
     };
@@ -268,21 +277,6 @@ fn reload(manager: &Manager) {
         Err(error) => tracing::error!("the configuration stays as it was: {error}"),
     }
     daemon::notify("READY=1");
-}
-
-fn memory_size(text: &str) -> Result<usize, String> {
-    let bytes = drive::parse_size(text).map_err(|error| error.to_string())?;
-    usize::try_from(bytes).map_err(|_| "it is more than any memory".to_owned())
-}
-
-/// With less memory, one large request would fill it.
-const BUFFER_MEMORY_MIN: u64 = 1 << 20;
-
-fn buffer_memory(text: &str) -> Result<usize, String> {
-    match memory_size(text)? {
-        size if size as u64 >= BUFFER_MEMORY_MIN => Ok(size),
-        _ => Err("it is less than 1M, which one request may need".to_owned()),
-    }
 }
 
 fn watchdog(daemon: &Daemon, interval: Duration, stopped: &Receiver<()>) {

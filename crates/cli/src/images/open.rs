@@ -4,7 +4,7 @@ use super::name::image_name;
 use anyhow::bail;
 use block::{Error, ErrorKind};
 use drive::{EngineOpener, ImageName, PartOpener, parse_key_values};
-use image::{BackingPolicy, FileName, Format, Image, ImageOptions, SnapshotName};
+use image::{BackingPolicy, EditWatch, FileName, Format, Image, ImageOptions, SnapshotName};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -79,11 +79,34 @@ pub(crate) fn open_writable(
     allow: &str,
     listed: &[PathBuf],
 ) -> anyhow::Result<Arc<Image>> {
+    let options = writable(file, format, allow, listed)?;
+    Ok(Arc::new(image::open(&options, &opener(cache)?.writing_behind())?))
+}
+
+/// As [`open_writable`], for an image that exists and is going to be filled: [`image::open_to_overwrite`].
+pub(crate) fn open_to_overwrite(
+    file: impl Into<FileName>,
+    format: Option<Format>,
+    cache: &str,
+    allow: &str,
+    listed: &[PathBuf],
+    watch: &mut EditWatch<'_>,
+) -> anyhow::Result<Arc<Image>> {
+    let options = writable(file, format, allow, listed)?;
+    Ok(Arc::new(image::open_to_overwrite(&options, &opener(cache)?.writing_behind(), watch)?))
+}
+
+fn writable(
+    file: impl Into<FileName>,
+    format: Option<Format>,
+    allow: &str,
+    listed: &[PathBuf],
+) -> anyhow::Result<ImageOptions> {
     let mut options = ImageOptions::new(file);
     options.format = format;
     options.allow_backing = allow.parse::<BackingPolicy>()?;
     options.listed = listed.to_vec();
-    Ok(Arc::new(image::open(&options, &opener(cache)?.writing_behind())?))
+    Ok(options)
 }
 
 /// Returns an opener with this cache mode, which chooses the engine by the file.

@@ -440,6 +440,63 @@ fn zeros_reach_a_device_that_held_something_else() {
     assert!(text(&larger.stderr).contains("3145728 are needed"), "{}", text(&larger.stderr));
 }
 
+/// A loop device; none where they cannot be made.
+struct LoopDevice(String);
+
+impl LoopDevice {
+    fn over(file: &Path) -> Option<Self> {
+        let attached = std::process::Command::new("losetup").args(["--find", "--show"]).arg(file).output();
+        let attached = attached.ok().filter(|output| output.status.success())?;
+        Some(Self(text(&attached.stdout).trim().to_owned()))
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("losetup").args(["--detach", &self.0]).status();
+    }
+}
+
+#[test]
+fn a_device_that_is_too_small_is_no_wrong_usage_and_a_load_asks_before_it_overwrites_one() {
+    let dir = directory();
+    let under = at(&dir, "under");
+    std::fs::write(&under, vec![0; 1 << 20]).unwrap();
+    let Some(device) = LoopDevice::over(&under) else { return };
+    let said = run_fails(1, &["create", "-f", "raw", &device.0, "2M"]);
+    assert!(said.contains(&device.0), "{said}");
+    let write = ["bench", "--host", &device.0, "--rw", "write", "--bs", "4k", "--count", "4"];
+    let said = run_fails(2, &write);
+    assert!(said.contains("is a device") && said.contains("--destroy"), "{said}");
+    assert!(std::fs::read(&under).unwrap().iter().all(|byte| *byte == 0), "it was written");
+    run_ok(&[&write[..], &["--destroy"]].concat());
+}
+
+#[test]
+fn an_image_that_may_have_zstd_clusters_and_has_none_becomes_one_of_the_old_version_as_in_qemu_img() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let dir = directory();
+    let [ours, theirs, full] = ["ours", "theirs", "full"].map(|name| at(&dir, name));
+    let source = at(&dir, "source.raw");
+    std::fs::write(&source, vec![7; 1 << 20]).unwrap();
+    for image in [&ours, &theirs] {
+        let create = ["create", "-q", "-f", "qcow2", "-o", "compression_type=zstd", path_str(image), "1M"];
+        tool_ok("qemu-img", &create);
+    }
+    let amend = |image| ["amend", "-o", "compat=0.10", image];
+    let ended = run(&amend(path_str(&ours)));
+    let expected = common::tool("qemu-img", &amend(path_str(&theirs)));
+    assert_eq!(ended.status.code(), expected.status.code(), "{}", text(&expected.stderr));
+    if expected.status.success() {
+        assert!(std::fs::read(&ours).unwrap() == std::fs::read(&theirs).unwrap(), "other bytes than qemu-img's");
+    }
+    let convert = ["convert", "-q", "-c", "-f", "raw", "-O", "qcow2", "-o", "compression_type=zstd"];
+    run_ok(&[&convert[..], &[path_str(&source), path_str(&full)]].concat());
+    run_fails(1, &["amend", "-o", "compat=0.10", path_str(&full)]);
+}
+
 #[test]
 fn an_interrupted_convert_removes_its_target_and_leaves_its_source() {
     let dir = directory();

@@ -4,9 +4,11 @@ use super::{Manager, counters_of, lock};
 use crate::api::{AddExport, AddNbd, AddTls, Export, FailedExport, GuestMemory, NbdExport};
 use crate::record::RecordedDisk;
 use block::{Error, ErrorKind, Result};
-use daemon::{ExportId, ExportStatus, NbdAddress, NbdOptions, NbdTls, NodeId, absolute};
-use drive::{ExportOptions, Placement};
+use daemon::{ExportId, ExportStatus, NbdAddress, NbdOptions, NbdTls, NodeId, SocketAccess, absolute};
+use drive::{ExportOptions, PassedDescriptors, Placement};
 use std::collections::BTreeSet;
+use std::os::fd::RawFd;
+use std::path::Path;
 
 /// A recorded export that could not begin.
 pub(super) struct NotServed {
@@ -19,7 +21,7 @@ impl Manager {
     /// Starts an export.
     pub(super) fn begin_export(&self, node: NodeId, request: &AddExport) -> Result<ExportId> {
         match &request.nbd {
-            None => self.daemon.add_export(node, &export_options(request)),
+            None => self.daemon.add_export(node, &export_options(request)?),
             Some(nbd) => self.daemon.add_nbd_export(node, &nbd_options(request, nbd)?),
         }
     }
@@ -83,16 +85,56 @@ impl Manager {
 
 /// Makes paths absolute: another run of the daemon may have another working directory.
 pub(super) fn with_absolute_paths(mut request: AddExport) -> AddExport {
-    request.socket = request.socket.as_deref().map(absolute);
+    request.socket =
+        request.socket.map(|socket| if passed_word(&socket).is_some() { socket } else { absolute(&socket) });
     if let Some(tls) = request.nbd.as_mut().and_then(|nbd| nbd.tls.as_mut()) {
         tls.credentials = absolute(&tls.credentials);
     }
     request
 }
 
-fn export_options(request: &AddExport) -> ExportOptions {
+/// Returns how a socket that was passed to the daemon is named, if it is one: `fd:NAME`.
+pub(crate) fn passed_word(socket: &Path) -> Option<&str> {
+    socket.to_str()?.strip_prefix("fd:")
+}
+
+/// Refuses a passed socket that another run of the daemon could not find: numbers mean another one then.
+pub(super) fn refuse_number_of_passed(request: &AddExport) -> Result<()> {
+    let word = request.socket.as_deref().and_then(passed_word);
+    match word.filter(|word| word.parse::<RawFd>().is_ok()) {
+        None => Ok(()),
+        Some(number) => {
+            let what = format!(
+                "socket fd:{number}: after a restart another socket may have this number: name it as the service manager \
+                 does (fd:NAME), or serve it without a state directory"
+            );
+            Err(Error::new(ErrorKind::Unsupported, what))
+        }
+    }
+}
+
+fn access_of(request: &AddExport) -> Result<SocketAccess> {
+    Ok(SocketAccess {
+        mode: request.socket_mode.as_deref().map(drive::parse_socket_mode).transpose()?,
+        group: request.socket_group.as_deref().map(drive::parse_socket_group).transpose()?,
+    })
+}
+
+fn export_options(request: &AddExport) -> Result<ExportOptions> {
     let mut options = ExportOptions::default();
-    options.socket.clone_from(&request.socket);
+    match request.socket.as_deref().and_then(passed_word) {
+        Some(word) => {
+            options.socket_descriptor = Some(PassedDescriptors::of_this_process()?.number_of(word)?);
+            if request.socket_mode.is_some() || request.socket_group.is_some() {
+                let what =
+                    "socket-mode and socket-group are for a socket that is made here, not for one that was passed";
+                return Err(Error::new(ErrorKind::BadOption, what));
+            }
+        }
+        None => options.socket.clone_from(&request.socket),
+    }
+    let access = access_of(request)?;
+    (options.socket_mode, options.socket_group) = (access.mode, access.group);
     options.read_only = request.read_only;
     options.queues = request.queues;
     options.queue_size = request.queue_size;
@@ -103,13 +145,16 @@ fn export_options(request: &AddExport) -> ExportOptions {
         GuestMemory::Any => Placement::Any,
     };
     options.guest_memory_max_bytes = request.guest_memory_max;
-    options
+    Ok(options)
 }
 
 fn nbd_options(request: &AddExport, nbd: &AddNbd) -> Result<NbdOptions> {
     let bad = |what: &str| Err(Error::new(ErrorKind::BadOption, what));
     let address = match (&request.socket, &nbd.listen) {
-        (Some(path), None) => NbdAddress::Unix(absolute(path)),
+        (Some(path), None) => match passed_word(path) {
+            Some(word) => NbdAddress::passed(PassedDescriptors::of_this_process()?.number_of(word)?)?,
+            None => NbdAddress::Unix(absolute(path)),
+        },
         (None, Some(address)) => NbdAddress::Tcp(address.clone()),
         _ => return bad("an NBD export needs a socket, or an address to listen at, and not both"),
     };
@@ -123,6 +168,7 @@ fn nbd_options(request: &AddExport, nbd: &AddNbd) -> Result<NbdOptions> {
         return bad("an NBD export needs at least one connection");
     }
     let mut options = NbdOptions::at(address);
+    options.access = access_of(request)?;
     options.name.clone_from(&nbd.name);
     options.description.clone_from(&nbd.description);
     options.read_only = request.read_only;

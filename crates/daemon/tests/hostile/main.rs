@@ -9,6 +9,7 @@
 mod common;
 mod dice;
 mod ground;
+mod packed;
 mod requests;
 mod session;
 mod wire;
@@ -72,7 +73,9 @@ struct Target {
 
 fn add(daemon: &Daemon, dir: &Path, name: &str, format: DriveFormat) -> Target {
     let (image, socket) = (dir.join(name), dir.join(format!("{name}.sock")));
-    daemon.add(&at_socket(create(&image, format), &socket)).unwrap();
+    let mut drive = at_socket(create(&image, format), &socket);
+    drive.export.packed = true;
+    daemon.add(&drive).unwrap();
     Target { socket, image, format }
 }
 
@@ -124,6 +127,7 @@ fn whatever_hostile_peers_do_a_good_guest_is_served_and_nothing_is_left_of_them(
     let grown = resident_bytes().saturating_sub(memory);
     println!("{tallies:?}, {} KiB more in memory", grown >> 10);
     assert!(grown < 128 << 20, "{grown} bytes more are in memory");
+    assert!(tallies.iter().all(|tally| tally.packed > 0 || sessions < 20), "no guest had packed rings");
 
     // All are served still, and in order.
     let (disk, state) = guest.stop();

@@ -2,19 +2,22 @@
 
 use super::dice::Dice;
 use super::ground::{Desc, Ground, INDIRECT, NEXT, Ring, WRITE, chained, header};
+use super::session::Haunted;
+use super::wire::{Wire, code, words32};
+use std::io;
 use std::time::{Duration, Instant};
 
 /// Where the buffers of requests begin, a mebibyte a queue; rings and tables lie below.
 pub(crate) const DATA: u64 = 1 << 20;
 /// Where indirect tables begin: one of this many bytes a slot.
-const TABLES: u64 = 1 << 19;
+pub(crate) const TABLES: u64 = 1 << 19;
 const TABLE_BYTES: u64 = 512;
 /// Descriptors that one request has for itself.
 const PER_SLOT: u16 = 8;
 /// An honest request is answered before, however busy the machine.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-const READ: u32 = 0;
+pub(crate) const READ: u32 = 0;
 const WRITE_DATA: u32 = 1;
 const FLUSH: u32 = 4;
 const GET_ID: u32 = 8;
@@ -26,78 +29,19 @@ pub(crate) struct Requests {
     pub(crate) ring: Ring,
     free: Vec<u16>,
     disk_sectors: u64,
-    /// Nothing was done that makes the server stop: each request has to be answered.
-    pub(crate) is_honest: bool,
 }
 
 impl Requests {
     pub(crate) fn new(ring: Ring, disk_sectors: u64) -> Self {
         let free = (0..ring.size / PER_SLOT).map(|slot| slot * PER_SLOT).collect();
-        Self { ring, free, disk_sectors, is_honest: true }
-    }
-
-    /// Offers some requests whose chains keep the rules, whatever they ask for. Returns how many.
-    pub(crate) fn honest_burst(&mut self, ground: &Ground, dice: &mut Dice) -> u64 {
-        let count = 1 + dice.below(self.free.len() as u64);
-        let mut offered = 0;
-        for _ in 0..count {
-            let Some(head) = self.free.pop() else { break };
-            self.put_request(ground, dice, head);
-            self.ring.offer(ground, head);
-            offered += 1;
-        }
-        self.ring.kick(ground);
-        offered
-    }
-
-    /// Waits until all have come back.
-    pub(crate) fn await_all(&mut self, ground: &Ground) {
-        let begun = Instant::now();
-        let all = usize::from(self.ring.size / PER_SLOT);
-        while self.free.len() < all {
-            let used = self.ring.take_used(ground);
-            if used.is_empty() {
-                assert!(begun.elapsed() < PATIENCE, "{} honest requests are not answered", all - self.free.len());
-                self.ring.wait(100);
-            }
-            self.free.extend(used);
-        }
+        Self { ring, free, disk_sectors }
     }
 
     fn put_request(&self, ground: &Ground, dice: &mut Dice, head: u16) {
-        let (queue, slot) = (u64::from(self.ring.index), u64::from(head / PER_SLOT));
-        let page = DATA + (queue << 20) + slot * 0x1_0000;
-        let kind = dice.pick(&[READ, READ, READ, WRITE_DATA, WRITE_DATA, FLUSH, GET_ID, DISCARD, WRITE_ZEROES, 99]);
-        let sector = match dice.percent(80) {
-            true => dice.below(self.disk_sectors),
-            false => dice.edge(self.disk_sectors),
-        };
-        ground.write(page, &header(kind, sector));
-        let is_out = matches!(kind, WRITE_DATA | DISCARD | WRITE_ZEROES);
-        let length = match kind {
-            FLUSH => 0,
-            GET_ID => 20 + dice.below(3) as u32 - 1,
-            DISCARD | WRITE_ZEROES => 16 * (1 + dice.below(17)) as u32,
-            _ if dice.percent(90) => 512 * (1 + dice.below(64)) as u32,
-            _ => 1 + dice.below(40_000) as u32,
-        };
-        if matches!(kind, DISCARD | WRITE_ZEROES) {
-            for range in 0..u64::from(length / 16) {
-                self.put_range(ground, dice, page + 0x1000 + 16 * range);
-            }
-        }
-        let mut buffers = vec![(page, 16, false)];
-        if dice.percent(10) {
-            buffers = vec![(page, 5, false), (page + 5, 11, false)];
-        }
-        if length > 0 {
-            let cut = if dice.percent(30) { dice.below(u64::from(length)) as u32 } else { 0 };
-            let parts = [(page + 0x1000, cut, !is_out), (page + 0x1000 + u64::from(cut), length - cut, !is_out)];
-            buffers.extend(parts.into_iter().filter(|(_, length, _)| *length > 0));
-        }
-        buffers.push((page + 16, 1, true));
+        let slot = head / PER_SLOT;
+        let buffers = request(ground, dice, (self.ring.index, slot), self.disk_sectors);
         if dice.percent(50) {
-            let table = TABLES + (queue << 16) + slot * TABLE_BYTES;
+            let table = table_of(self.ring.index, slot);
             ground.write(table, &chained(&buffers));
             let length = 16 * buffers.len() as u32;
             self.ring.put(ground, head, Desc { address: table, length, flags: INDIRECT, next: 0 });
@@ -110,18 +54,100 @@ impl Requests {
             }
         }
     }
+}
 
-    fn put_range(&self, ground: &Ground, dice: &mut Dice, at: u64) {
-        let mut bytes = dice.edge(self.disk_sectors).to_le_bytes().to_vec();
-        let sectors = if dice.percent(70) { dice.below(4096) } else { dice.edge(1 << 21) };
-        bytes.extend((sectors as u32).to_le_bytes());
-        bytes.extend((if dice.percent(80) { dice.below(2) as u32 } else { dice.next() as u32 }).to_le_bytes());
-        ground.write(at, &bytes);
+/// Where the indirect table of a request of a queue lies.
+pub(crate) fn table_of(queue: u32, slot: u16) -> u64 {
+    TABLES + (u64::from(queue) << 16) + u64::from(slot) * TABLE_BYTES
+}
+
+/// Writes a request of a queue and a slot that keeps the rules, whatever it asks for. Returns its buffers: their addresses
+/// and lengths, and whether the server may write there.
+pub(crate) fn request(
+    ground: &Ground,
+    dice: &mut Dice,
+    (queue, slot): (u32, u16),
+    disk_sectors: u64,
+) -> Vec<(u64, u32, bool)> {
+    let page = DATA + (u64::from(queue) << 20) + u64::from(slot) * 0x1_0000;
+    let kind = dice.pick(&[READ, READ, READ, WRITE_DATA, WRITE_DATA, FLUSH, GET_ID, DISCARD, WRITE_ZEROES, 99]);
+    let sector = match dice.percent(80) {
+        true => dice.below(disk_sectors),
+        false => dice.edge(disk_sectors),
+    };
+    ground.write(page, &header(kind, sector));
+    let is_out = matches!(kind, WRITE_DATA | DISCARD | WRITE_ZEROES);
+    let length = match kind {
+        FLUSH => 0,
+        GET_ID => 20 + dice.below(3) as u32 - 1,
+        DISCARD | WRITE_ZEROES => 16 * (1 + dice.below(17)) as u32,
+        _ if dice.percent(90) => 512 * (1 + dice.below(64)) as u32,
+        _ => 1 + dice.below(40_000) as u32,
+    };
+    if matches!(kind, DISCARD | WRITE_ZEROES) {
+        for range in 0..u64::from(length / 16) {
+            put_range(ground, dice, page + 0x1000 + 16 * range, disk_sectors);
+        }
+    }
+    let mut buffers = vec![(page, 16, false)];
+    if dice.percent(10) {
+        buffers = vec![(page, 5, false), (page + 5, 11, false)];
+    }
+    if length > 0 {
+        let cut = if dice.percent(30) { dice.below(u64::from(length)) as u32 } else { 0 };
+        let parts = [(page + 0x1000, cut, !is_out), (page + 0x1000 + u64::from(cut), length - cut, !is_out)];
+        buffers.extend(parts.into_iter().filter(|(_, length, _)| *length > 0));
+    }
+    buffers.push((page + 16, 1, true));
+    buffers
+}
+
+fn put_range(ground: &Ground, dice: &mut Dice, at: u64, disk_sectors: u64) {
+    let mut bytes = dice.edge(disk_sectors).to_le_bytes().to_vec();
+    let sectors = if dice.percent(70) { dice.below(4096) } else { dice.edge(1 << 21) };
+    bytes.extend((sectors as u32).to_le_bytes());
+    bytes.extend((if dice.percent(80) { dice.below(2) as u32 } else { dice.next() as u32 }).to_le_bytes());
+    ground.write(at, &bytes);
+}
+
+impl Haunted for Requests {
+    fn start(&mut self, wire: &Wire) -> io::Result<()> {
+        self.ring.start(wire)
     }
 
-    /// Breaks the rules of the ring in one way or another. Returns how many requests that were.
-    pub(crate) fn break_rules(&mut self, ground: &Ground, dice: &mut Dice) -> u64 {
-        self.is_honest = false;
+    fn restart(&mut self, wire: &Wire, dice: &mut Dice) -> io::Result<()> {
+        let base = wire.ask(code::GET_VRING_BASE, &words32(&[self.ring.index, 0]))?;
+        self.ring.avail_index = base.get(4..6).map_or(0, |bytes| u16::from_ne_bytes(bytes.try_into().unwrap()));
+        if dice.percent(80) { self.ring.start(wire) } else { Ok(()) }
+    }
+
+    fn honest_burst(&mut self, ground: &Ground, dice: &mut Dice) -> u64 {
+        let count = 1 + dice.below(self.free.len() as u64);
+        let mut offered = 0;
+        for _ in 0..count {
+            let Some(head) = self.free.pop() else { break };
+            self.put_request(ground, dice, head);
+            self.ring.offer(ground, head);
+            offered += 1;
+        }
+        self.ring.kick(ground);
+        offered
+    }
+
+    fn await_all(&mut self, ground: &Ground) {
+        let begun = Instant::now();
+        let all = usize::from(self.ring.size / PER_SLOT);
+        while self.free.len() < all {
+            let used = self.ring.take_used(ground);
+            if used.is_empty() {
+                assert!(begun.elapsed() < PATIENCE, "{} honest requests are not answered", all - self.free.len());
+                self.ring.wait(100);
+            }
+            self.free.extend(used);
+        }
+    }
+
+    fn break_rules(&mut self, ground: &Ground, dice: &mut Dice) -> u64 {
         let head = dice.below(u64::from(self.ring.size)) as u16;
         match dice.below(10) {
             0 => self.ring.offer(ground, dice.edge(u64::from(self.ring.size)) as u16),

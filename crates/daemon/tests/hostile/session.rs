@@ -2,6 +2,7 @@
 
 use super::dice::Dice;
 use super::ground::{Ground, Ring};
+use super::packed::PackedRequests;
 use super::requests::Requests;
 use super::wire::{MAX_FDS, NEEDS_REPLY, VERSION, Wire, code, words32, words64};
 use rustix::event::{EventfdFlags, epoll, eventfd};
@@ -15,12 +16,35 @@ use std::path::Path;
 const GROUND_BYTES: u64 = 4 << 20;
 const QUEUES: u32 = 2;
 
+/// The feature that makes rings packed.
+const RING_PACKED: u64 = 1 << 34;
+
+/// A ring in a guest's hands.
+pub(crate) trait Haunted {
+    /// Sets it up and starts it.
+    fn start(&mut self, wire: &Wire) -> io::Result<()>;
+
+    /// Stops it and, mostly, sets it up again where it was.
+    fn restart(&mut self, wire: &Wire, dice: &mut Dice) -> io::Result<()>;
+
+    /// Offers some requests whose chains keep the rules, whatever they ask for. Returns how many.
+    fn honest_burst(&mut self, ground: &Ground, dice: &mut Dice) -> u64;
+
+    /// Waits until all have come back.
+    fn await_all(&mut self, ground: &Ground);
+
+    /// Breaks the rules of the ring in one way or another. Returns how many requests that were.
+    fn break_rules(&mut self, ground: &Ground, dice: &mut Dice) -> u64;
+}
+
 /// What a run has done.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) sessions: u64,
     pub(crate) messages: u64,
     pub(crate) requests: u64,
+    /// Guests with packed rings.
+    pub(crate) packed: u64,
 }
 
 /// A descriptor that has no business in the message that it comes with, or has.
@@ -196,14 +220,21 @@ fn guest(
     wanted: u64,
     tally: &mut Tally,
 ) -> io::Result<()> {
-    wire.negotiate(0)?;
+    let is_packed = dice.percent(40);
+    tally.packed += u64::from(is_packed);
+    let offered = wire.negotiate(if is_packed { 0 } else { RING_PACKED })?;
+    assert!(!is_packed || offered & RING_PACKED != 0, "packed rings are not on offer");
     ground.share(wire)?;
     let size = dice.pick(&[8, 64, 128]);
-    let mut queues = Vec::new();
+    let mut queues: Vec<Box<dyn Haunted>> = Vec::new();
     for index in 0..QUEUES {
-        let ring = Ring::new(index, size, u64::from(index) * Ring::bytes(size));
-        ring.start(wire)?;
-        queues.push(Requests::new(ring, disk_sectors));
+        let at = u64::from(index) * Ring::bytes(size);
+        let mut queue: Box<dyn Haunted> = match is_packed {
+            true => Box::new(PackedRequests::new(index, size, at, disk_sectors)),
+            false => Box::new(Requests::new(Ring::new(index, size, at), disk_sectors)),
+        };
+        queue.start(wire)?;
+        queues.push(queue);
     }
     let mut offered = 0;
     while offered < wanted {
@@ -243,16 +274,9 @@ fn guest(
 }
 
 /// Stops the rings and sets them up again where they were.
-fn restart(wire: &Wire, queues: &mut [Requests], dice: &mut Dice) -> io::Result<()> {
+fn restart(wire: &Wire, queues: &mut [Box<dyn Haunted>], dice: &mut Dice) -> io::Result<()> {
     if !is_alive(wire) {
         return Err(io::ErrorKind::BrokenPipe.into());
     }
-    for queue in queues {
-        let base = wire.ask(code::GET_VRING_BASE, &words32(&[queue.ring.index, 0]))?;
-        queue.ring.avail_index = base.get(4..6).map_or(0, |bytes| u16::from_ne_bytes(bytes.try_into().unwrap()));
-        if dice.percent(80) {
-            queue.ring.start(wire)?;
-        }
-    }
-    Ok(())
+    queues.iter_mut().try_for_each(|queue| queue.restart(wire, dice))
 }

@@ -8,7 +8,7 @@ mod setup;
 
 pub use setup::{Setup, pattern, read, setup, setup_dummy, small, write};
 
-use block::{Poller, PollerId, ReactorCtx, Task, Timers};
+use block::{Poller, PollerId, ReactorCtx, Task, Timers, Work};
 use memory::{GuestMemory, GuestRegion, RegionSpec};
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -467,6 +467,10 @@ impl ReactorCtx for HandReactor {
 
     fn timers(&self) -> &Rc<Timers> {
         unimplemented!("the driver has no timers");
+    }
+
+    fn run_aside(&self, _turn: u64, work: Work) {
+        work();
     }
 
     fn as_any(&self) -> &dyn Any {

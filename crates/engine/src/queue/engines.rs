@@ -10,7 +10,7 @@ use crate::request::queue_file::QueueFile;
 use crate::uring::registration::Registered;
 use crate::uring::ring::Uring;
 use crate::workers::thread_pool::Workers;
-use block::{BatchEnd, Error, ErrorKind, Executor, ReactorHandle, Result};
+use block::{BatchEnd, Error, ErrorKind, Executor, ReactorHandle, Result, Work};
 use memory::GuestMemory;
 use rustix::thread::CpuSet;
 use std::cell::RefCell;
@@ -291,6 +291,11 @@ impl Engines {
             + self.with_sqpoll(Uring::in_flight)
             + self.with_aio(Aio::in_flight)
             + self.workers.in_flight()
+    }
+
+    /// Has a worker compute something for the file that this number stands for.
+    pub(crate) fn run_aside(&self, file: u64, work: Work) {
+        self.workers.run_aside(file, work);
     }
 
     /// Whether workers have computations that have not ended.

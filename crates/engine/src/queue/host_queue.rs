@@ -149,7 +149,7 @@ impl FileQueue for HostQueue {
 
     fn run_aside(&self, work: Work) {
         match &self.lane.engine {
-            Some(engine) => engine.workers().run_aside(&self.lane.target.file, work),
+            Some(engine) => engine.workers().run_aside(u64::from(self.lane.target.file.raw_fd().unsigned_abs()), work),
             None => work(),
         }
     }

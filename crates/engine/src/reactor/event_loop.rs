@@ -12,7 +12,7 @@ use crate::queue::engines::Engines;
 use crate::uring::registration::Registrar;
 use block::{
     BatchEnd, Error, ErrorKind, Executor, Job, Poller, PollerId, ReactorCtx, ReactorHandle, Readiness, Result, Task,
-    Timers, WatchId,
+    Timers, WatchId, Work,
 };
 use memory::GuestMemory;
 use rustix::event::{Timespec, epoll};
@@ -292,6 +292,10 @@ impl ReactorCtx for Local {
 
     fn unwatch_fd(&self, id: WatchId, fd: BorrowedFd<'_>) {
         self.fd_watches.remove(&self.epoll, id, fd);
+    }
+
+    fn run_aside(&self, turn: u64, work: Work) {
+        self.engines.run_aside(turn, work);
     }
 
     fn batch_end(&self) -> BatchEnd {

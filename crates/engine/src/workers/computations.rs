@@ -2,12 +2,11 @@
 
 use block::Work;
 use std::collections::VecDeque;
-use std::os::fd::RawFd;
 
 /// The computations that wait. A file with many does not keep a file with few waiting.
 pub(crate) struct Computations {
     /// A list for each file that has any; the next file to be served is first.
-    files: VecDeque<(RawFd, VecDeque<Work>)>,
+    files: VecDeque<(u64, VecDeque<Work>)>,
     waiting: usize,
     at_work: usize,
     most: usize,
@@ -21,11 +20,11 @@ impl Default for Computations {
 }
 
 impl Computations {
-    pub(crate) fn add(&mut self, fd: RawFd, work: Work) {
+    pub(crate) fn add(&mut self, file: u64, work: Work) {
         self.waiting += 1;
-        match self.files.iter_mut().find(|(file, _)| *file == fd) {
+        match self.files.iter_mut().find(|(other, _)| *other == file) {
             Some((_, list)) => list.push_back(work),
-            None => self.files.push_back((fd, VecDeque::from([work]))),
+            None => self.files.push_back((file, VecDeque::from([work]))),
         }
     }
 
@@ -38,10 +37,10 @@ impl Computations {
         if self.ready() == 0 {
             return None;
         }
-        let (fd, mut list) = self.files.pop_front()?;
+        let (file, mut list) = self.files.pop_front()?;
         let work = list.pop_front()?;
         if !list.is_empty() {
-            self.files.push_back((fd, list));
+            self.files.push_back((file, list));
         }
         self.waiting -= 1;
         self.at_work += 1;

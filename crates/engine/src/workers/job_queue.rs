@@ -144,9 +144,9 @@ impl Queue {
     }
 
     /// As [`Queue::add_batch`], for one computation for a file.
-    pub(crate) fn add_work(&mut self, fd: RawFd, work: Work, most_threads: usize) -> Wanted {
+    pub(crate) fn add_work(&mut self, file: u64, work: Work, most_threads: usize) -> Wanted {
         let ready_before = self.ready();
-        self.computations.add(fd, work);
+        self.computations.add(file, work);
         self.wanted(ready_before, most_threads)
     }
 

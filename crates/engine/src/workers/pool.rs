@@ -11,7 +11,6 @@ use crate::route::How;
 use block::Work;
 use rustix::thread::CpuSet;
 use std::io;
-use std::os::fd::RawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -102,8 +101,8 @@ impl Pool {
     }
 
     /// Hands a computation for a file to a worker at once, without waiting for the next submit.
-    pub(crate) fn give_work(this: &Arc<Self>, fd: RawFd, work: Work) {
-        let wanted = locked(&this.queue).add_work(fd, work, MAX_WORKERS);
+    pub(crate) fn give_work(this: &Arc<Self>, file: u64, work: Work) {
+        let wanted = locked(&this.queue).add_work(file, work, MAX_WORKERS);
         Self::see_to_workers(this, wanted);
     }
 

@@ -17,7 +17,7 @@ use crate::base::harvest::Harvest;
 use crate::base::io_submit::{IoSubmit, MOST};
 use crate::base::stats::Counters;
 use crate::base::wakeup::Wakeup;
-use crate::file::open_file::{OpenFile, Storage};
+use crate::file::open_file::Storage;
 use crate::request::carry_out;
 use crate::request::progress::{Request, Step};
 use crate::request::slab::Slab;
@@ -358,10 +358,10 @@ impl Workers {
         self.slab.borrow().live()
     }
 
-    /// Has a worker compute something for a file. After shutdown the work is dropped.
-    pub(crate) fn run_aside(&self, file: &OpenFile, work: Work) {
+    /// Has a worker compute something for the file that this number stands for. After shutdown the work is dropped.
+    pub(crate) fn run_aside(&self, file: u64, work: Work) {
         if !self.closed.get() {
-            Pool::give_work(&self.pool, file.raw_fd(), work);
+            Pool::give_work(&self.pool, file, work);
         }
     }
 

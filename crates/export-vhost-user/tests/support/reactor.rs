@@ -1,7 +1,7 @@
 //! A reactor that does just what the contract says: jobs, pollers, sleep until an edge.
 #![allow(dead_code, unreachable_pub)]
 
-use block::{Job, Poller, PollerId, ReactorCtx, ReactorHandle, Result, Task, Timers};
+use block::{Job, Poller, PollerId, ReactorCtx, ReactorHandle, Result, Task, Timers, Work};
 use memory::{GuestMemory, GuestRegion};
 use rustix::event::{EventfdFlags, epoll, eventfd};
 use std::any::Any;
@@ -117,6 +117,10 @@ impl ReactorCtx for Local {
 
     fn timers(&self) -> &Rc<Timers> {
         unimplemented!("no timer here")
+    }
+
+    fn run_aside(&self, _turn: u64, work: Work) {
+        work();
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -24,6 +24,9 @@ const DRAIN_PATIENCE: Duration = Duration::from_secs(2);
 pub(super) struct Times {
     gone: LogLimit,
     back: LogLimit,
+    silent: LogLimit,
+    other: LogLimit,
+    over: LogLimit,
 }
 
 /// Where the link is until a server carries out calls again.
@@ -118,7 +121,9 @@ impl Link {
                 break;
             }
             if left.is_zero() {
-                tracing::warn!("'{}': the server does not answer on its other connections", self.uri);
+                if let Some(times) = self.times.silent.admit() {
+                    tracing::warn!(times, "'{}': the server does not answer on its other connections", self.uri);
+                }
                 break;
             }
             let fds = open.iter().filter_map(|lane| self.lanes.get(*lane)).map(Lane::interest);
@@ -155,7 +160,11 @@ impl Link {
                     self.replay = Some(0);
                     return;
                 }
-                Ok(_) => tracing::error!("'{}': the server has another disk there, which is not used", self.uri),
+                Ok(_) => {
+                    if let Some(times) = self.times.other.admit() {
+                        tracing::error!(times, "'{}': the server has another disk there, which is not used", self.uri);
+                    }
+                }
                 Err(error) => tracing::debug!("{error}"),
             }
             self.outage = self.outage.take().map(Outage::with_a_pause);
@@ -183,7 +192,9 @@ impl Link {
             && !outage.has_given_up
         {
             outage.has_given_up = true;
-            tracing::error!("'{}': the server does not come back, requests fail", self.uri);
+            if let Some(times) = self.times.over.admit() {
+                tracing::error!(times, "'{}': the server does not come back, requests fail", self.uri);
+            }
         }
         let active = std::mem::take(&mut self.active);
         let waiting = self.waiting.drain(..).chain(self.renewals.drain(..));
@@ -198,7 +209,7 @@ impl Link {
 mod tests {
     use super::*;
     use crate::calls::Calls;
-    use crate::handshake::Stream;
+    use crate::stream::Stream;
     use crate::uri::NbdUri;
     use std::os::unix::net::UnixStream;
     use std::sync::Arc;

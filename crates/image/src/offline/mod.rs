@@ -3,4 +3,5 @@
 pub(crate) mod edit;
 pub(crate) mod formats;
 pub(crate) mod inspect;
+pub(crate) mod overwrite;
 pub(crate) mod vm_state;

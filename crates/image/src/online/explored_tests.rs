@@ -11,7 +11,7 @@ use crate::{CreateOptions, FileName, Format, ImageOptions, Opener, Role};
 use block::sync::{AtomicBool, Ordering};
 use block::{
     Completion, Disk, Executor, File, FileInfo, FileIo, FileQueue, Op, OpFlags, Poller, PollerId, Priority, ReactorCtx,
-    Result, Tag, Task, Timers,
+    Result, Tag, Task, Timers, Work,
 };
 use memory::{IoBuf, Window};
 use shuttle::future::block_on;
@@ -78,6 +78,10 @@ impl ReactorCtx for Here {
 
     fn timers(&self) -> &Rc<Timers> {
         &self.timers
+    }
+
+    fn run_aside(&self, _turn: u64, work: Work) {
+        work();
     }
 
     fn as_any(&self) -> &dyn Any {

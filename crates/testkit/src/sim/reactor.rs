@@ -2,7 +2,7 @@
 
 use super::queue::Flying;
 use crate::dice::Dice;
-use block::{Executor, Poller, PollerId, ReactorCtx, Result, Task, Timers};
+use block::{Executor, Poller, PollerId, ReactorCtx, Result, Task, Timers, Work};
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -245,6 +245,10 @@ impl ReactorCtx for SimReactor {
 
     fn timers(&self) -> &Rc<Timers> {
         &self.timers
+    }
+
+    fn run_aside(&self, _turn: u64, work: Work) {
+        work();
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -4,7 +4,7 @@ use super::{DeviceQueue, Pending};
 use crate::transport::Transport;
 use block::{Completion, IoError, IoErrorKind, IoResult, Op, Tag};
 use virtio::DeviceRing;
-use virtio::blk::{SECTOR_SHIFT, Status, request_type};
+use virtio::blk::{RangeSegment, SECTOR_SHIFT, Status, request_type};
 
 impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
     pub(super) fn harvest(&mut self) -> usize {
@@ -90,7 +90,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
             _ => (&self.counters.io_errors, "the guest's "),
         };
         if let Some(times) = counter.add_to_log() {
-            let request = name_of(self.queue.kind_and_sector(head));
+            let request = name_of(self.queue.kind_and_sector(head), self.queue.ranges(head));
             let (disk, queue) = (self.device.name(), self.index);
             tracing::warn!(disk, queue, times, errno = error.errno(), "{what}{request} failed: {error}");
         }
@@ -115,14 +115,22 @@ fn status_of(error: IoError) -> Status {
 }
 
 /// Describes a request, for a person.
-fn name_of((kind, sector): (u32, u64)) -> String {
-    let byte = u128::from(sector) << SECTOR_SHIFT;
+fn name_of((kind, sector): (u32, u64), ranges: &[RangeSegment]) -> String {
+    let byte_of = |sector: u64| u128::from(sector) << SECTOR_SHIFT;
+    let byte = byte_of(sector);
+    // Of several ranges, each may have failed.
+    let places = || match ranges {
+        [] => String::new(),
+        [one] => format!(" at byte {}", byte_of(one.sector)),
+        [first, ..] => format!(" at byte {} (the first of {} ranges)", byte_of(first.sector), ranges.len()),
+    };
     match kind {
         request_type::IN => format!("read at byte {byte}"),
         request_type::OUT => format!("write at byte {byte}"),
         request_type::FLUSH | request_type::FLUSH_OUT => "flush".into(),
-        request_type::DISCARD => "discard".into(),
-        request_type::WRITE_ZEROES => "write of zeros".into(),
+        request_type::DISCARD => format!("discard{}", places()),
+        request_type::WRITE_ZEROES => format!("write of zeros{}", places()),
+        request_type::SECURE_ERASE => format!("secure erase{}", places()),
         kind => format!("request of type {kind}"),
     }
 }

@@ -40,7 +40,8 @@ const NAMES: [&str; TARGETS_MAX] = ["A", "B", "C", "D", "E", "F", "G", "H"];
 
 /// Measure a disk: requests a second, latency and CPU time.
 ///
-/// A writing load overwrites the disk, and asks for --destroy if it sees data there.
+/// A writing load overwrites the disk. It asks for --destroy on a device, on the disk of a server (--socket), and if it sees
+/// data in a file.
 ///
 /// One target is measured once, or at each of several depths (--depths, --plot). With --compare, several targets are
 /// measured in turn under the same load.
@@ -114,7 +115,7 @@ pub(crate) struct Args {
     /// Flush after each N writes of a queue.
     #[arg(long, value_name = "N")]
     flush_every: Option<u32>,
-    /// Allow a writing load to overwrite a device or a file that holds data.
+    /// Allow a writing load to overwrite a device, the disk of a server, or a file that holds data.
     #[arg(long)]
     destroy: bool,
     /// Write a pattern, and check what is read against what was written before.

@@ -7,11 +7,19 @@ use drive::{DiskOptions, open_disk};
 use image::BackingPolicy;
 use std::os::unix::fs::FileTypeExt;
 
-/// Refuses targets on which a writing load would destroy data: block devices, and files that hold data. Disks of
-/// servers cannot be checked.
+/// Refuses targets on which a writing load would destroy data: block devices, disks of servers, and files that hold data.
 pub(super) fn refuse(targets: &[Target]) -> anyhow::Result<()> {
+    for target in targets {
+        if let Some(socket) = target.socket() {
+            // A server does not say what it holds, and a guest may have used it.
+            let what = "is the socket of a server, and what is on its disk would be overwritten";
+            return Err(usage(format!("'{}' {what}: give --destroy if that may be lost", socket.display())));
+        }
+    }
     for disk in targets.iter().filter_map(Target::disk_options) {
-        let Some(file) = disk.file.as_ref().filter(|_| !disk.read_only) else { continue };
+        // What a temporary layer takes is gone afterwards anyhow.
+        let keeps = !disk.read_only && (!disk.snapshot || disk.keep.is_some());
+        let Some(file) = disk.file.as_ref().filter(|_| keeps) else { continue };
         let is_device = file.path().and_then(|path| std::fs::metadata(path).ok());
         let what = match is_device.is_some_and(|meta| meta.file_type().is_block_device()) {
             true => "is a device, and what is on it would be overwritten",

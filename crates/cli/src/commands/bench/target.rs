@@ -121,6 +121,14 @@ impl Target {
         }
     }
 
+    /// Returns the socket of another server, if it is one.
+    pub(super) fn socket(&self) -> Option<&Path> {
+        match &self.kind {
+            Kind::Socket(socket) => Some(socket),
+            Kind::Drive(_) | Kind::Serve(_) => None,
+        }
+    }
+
     /// Adds a process of its server.
     pub(super) fn add_server(&mut self, pid: u32) -> anyhow::Result<()> {
         if !Path::new(&format!("/proc/{pid}")).exists() {

@@ -1,7 +1,7 @@
 //! `ctl export`: adds an export of a disk.
 
 use super::{Ctl, tables};
-use crate::nbd_options::{TlsArgs, place};
+use crate::nbd_options::{TlsArgs, absolute_or_passed, place, socket_mode};
 use control::api::{AddExport, AddNbd, Export};
 use std::path::PathBuf;
 
@@ -9,17 +9,23 @@ use std::path::PathBuf;
 pub(super) struct ExportArgs {
     /// The disk.
     name: String,
-    /// The vhost-user socket [default: beside the image].
+    /// The vhost-user socket [default: beside the image]. fd:NAME is one that a service manager passed to the daemon.
     #[arg(long, value_name = "PATH", conflicts_with = "nbd")]
     socket: Option<PathBuf>,
+    /// The socket's permissions, in octal [default: 0600, or 0660 with --socket-group].
+    #[arg(long, value_name = "MODE", value_parser = socket_mode)]
+    socket_mode: Option<String>,
+    /// The socket's group: a name or a number.
+    #[arg(long, value_name = "GROUP")]
+    socket_group: Option<String>,
     /// Guests or clients at this socket cannot write.
     #[arg(long)]
     read_only: bool,
     /// Queues on offer [default: one for each CPU, at most 16].
     #[arg(long, value_name = "N", conflicts_with = "nbd")]
     queues: Option<u16>,
-    /// Serve NBD clients at this Unix socket (for the daemon's user only) or TCP address. Several disks can share one,
-    /// under different names. Without TLS, everybody who can reach it can use the disk.
+    /// Serve NBD clients at this Unix socket, TCP address, or passed socket (fd:NAME). Several disks can share one, under
+    /// different names. Without TLS, everybody who can reach it can use the disk.
     #[arg(long, value_name = "SOCKET|ADDRESS:PORT")]
     nbd: Option<String>,
     /// The export name for NBD clients [default: the disk's name].
@@ -43,7 +49,9 @@ impl ExportArgs {
         let mut request = AddExport {
             disk: self.name.clone(),
             // The daemon has another working directory.
-            socket: self.socket.as_deref().map(daemon::absolute),
+            socket: self.socket.as_deref().map(absolute_or_passed),
+            socket_mode: self.socket_mode.clone(),
+            socket_group: self.socket_group.clone(),
             read_only: self.read_only,
             queues: self.queues,
             ..AddExport::default()

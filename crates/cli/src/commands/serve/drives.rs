@@ -1,12 +1,13 @@
 //! The disks that the command line and the service manager name, each with its socket and queues.
 
 use super::Args;
-use crate::nbd_options::place;
+use crate::nbd_options::{passed_word, place};
 use crate::output::usage;
 use control::Configured;
 use control::api::{AddExport, AddNbd, AddTls};
 use drive::{DriveOptions, ParsedDrive, PassedDescriptors};
 use image::{FileName, options_without_secrets};
+use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 
 pub(super) enum Asked {
@@ -15,7 +16,8 @@ pub(super) enum Asked {
 }
 
 /// Returns the disks in the order of the command line. Without disks it fails, unless `is_served_without`.
-pub(super) fn drives(args: &Args, is_served_without: bool) -> anyhow::Result<Asked> {
+/// Passed sockets that `others` name belong to no disk alone.
+pub(super) fn drives(args: &Args, is_served_without: bool, others: &[Configured]) -> anyhow::Result<Asked> {
     let named = args.images.iter().map(|image| Ok(DriveOptions::of_file(FileName::parse(image)?)));
     let mut drives = named.collect::<block::Result<Vec<DriveOptions>>>()?;
     let passed = PassedDescriptors::of_this_process()?;
@@ -30,10 +32,16 @@ pub(super) fn drives(args: &Args, is_served_without: bool) -> anyhow::Result<Ask
         return Err(usage("nothing to serve: name an IMAGE or give --drive file=PATH,..."));
     }
     drives.iter_mut().for_each(|drive| drive.export.queues = drive.export.queues.or(args.queues));
-    give_passed_sockets(&mut drives, &passed)?;
+    let exports: Vec<AddExport> = args.nbd.iter().map(|word| nbd_export(args, word)).collect();
+    let sockets = others.iter().flat_map(|other| &other.exports).chain(&exports).filter_map(|export| {
+        let word = passed_word(export.socket.as_deref()?)?;
+        Some(passed.number_of(word))
+    });
+    let of_others = others.iter().filter_map(|other| other.drive.export.socket_descriptor).map(Ok);
+    let taken: Vec<RawFd> = sockets.chain(of_others).collect::<block::Result<_>>()?;
+    give_passed_sockets(&mut drives, &passed, &taken)?;
     give_named_sockets(&mut drives, &args.socket, &passed)?;
     let texts = texts(args);
-    let exports: Vec<AddExport> = args.nbd.iter().map(|word| nbd_export(args, word)).collect();
     let configured = |(drive, text)| Configured { drive, text, serve: true, exports: exports.clone() };
     Ok(Asked::Drives(drives.into_iter().zip(texts).map(configured).collect()))
 }
@@ -46,7 +54,15 @@ fn nbd_export(args: &Args, word: &str) -> AddExport {
         required: true,
         verify_peer: true,
     });
-    AddExport { socket, nbd: Some(AddNbd { listen, tls, ..AddNbd::default() }), ..AddExport::default() }
+    let is_made_here = socket.as_deref().is_some_and(|socket| passed_word(socket).is_none());
+    let of_socket = |setting: &Option<String>| setting.clone().filter(|_| is_made_here);
+    AddExport {
+        socket_mode: of_socket(&args.nbd_socket_mode),
+        socket_group: of_socket(&args.nbd_socket_group),
+        socket,
+        nbd: Some(AddNbd { listen, tls, ..AddNbd::default() }),
+        ..AddExport::default()
+    }
 }
 
 /// Returns the words of the command line for each disk, by which the record of a state directory identifies it.
@@ -64,9 +80,10 @@ fn texts(args: &Args) -> Vec<String> {
 
 /// Gives the sockets that a manager passed to the disks that they are named after. A guest that got another guest's
 /// disk would destroy it, so no socket is assigned by its place in a list.
-fn give_passed_sockets(drives: &mut [DriveOptions], passed: &PassedDescriptors) -> anyhow::Result<()> {
-    let taken: Vec<_> = drives.iter().filter_map(|drive| drive.export.socket_descriptor).collect();
-    let sockets: Vec<_> = passed.sockets().filter(|(number, _)| !taken.contains(number)).collect();
+fn give_passed_sockets(drives: &mut [DriveOptions], passed: &PassedDescriptors, taken: &[RawFd]) -> anyhow::Result<()> {
+    let own: Vec<_> = drives.iter().filter_map(|drive| drive.export.socket_descriptor).collect();
+    let is_free = |(number, _): &(RawFd, &str)| !own.contains(number) && !taken.contains(number);
+    let sockets: Vec<_> = passed.sockets().filter(is_free).collect();
     let is_only_one = drives.len() == 1 && sockets.len() == 1;
     for (number, name) in sockets {
         let said = drives.iter().position(|drive| drive.disk.name.as_deref() == Some(name));
@@ -108,7 +125,7 @@ fn give_named_sockets(
             continue;
         }
         let socket = sockets.next();
-        match socket.and_then(|socket| socket.to_str()?.strip_prefix("fd:")) {
+        match socket.and_then(|socket| passed_word(socket)) {
             Some(word) => drive.export.socket_descriptor = Some(passed.number_of(word)?),
             None => drive.export.socket = socket.cloned().or_else(|| drive.disk.default_socket()),
         }

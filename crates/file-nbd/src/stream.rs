@@ -1,0 +1,233 @@
+//! A stream to a server: a socket, perhaps with TLS over it.
+
+use crate::uri::Place;
+use memory::{Lent, SocketPart, send_parts};
+use nbd_tls::{Arrival, Channel, Connection, Socket, copy_to, widen};
+use rustix::event::{PollFd, PollFlags};
+use rustix::net::sockopt::{Timeout, set_socket_keepalive, set_socket_timeout};
+use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType, send, socket_with};
+use std::io::{self, Read, Write};
+use std::net::{TcpStream, ToSocketAddrs};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+/// How long connecting to one of several addresses may take.
+const ADDRESS_PATIENCE: Duration = Duration::from_secs(10);
+
+#[derive(Debug)]
+pub(crate) enum Stream {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+    Tls(Box<Secured>),
+}
+
+/// A socket, and the session over it.
+#[derive(Debug)]
+pub(crate) struct Secured {
+    socket: Stream,
+    channel: Channel,
+}
+
+impl Stream {
+    /// Connects, until that moment.
+    pub(crate) fn connect(place: &Place, until: Instant) -> io::Result<Self> {
+        match place {
+            Place::Unix(path) => {
+                let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+                // A server that accepts nobody is waited for.
+                set_socket_timeout(&socket, Timeout::Send, Some(left(until)?))?;
+                rustix::net::connect(&socket, &SocketAddrUnix::new(path)?).map_err(|error| in_time(error.into()))?;
+                let stream = UnixStream::from(socket);
+                widen(&stream);
+                Ok(Self::Unix(stream))
+            }
+            Place::Tcp(host, port) => {
+                let mut last = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
+                for address in (host.as_str(), *port).to_socket_addrs()? {
+                    match TcpStream::connect_timeout(&address, left(until)?.min(ADDRESS_PATIENCE)) {
+                        Ok(stream) => {
+                            stream.set_nodelay(true)?;
+                            set_socket_keepalive(&stream, true)?;
+                            return Ok(Self::Tcp(stream));
+                        }
+                        Err(error) => last = error,
+                    }
+                }
+                Err(last)
+            }
+        }
+    }
+
+    /// All that follows is under TLS, with the keys of `session`.
+    pub(crate) fn secured(self, session: Connection) -> io::Result<Self> {
+        Ok(Self::Tls(Box::new(Secured { socket: self, channel: Channel::new(session)? })))
+    }
+
+    pub(crate) fn set_nonblocking(&self) -> io::Result<()> {
+        match self {
+            Self::Unix(stream) => stream.set_nonblocking(true),
+            Self::Tcp(stream) => stream.set_nonblocking(true),
+            Self::Tls(secured) => secured.socket.set_nonblocking(),
+        }
+    }
+
+    /// What is waited for, to read and perhaps to send.
+    pub(crate) fn interest(&self, sends: bool) -> PollFd<'_> {
+        let writes = if sends || self.is_sending() { PollFlags::OUT } else { PollFlags::empty() };
+        PollFd::new(self, PollFlags::IN | writes)
+    }
+
+    /// Something is left to be sent that was taken before.
+    fn is_sending(&self) -> bool {
+        matches!(self, Self::Tls(secured) if secured.channel.wants_write())
+    }
+
+    /// Reads what is there, and says whether that was all. A call that was [`io::ErrorKind::Interrupted`] is to be made again.
+    pub(crate) fn receive(&mut self, room: &mut [u8]) -> io::Result<(usize, bool)> {
+        let Self::Tls(secured) = self else {
+            let count = rustix::io::read(&*self, &mut *room)?;
+            return Ok((count, count < room.len()));
+        };
+        secured.receive(|plain| copy_to(room, plain))
+    }
+
+    /// As [`Self::receive`], at most `left` bytes to memory that is lent, from `at` on; `None` if that was taken back.
+    pub(crate) fn receive_to(&mut self, place: &Lent, at: usize, left: usize) -> Option<io::Result<(usize, bool)>> {
+        let Self::Tls(secured) = self else {
+            let received = place.receive_into(self.as_fd(), at, left)?;
+            return Some(received.map(|count| (count, count < left)));
+        };
+        (!place.has_ended()).then(|| {
+            secured.receive(|plain| {
+                let plain = plain.get(..left.min(plain.len())).unwrap_or_default();
+                place.copy_in(at, plain);
+                plain.len()
+            })
+        })
+    }
+
+    /// Sends what of `parts` is taken, and what was taken before.
+    pub(crate) fn send<'a>(&mut self, parts: impl Iterator<Item = &'a [u8]>) -> io::Result<usize> {
+        let Self::Tls(secured) = self else { return send_parts(self.as_fd(), parts.map(SocketPart::Bytes)) };
+        let Secured { socket, channel } = &mut **secured;
+        let mut socket = Socket::new(socket.as_fd());
+        channel.send(&mut socket)?;
+        let count = channel.seal(parts)?;
+        // What it takes later is not lost.
+        match channel.send(&mut socket) {
+            Err(error) if error.kind() != io::ErrorKind::WouldBlock => Err(error),
+            _ => Ok(count),
+        }
+    }
+
+    /// Sends what was taken before.
+    pub(crate) fn send_rest(&mut self) -> io::Result<()> {
+        match self {
+            Self::Unix(_) | Self::Tcp(_) => Ok(()),
+            Self::Tls(secured) => secured.channel.send(&mut Socket::new(secured.socket.as_fd())),
+        }
+    }
+
+    /// Nothing more is sent. The server may be told, as a courtesy.
+    pub(crate) fn close(&mut self) {
+        if let Self::Tls(secured) = self {
+            secured.channel.close();
+            let _ = self.send_rest();
+        }
+    }
+
+    /// The same, as one that waits, until that moment.
+    pub(crate) fn until(&mut self, until: Instant) -> Limited<'_> {
+        Limited { stream: self, until }
+    }
+}
+
+impl Secured {
+    /// Gives `take` plain bytes that are there, and says how many it took and whether that was all.
+    fn receive(&mut self, take: impl FnOnce(&[u8]) -> usize) -> io::Result<(usize, bool)> {
+        let Self { socket, channel } = self;
+        let mut socket = Socket::new(socket.as_fd());
+        match channel.look(&mut socket) {
+            Ok(Arrival::Plain) => {
+                let count = channel.take(take)?;
+                Ok((count, socket.is_drained() && !channel.has_arrived()))
+            }
+            Ok(Arrival::Nothing) => Err(io::ErrorKind::Interrupted.into()),
+            Ok(Arrival::End) => Ok((0, false)),
+            Err(error) => {
+                tell(channel, &mut socket, &error);
+                Err(error)
+            }
+        }
+    }
+}
+
+/// Tells the server why this side ends.
+fn tell(channel: &mut Channel, socket: &mut Socket<'_>, error: &io::Error) {
+    if !matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) {
+        let _ = channel.send(socket);
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Unix(stream) => stream.as_fd(),
+            Self::Tcp(stream) => stream.as_fd(),
+            Self::Tls(secured) => secured.socket.as_fd(),
+        }
+    }
+}
+
+/// Until then: an error if it is over.
+fn left(until: Instant) -> io::Result<Duration> {
+    let left = until.saturating_duration_since(Instant::now());
+    (!left.is_zero()).then_some(left).ok_or_else(|| io::ErrorKind::TimedOut.into())
+}
+
+/// What a socket says whose time is over.
+fn in_time(error: io::Error) -> io::Error {
+    if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error }
+}
+
+/// A stream of which all that is read and written ends in time, however slowly the peer goes on.
+#[derive(Debug)]
+pub(crate) struct Limited<'a> {
+    stream: &'a mut Stream,
+    until: Instant,
+}
+
+impl Read for Limited<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        match &mut *self.stream {
+            Stream::Tls(secured) => {
+                let Secured { socket, channel } = &mut **secured;
+                channel.over(socket.until(self.until)).read(bytes)
+            }
+            plain => {
+                set_socket_timeout(&*plain, Timeout::Recv, Some(left(self.until)?))?;
+                rustix::io::read(&*plain, bytes).map_err(|error| in_time(error.into()))
+            }
+        }
+    }
+}
+
+impl Write for Limited<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match &mut *self.stream {
+            Stream::Tls(secured) => {
+                let Secured { socket, channel } = &mut **secured;
+                channel.over(socket.until(self.until)).write(bytes)
+            }
+            plain => {
+                set_socket_timeout(&*plain, Timeout::Send, Some(left(self.until)?))?;
+                send(&*plain, bytes, SendFlags::NOSIGNAL).map_err(|error| in_time(error.into()))
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,253 @@
+//! A TLS connection after its handshake, without a thread of its own: whoever has the socket drives it.
+
+use crate::in_words::said_of;
+use rustls::Connection;
+use std::io::{self, BufRead as _, IoSlice, Read, Write};
+use std::ops::Range;
+
+/// What is taken from the socket at once. (The session itself would take 4 KiB with a call.)
+const ARRIVED_BYTES: usize = 64 << 10;
+/// Plain bytes that are encrypted at once. The next ones follow when the socket has taken these.
+const SEALED_BYTES_MAX: usize = 64 << 10;
+/// Slices of them.
+const PARTS_MAX: usize = 64;
+/// Bytes that a peer may send without a plain byte among them: tickets, new keys, and a record that is not whole yet.
+const FRUITLESS_BYTES_MAX: usize = 128 << 10;
+
+/// Agrees with the peer on keys, on a socket that waits. Who gives it a time limit limits all of it.
+pub fn shake_hands(session: &mut Connection, socket: &mut (impl Read + Write)) -> io::Result<()> {
+    while session.is_handshaking() {
+        session.complete_io(socket)?;
+    }
+    // What comes last of the keys, or why there are none.
+    while session.wants_write() {
+        session.write_tls(socket)?;
+    }
+    Ok(())
+}
+
+/// What a look at the socket has brought.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arrival {
+    /// Plain bytes are there.
+    Plain,
+    /// Something came, but no plain bytes yet.
+    Nothing,
+    /// The peer has said that it sends nothing more.
+    End,
+}
+
+/// A session whose keys are agreed on. It holds at most 64 KiB of what has arrived, one record of it in plain, and 64 KiB of
+/// what is to be sent. It never waits: that is for the socket which it is given.
+#[derive(Debug)]
+pub struct Channel {
+    session: Connection,
+    /// What has arrived, and which part of it the session has not taken yet.
+    arrived: Vec<u8>,
+    rest: Range<usize>,
+    /// Plain bytes that were not taken yet.
+    plain_bytes: usize,
+    /// Bytes that came since the last plain one.
+    fruitless_bytes: usize,
+    has_ended: bool,
+    is_closed: bool,
+}
+
+impl Channel {
+    /// Goes on after [`shake_hands`], with what came together with the last of the keys.
+    pub fn new(mut session: Connection) -> io::Result<Self> {
+        session.set_buffer_limit(Some(SEALED_BYTES_MAX));
+        let mut channel = Self {
+            session,
+            arrived: vec![0; ARRIVED_BYTES],
+            rest: 0..0,
+            plain_bytes: 0,
+            fruitless_bytes: 0,
+            has_ended: false,
+            is_closed: false,
+        };
+        channel.open()?;
+        Ok(channel)
+    }
+
+    /// Whether [`Self::look`] brings something without a look at the socket.
+    #[must_use]
+    pub fn has_arrived(&self) -> bool {
+        self.plain_bytes > 0 || !self.rest.is_empty() || self.has_ended
+    }
+
+    /// Brings plain bytes, with at most one read from `socket`. An end without a word of TLS is an error: somebody may have
+    /// cut the connection. After any error but [`io::ErrorKind::WouldBlock`] and [`io::ErrorKind::Interrupted`], what is left
+    /// to send says why.
+    pub fn look(&mut self, socket: &mut impl Read) -> io::Result<Arrival> {
+        self.take_rest()?;
+        if self.plain_bytes == 0 && !self.has_ended {
+            match socket.read(&mut self.arrived)? {
+                0 => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it went without the end that TLS has")),
+                count => {
+                    self.fruitless_bytes = self.fruitless_bytes.saturating_add(count);
+                    self.rest = 0..count;
+                }
+            }
+            self.take_rest()?;
+        }
+        match self.plain_bytes {
+            0 if self.has_ended => Ok(Arrival::End),
+            0 if self.fruitless_bytes > FRUITLESS_BYTES_MAX => {
+                Err(io::Error::new(io::ErrorKind::InvalidData, "it sends records with nothing in them"))
+            }
+            0 => Ok(Arrival::Nothing),
+            _ => {
+                self.fruitless_bytes = 0;
+                Ok(Arrival::Plain)
+            }
+        }
+    }
+
+    /// Has the session take what has arrived, up to plain bytes.
+    fn take_rest(&mut self) -> io::Result<()> {
+        while !self.rest.is_empty() && self.plain_bytes == 0 && !self.has_ended {
+            let mut rest = self.arrived.get(self.rest.clone()).unwrap_or_default();
+            let taken = self.session.read_tls(&mut rest)?;
+            self.rest.start = self.rest.end.saturating_sub(rest.len());
+            self.open()?;
+            if taken == 0 && !self.has_ended {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "TLS: a record is not well formed"));
+            }
+        }
+        Ok(())
+    }
+
+    fn open(&mut self) -> io::Result<()> {
+        let state = self.session.process_new_packets();
+        let state = state.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, said_of(&error)))?;
+        self.plain_bytes = state.plaintext_bytes_to_read();
+        // What it sends after its end is not looked at.
+        self.has_ended = state.peer_has_closed();
+        Ok(())
+    }
+
+    /// Takes plain bytes with `take`, which gets the first of them and says how many it wants.
+    pub fn take(&mut self, take: impl FnOnce(&[u8]) -> usize) -> io::Result<usize> {
+        if self.plain_bytes == 0 {
+            return Ok(0);
+        }
+        let mut reader = self.session.reader();
+        let first = reader.fill_buf()?;
+        let taken = take(first).min(first.len());
+        reader.consume(taken);
+        self.plain_bytes = self.plain_bytes.saturating_sub(taken);
+        Ok(taken)
+    }
+
+    /// Something is left to be sent. Until it is gone, nothing more is to be sealed.
+    #[must_use]
+    pub fn wants_write(&self) -> bool {
+        self.session.wants_write()
+    }
+
+    /// Encrypts the first of the bytes of `parts`; returns how many. Nothing goes out before [`Self::send`].
+    pub fn seal<'a>(&mut self, parts: impl Iterator<Item = &'a [u8]>) -> io::Result<usize> {
+        if self.is_closed {
+            return Err(io::Error::new(io::ErrorKind::BrokenPipe, "TLS: this side has ended"));
+        }
+        let mut slices = [IoSlice::new(&[]); PARTS_MAX];
+        let (mut used, mut room) = (0_usize, SEALED_BYTES_MAX);
+        for (slice, part) in slices.iter_mut().zip(parts.filter(|part| !part.is_empty())) {
+            let part = part.get(..part.len().min(room)).unwrap_or_default();
+            room = room.saturating_sub(part.len());
+            (*slice, used) = (IoSlice::new(part), used.saturating_add(1));
+            if room == 0 {
+                break;
+            }
+        }
+        let count = self.session.writer().write_vectored(slices.get(..used).unwrap_or_default())?;
+        if count > 0 && !self.session.wants_write() {
+            // The session keeps this to itself: with TLS 1.2 keys are used up at some time.
+            return Err(io::Error::new(io::ErrorKind::BrokenPipe, "TLS: the keys are used up"));
+        }
+        Ok(count)
+    }
+
+    /// Sends what is sealed, as far as `socket` takes it; the rest goes with the next call.
+    pub fn send(&mut self, socket: &mut impl Write) -> io::Result<()> {
+        while self.session.wants_write() {
+            match self.session.write_tls(socket) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells the peer that nothing more comes, so that it knows of nothing that it has missed.
+    pub fn close(&mut self) {
+        if !std::mem::replace(&mut self.is_closed, true) {
+            self.session.send_close_notify();
+        }
+    }
+
+    /// Whether this side has ended.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.is_closed
+    }
+
+    /// A stream of plain bytes over a socket that waits.
+    pub fn over<S: Read + Write>(&mut self, socket: S) -> Over<'_, S> {
+        Over { channel: self, socket }
+    }
+
+    /// Changes the keys that this side sends with.
+    #[cfg(test)]
+    fn renew_keys(&mut self) {
+        self.session.refresh_traffic_keys().unwrap();
+    }
+}
+
+/// Plain bytes under TLS, on a socket that waits.
+#[derive(Debug)]
+pub struct Over<'a, S> {
+    channel: &'a mut Channel,
+    socket: S,
+}
+
+impl<S: Read> Read for Over<'_, S> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.channel.look(&mut self.socket)? {
+                Arrival::Plain => return self.channel.take(|plain| copy_to(bytes, plain)),
+                Arrival::Nothing => {}
+                Arrival::End => return Ok(0),
+            }
+        }
+    }
+}
+
+impl<S: Write> Write for Over<'_, S> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.channel.send(&mut self.socket)?;
+        let count = self.channel.seal(std::iter::once(bytes))?;
+        self.channel.send(&mut self.socket)?;
+        Ok(count)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.channel.send(&mut self.socket)
+    }
+}
+
+/// Copies as much as both have; returns how much.
+#[must_use]
+pub fn copy_to(target: &mut [u8], source: &[u8]) -> usize {
+    let count = target.len().min(source.len());
+    if let (Some(target), Some(source)) = (target.get_mut(..count), source.get(..count)) {
+        target.copy_from_slice(source);
+    }
+    count
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,333 @@
+use super::*;
+use crate::{Credentials, Socket};
+use rustls::ServerConnection;
+use std::net::Shutdown;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+fn certificates(directory: &Path) {
+    let rcgen::CertifiedKey { cert, signing_key } = rcgen::generate_simple_self_signed(["localhost".into()]).unwrap();
+    std::fs::write(directory.join("ca-cert.pem"), cert.pem()).unwrap();
+    std::fs::write(directory.join("server-cert.pem"), cert.pem()).unwrap();
+    std::fs::write(directory.join("server-key.pem"), signing_key.serialize_pem()).unwrap();
+}
+
+/// One side: a session and a socket that does not wait.
+struct End {
+    channel: Channel,
+    socket: UnixStream,
+}
+
+impl End {
+    fn socket(&self) -> Socket<'_> {
+        Socket::new(self.socket.as_fd())
+    }
+
+    fn look(&mut self) -> io::Result<Arrival> {
+        self.channel.look(&mut Socket::new(self.socket.as_fd()))
+    }
+
+    fn send(&mut self) -> io::Result<()> {
+        self.channel.send(&mut Socket::new(self.socket.as_fd()))
+    }
+
+    /// Seals and sends as much of `bytes` as goes now.
+    fn put(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.send()?;
+        let count = self.channel.seal(std::iter::once(bytes))?;
+        match self.send() {
+            Err(error) if error.kind() != io::ErrorKind::WouldBlock => Err(error),
+            _ => Ok(count),
+        }
+    }
+
+    /// All plain bytes that are here.
+    fn get(&mut self) -> io::Result<Vec<u8>> {
+        let mut found = Vec::new();
+        loop {
+            match self.look() {
+                Ok(Arrival::Plain) => drop(self.channel.take(|plain| {
+                    found.extend_from_slice(plain);
+                    plain.len()
+                })?),
+                Ok(Arrival::Nothing) => {}
+                Ok(Arrival::End) => return Ok(found),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(found),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+/// Both sessions after their handshake, and their sockets.
+fn shaken() -> [(Connection, UnixStream); 2] {
+    let directory = tempfile::tempdir().unwrap();
+    certificates(directory.path());
+    let credentials = Credentials::in_directory(directory.path());
+    let (mut to_server, mut to_client) = UnixStream::pair().unwrap();
+    let mut theirs = credentials.connect("localhost").unwrap();
+    let mut ours = Connection::Server(ServerConnection::new(credentials.server(false).unwrap()).unwrap());
+    let serves = std::thread::spawn(move || {
+        shake_hands(&mut ours, &mut to_client).unwrap();
+        (ours, to_client)
+    });
+    shake_hands(&mut theirs, &mut to_server).unwrap();
+    [(theirs, to_server), serves.join().unwrap()]
+}
+
+/// A client and a server.
+fn connected() -> [End; 2] {
+    shaken().map(|(session, socket)| {
+        socket.set_nonblocking(true).unwrap();
+        End { channel: Channel::new(session).unwrap(), socket }
+    })
+}
+
+/// Some bytes, behind which others will come.
+struct Part<'a>(&'a [u8]);
+
+impl Read for Part<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        if self.0.is_empty() { Err(io::ErrorKind::WouldBlock.into()) } else { self.0.read(bytes) }
+    }
+}
+
+fn would_block<T: std::fmt::Debug>(result: io::Result<T>) -> bool {
+    result.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
+}
+
+fn numbered(length: usize) -> Vec<u8> {
+    (0..length).map(|index| ((index * 7) >> 3) as u8).collect()
+}
+
+#[test]
+fn what_goes_in_at_one_end_comes_out_at_the_other_in_both_directions_at_once() {
+    let [mut client, mut server] = connected();
+    let bytes = numbered(3_000_000);
+    let (mut sent, mut found) = ([0; 2], [Vec::new(), Vec::new()]);
+    while found.iter().any(|found| found.len() < bytes.len()) {
+        for (index, end) in [&mut client, &mut server].into_iter().enumerate() {
+            match end.put(&bytes[sent[index]..]) {
+                Ok(count) => sent[index] += count,
+                error => assert!(would_block(error)),
+            }
+            found[index].extend(end.get().unwrap());
+        }
+    }
+    assert!(found.iter().all(|found| *found == bytes));
+}
+
+#[test]
+fn a_peer_that_takes_nothing_has_a_bound_and_the_rest_goes_on_where_it_stopped() {
+    let [mut client, mut server] = connected();
+    let bytes = numbered(8 << 20);
+    let mut sent = 0;
+    loop {
+        match server.put(&bytes[sent..]) {
+            Ok(count) => {
+                assert!(count <= SEALED_BYTES_MAX);
+                sent += count;
+            }
+            Err(error) => {
+                assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+                break;
+            }
+        }
+    }
+    // Nothing more is taken in, however often it is asked.
+    assert!(server.channel.wants_write() && sent < bytes.len());
+    assert!((0..100).all(|_| would_block(server.put(&bytes[sent..]))));
+    // It reads little by little: records are cut anywhere.
+    let mut found = Vec::new();
+    while found.len() < bytes.len() {
+        match server.put(&bytes[sent..]) {
+            Ok(count) => sent += count,
+            error => assert!(would_block(error)),
+        }
+        let mut some = vec![0; 777 + found.len() % 5000];
+        let Ok(count) = (&client.socket).read(&mut some) else { continue };
+        let mut part = Part(&some[..count]);
+        loop {
+            match client.channel.look(&mut part) {
+                Ok(Arrival::Plain) => {
+                    client.channel.take(|plain| (found.extend_from_slice(plain), plain.len()).1).unwrap();
+                }
+                Ok(Arrival::Nothing) => {}
+                end => break assert!(would_block(end)),
+            }
+        }
+    }
+    assert!(found == bytes);
+}
+
+#[test]
+fn a_reader_that_is_always_behind_holds_no_more_than_it_has_read_at_once() {
+    let [mut client, mut server] = connected();
+    let bytes = numbered(1 << 20);
+    let (mut sent, mut taken) = (0, 0);
+    for _ in 0..2000 {
+        if let Ok(count) = client.put(&bytes[sent % bytes.len()..]) {
+            sent += count;
+        }
+        // It takes a few bytes for each look.
+        if matches!(server.look(), Ok(Arrival::Plain)) {
+            taken += server.channel.take(|plain| plain.len().min(300)).unwrap();
+            assert!(server.channel.plain_bytes <= 32 << 10, "{} plain bytes", server.channel.plain_bytes);
+        }
+        assert_eq!(server.channel.arrived.len(), ARRIVED_BYTES);
+    }
+    // What it has not taken waits in the sender's hands.
+    assert!(taken > 100_000 && (0..100).any(|_| would_block(client.put(&bytes))));
+}
+
+#[test]
+fn an_end_that_was_said_is_told_from_one_that_was_cut() {
+    let [mut client, mut server] = connected();
+    client.put(b"all of it").unwrap();
+    client.channel.close();
+    client.send().unwrap();
+    // What comes behind the end is no part of the stream, and the other direction goes on.
+    (&client.socket).write_all(&[23, 3, 3, 0, 99, 1, 2, 3]).unwrap();
+    assert_eq!(server.get().unwrap(), b"all of it");
+    assert_eq!(server.look().unwrap(), Arrival::End);
+    assert_eq!(server.look().unwrap(), Arrival::End);
+    server.put(b"and the answer").unwrap();
+    assert_eq!(client.get().unwrap(), b"and the answer");
+    assert_eq!(client.put(b"more").unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+
+    let [mut client, mut server] = connected();
+    client.put(b"part of it").unwrap();
+    client.socket.shutdown(Shutdown::Write).unwrap();
+    assert_eq!(server.look().unwrap(), Arrival::Plain);
+    server.channel.take(<[u8]>::len).unwrap();
+    let error = server.look().unwrap_err();
+    assert!(error.kind() == io::ErrorKind::UnexpectedEof && error.to_string().contains("without the end"), "{error}");
+
+    // Cut within a record: not a byte of it counts.
+    let [mut client, mut server] = connected();
+    client.channel.seal(std::iter::once(&[7; 5000][..])).unwrap();
+    let mut record = Vec::new();
+    client.channel.send(&mut record).unwrap();
+    (&client.socket).write_all(&record[..4000]).unwrap();
+    client.socket.shutdown(Shutdown::Write).unwrap();
+    assert_eq!(server.look().unwrap(), Arrival::Nothing);
+    assert_eq!(server.look().unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+}
+
+#[test]
+fn keys_change_on_both_sides_while_data_go() {
+    let [mut client, mut server] = connected();
+    for round in 0..200_usize {
+        let bytes = numbered(10_000 + round);
+        if round % 3 == 0 {
+            // The other side is asked to change its keys as well.
+            client.channel.renew_keys();
+        }
+        if round % 7 == 0 {
+            server.channel.renew_keys();
+        }
+        for [from, to] in [[0, 1], [1, 0]] {
+            let ends = [&mut client, &mut server];
+            assert_eq!(ends[from].put(&bytes).unwrap(), bytes.len());
+            assert!(ends[to].get().unwrap() == bytes, "round {round}");
+        }
+    }
+}
+
+#[test]
+fn a_byte_that_was_changed_on_the_way_ends_it_and_the_peer_is_told_why() {
+    let [mut client, mut server] = connected();
+    client.channel.seal(std::iter::once(&b"a secret"[..])).unwrap();
+    let mut record = Vec::new();
+    client.channel.send(&mut record).unwrap();
+    *record.last_mut().unwrap() ^= 1;
+    (&client.socket).write_all(&record).unwrap();
+    assert_eq!(server.look().unwrap_err().kind(), io::ErrorKind::InvalidData);
+    client.put(b"not a secret").unwrap();
+    assert_eq!(server.look().unwrap_err().kind(), io::ErrorKind::InvalidData, "nor does it go on");
+    server.send().unwrap();
+    let told = client.look().unwrap_err();
+    assert!(told.kind() == io::ErrorKind::InvalidData && told.to_string().starts_with("TLS: "), "{told}");
+}
+
+#[test]
+fn bytes_that_are_no_records_end_it() {
+    for bytes in [&[0xff; 100][..], b"HTTP/1.1 200 OK\r\n", &[23, 3, 3, 0xff, 0xff, 0, 0, 0]] {
+        let [client, mut server] = connected();
+        (&client.socket).write_all(bytes).unwrap();
+        assert_eq!(server.get().unwrap_err().kind(), io::ErrorKind::InvalidData);
+    }
+}
+
+#[test]
+fn a_peer_that_only_changes_its_keys_is_not_listened_to_for_ever() {
+    let [mut client, mut server] = connected();
+    let mut asked = 0;
+    let error = loop {
+        client.channel.renew_keys();
+        client.send().unwrap();
+        asked += 1;
+        match server.get() {
+            Ok(found) => assert!(found.is_empty() && asked < 1000),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+    // What it would have answered is bounded, too.
+    let mut answers = Vec::new();
+    server.channel.send(&mut answers).unwrap();
+    assert!(answers.len() < 4096, "{} bytes", answers.len());
+}
+
+#[test]
+fn what_brings_no_byte_has_a_bound() {
+    // Rustls makes no records without a byte in them, so this begins just below the bound.
+    let [client, mut server] = connected();
+    server.channel.fruitless_bytes = FRUITLESS_BYTES_MAX;
+    (&client.socket).write_all(&[23, 3, 3, 0, 99, 1]).unwrap();
+    let error = server.look().unwrap_err();
+    assert!(error.to_string().contains("nothing in them"), "{error}");
+}
+
+#[test]
+fn what_came_together_with_the_last_of_the_keys_is_there_before_the_socket_is_looked_at() {
+    let [(mut client, to_server), (mut server, mut to_client)] = shaken();
+    client.writer().write_all(b"at once").unwrap();
+    client.write_tls(&mut &to_server).unwrap();
+    server.read_tls(&mut to_client).unwrap();
+    server.process_new_packets().unwrap();
+    to_client.set_nonblocking(true).unwrap();
+    let mut server = End { channel: Channel::new(server).unwrap(), socket: to_client };
+    assert!(server.channel.has_arrived());
+    assert_eq!(server.get().unwrap(), b"at once");
+    assert!(!server.channel.has_arrived() && !server.socket().is_drained());
+}
+
+#[test]
+fn a_peer_that_has_gone_is_an_error_and_no_signal() {
+    let [client, mut server] = connected();
+    drop(client);
+    let error = server.put(b"anybody").unwrap_err();
+    assert!(matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset), "{error}");
+}
+
+#[test]
+fn a_stream_over_it_waits_and_ends() {
+    let [(client, to_server), (server, to_client)] = shaken();
+    let mut client = Channel::new(client).unwrap();
+    let bytes = numbered(2_000_000);
+    let writes = {
+        let bytes = bytes.clone();
+        std::thread::spawn(move || {
+            let mut server = Channel::new(server).unwrap();
+            server.over(&to_client).write_all(&bytes).unwrap();
+            server.close();
+            server.over(&to_client).flush().unwrap();
+        })
+    };
+    let mut found = Vec::new();
+    client.over(&to_server).read_to_end(&mut found).unwrap();
+    writes.join().unwrap();
+    assert!(found == bytes);
+}
