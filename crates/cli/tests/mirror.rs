@@ -4,13 +4,13 @@
 mod common;
 mod live_bench;
 
-use common::{assert_valid, has_tool, path_str, tool_ok};
+use common::{Server, assert_valid, has_tool, path_str, ringdisk, tool_ok};
 use live_bench::{Bench, SIZE};
 use serde_json::Value;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use testkit::{HistoryLoad, SectorHistory};
+use testkit::{HistoryLoad, RbdStandIn, SectorHistory};
 
 fn job(bench: &Bench, id: &Value) -> Value {
     let jobs = bench.json(&["jobs"]);
@@ -76,6 +76,131 @@ fn a_disk_is_mirrored_while_guests_work_and_stays_on_the_copy_after_a_restart() 
     assert_valid(&last, false);
     compare((&last, "qcow2"), (&bench.path("same.raw"), "raw"));
     bench.history.check_read(0, &bench.as_qemu_sees(&last), bench.history.now()).unwrap();
+}
+
+/// Serves two raw files of the disk's size to NBD clients, as `raw` and `inner`.
+fn nbd_server(bench: &Bench) -> Server {
+    let mut command = ringdisk();
+    command.args(["nbd", "--socket", path_str(&bench.path("nbd"))]);
+    for name in ["raw", "inner"] {
+        let file = bench.path(name);
+        if !file.exists() {
+            std::fs::File::create(&file).and_then(|file| file.set_len(SIZE)).unwrap();
+        }
+        command.args(["--drive", &format!("file={},format=raw,name={name}", file.display())]);
+    }
+    Server::start_command(command)
+}
+
+#[test]
+fn a_disk_moves_to_an_nbd_servers_disk_and_takes_a_layer_there() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let mut bench = Bench::new();
+    let nbd = nbd_server(&bench);
+    let socket = bench.path("nbd");
+    let uri = |name: &str| format!("nbd+unix:///{name}?socket={}", socket.display());
+    let server = bench.serve();
+    let guests = bench.guests(1, 60);
+    guests.wait_for_more(500);
+    // All of a server's disk is overwritten only if that is said.
+    let said = bench.fails(&["mirror", "root", &uri("raw"), "--format", "raw"]);
+    assert!(said.contains("written over"), "{said}");
+    let mine = format!("{}&reconnect-s=60", uri("raw"));
+    bench.ctl(&["mirror", "root", &mine, "--existing", "--format", "raw"]);
+    assert_eq!(bench.recorded_top(), Path::new(&mine));
+    guests.wait_for_more(500);
+    let said = bench.fails(&["mirror", "root", &uri("raw"), "--existing", "--format", "raw"]);
+    assert!(said.contains("part of the disk"), "under another name: {said}");
+    server.kill();
+    assert_eq!(guests.abandon(), [""; 0]);
+    nbd.stop();
+    let seen = std::fs::read(bench.path("raw")).unwrap();
+    bench.history.check_survivors(0, &seen).unwrap();
+
+    bench.history = Arc::new(SectorHistory::holding(&seen));
+    let nbd = nbd_server(&bench);
+    let server = bench.serve();
+    assert_eq!(bench.recorded_top(), Path::new(&mine), "the command line still names the first image");
+    let guests = bench.guests(2, 60);
+    guests.wait_for_more(300);
+    // A layer at a server, over a disk of a server.
+    bench.ctl(&["snapshot", "root", &uri("inner")]);
+    assert_eq!((bench.layers(), bench.recorded_top()), (2, Path::new(&uri("inner")).to_owned()));
+    guests.wait_for_more(500);
+    assert_eq!(guests.finish(), [""; 0]);
+    server.stop();
+    let server = bench.serve();
+    assert_eq!(bench.layers(), 2);
+    let guests = bench.guests(3, 60);
+    guests.wait_for_more(300);
+    bench.ctl(&["commit", "root"]);
+    assert_eq!((bench.layers(), bench.recorded_top()), (1, Path::new(&mine).to_owned()));
+    let said = bench.fails(&["snapshot", "root", &uri("inner")]);
+    assert!(said.contains("is not empty"), "{said}");
+    guests.wait_for_more(300);
+    assert_eq!(guests.finish(), [""; 0]);
+    server.stop();
+    nbd.stop();
+    bench.history.check_read(0, &std::fs::read(bench.path("raw")).unwrap(), bench.history.now()).unwrap();
+}
+
+#[test]
+fn a_disk_moves_to_an_image_of_a_cluster_takes_a_layer_there_and_is_backed_up_there() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let (bench, cluster) = (Bench::new(), RbdStandIn::new());
+    let serve = || {
+        bench.serve_with(|command| {
+            command.env("RINGDISK_LIBRBD", cluster.library());
+        })
+    };
+    let server = serve();
+    let guests = bench.guests(1, 60);
+    guests.wait_for_more(500);
+    let id = bench.json(&["mirror", "root", &cluster.name("half"), "--no-wait", "--rate", "64K"])["id"].clone();
+    bench.ctl(&["cancel", &id.to_string()]);
+    while job(&bench, &id)["state"] == "running" {
+        guests.wait_for_more(50);
+    }
+    assert!(!cluster.file("half").exists(), "a copy that was cancelled is left");
+    bench.ctl(&["mirror", "root", &cluster.name("disk")]);
+    assert_eq!(bench.recorded_top(), Path::new(&cluster.name("disk")));
+    guests.wait_for_more(300);
+    let exists = bench.fails(&["mirror", "root", &cluster.name("disk"), "--keep"]);
+    assert!(exists.contains("cannot create the image") && !exists.contains("stand_in=/"), "{exists}");
+    bench.ctl(&["snapshot", "root", &cluster.name("top")]);
+    guests.wait_for_more(300);
+    let fleeces = bench.path("fleeces");
+    std::fs::create_dir(&fleeces).unwrap();
+    bench.ctl(&["backup", "root", &cluster.name("copy"), "--fleece-dir", path_str(&fleeces)]);
+    bench.ctl(&["backup", "root", &cluster.name("raw"), "--format", "raw", "--fleece-dir", path_str(&fleeces)]);
+    guests.wait_for_more(300);
+    assert_eq!(guests.finish(), [""; 0]);
+    server.stop();
+    let server = serve();
+    assert_eq!((bench.layers(), bench.recorded_top()), (2, Path::new(&cluster.name("top")).to_owned()));
+    bench.ctl(&["commit", "root"]);
+    assert_eq!((bench.layers(), bench.recorded_top()), (1, Path::new(&cluster.name("disk")).to_owned()));
+    let same = bench.json(&["backup", "root", &cluster.name("same"), "--fleece-dir", path_str(&fleeces)]);
+    assert_eq!(same["state"], "done");
+    server.stop();
+    let [disk, same, copy] = ["disk", "same", "copy"].map(|name| cluster.file(name));
+    [&disk, &same, &copy].into_iter().for_each(|image| assert_valid(image, false));
+    compare((&disk, "qcow2"), (&same, "qcow2"));
+    bench.history.check_read(0, &bench.as_qemu_sees(&disk), bench.history.now()).unwrap();
+    // A copy that no run has finished is removed by the next one.
+    let server = serve();
+    let guests = bench.guests(2, 60);
+    guests.wait_for_more(100);
+    bench.ctl(&["mirror", "root", &cluster.name("half"), "--no-wait", "--rate", "64K"]);
+    server.kill();
+    assert_eq!(guests.abandon(), [""; 0]);
+    assert!(cluster.file("half").exists());
+    serve().stop();
+    assert!(!cluster.file("half").exists());
 }
 
 #[test]

@@ -174,3 +174,148 @@ fn what_fio_writes_over_nbd_it_finds_again() {
     server.stop();
     run_ok(&["check", &image]);
 }
+
+#[test]
+fn a_servers_disk_is_never_copied_onto_itself_however_it_is_named() {
+    let directory = directory();
+    let path = |name: &str| path_str(&directory.path().join(name)).to_owned();
+    let (raw, qcow2, socket, link) = (path("disk.raw"), path("disk.qcow2"), path("nbd"), path("link"));
+    let bytes = common::numbered(4 << 20);
+    std::fs::write(&raw, &bytes).unwrap();
+    run_ok(&["convert", "-f", "raw", "-O", "qcow2", &raw, &qcow2]);
+    let before = std::fs::read(&qcow2).unwrap();
+    let mut command = ringdisk();
+    let drive = format!("file={qcow2},format=raw,name=inner");
+    command.args([
+        "nbd",
+        "--socket",
+        &socket,
+        "--drive",
+        &format!("file={raw},format=raw,name=disk"),
+        "--drive",
+        &drive,
+    ]);
+    let server = Server::start_command(command);
+    std::os::unix::fs::symlink(&socket, &link).unwrap();
+    let uri = |name: &str, rest: &str| format!("nbd+unix:///{name}?{rest}socket={socket}");
+    let disk = uri("disk", "");
+    for other in [disk.clone(), uri("%64isk", "connections=1&"), format!("nbd+unix:///disk?socket={link}")] {
+        for words in [
+            &["dd", "-f", "raw", "-O", "raw", "bs=1M", "skip=1", &format!("if={disk}"), &format!("of={other}")][..],
+            &["convert", "-n", "-f", "raw", "-O", "raw", &disk, &other],
+            &["convert", "-f", "raw", "-O", "raw", &disk, &other],
+        ] {
+            let said = run_fails(1, words);
+            assert!(said.contains("the source") && said.contains("nothing was written"), "{words:?}: {said}");
+        }
+    }
+    // A raw target over the image that is read.
+    let words = [
+        "dd",
+        "-f",
+        "qcow2",
+        "-O",
+        "raw",
+        &format!("if={}", uri("inner", "")),
+        &format!("of={}", uri("inner", "reconnect-s=1&")),
+    ];
+    assert!(run_fails(1, &words).contains("nothing was written"));
+    server.stop();
+    assert!(std::fs::read(&raw).unwrap() == bytes && std::fs::read(&qcow2).unwrap() == before);
+}
+
+#[test]
+fn an_overlay_rests_on_a_servers_disk_as_its_user_names_it() {
+    if !has_tool("qemu-img") || !has_tool("qemu-io") || !has_tool("nbdcopy") {
+        return;
+    }
+    let directory = directory();
+    let path = |name: &str| path_str(&directory.path().join(name)).to_owned();
+    let (raw, overlay, socket, outer, copy) =
+        (path("base.raw"), path("vm.qcow2"), path("nbd"), path("outer"), path("copy"));
+    let mut bytes = common::numbered(4 << 20);
+    std::fs::write(&raw, &bytes).unwrap();
+    let serve = || {
+        let mut command = ringdisk();
+        command.args(["nbd", "--socket", &socket, "--drive", &format!("file={raw},format=raw,name=base,readonly=on")]);
+        Server::start_command(command)
+    };
+    let server = serve();
+    let place = format!("nbd+unix:///base?socket={socket}");
+    let mine = format!("nbd+unix:///base?connections=1&reconnect-s=60&socket={socket}");
+    run_ok(&["create", "-q", "-f", "qcow2", "-b", &mine, "-F", "raw", &overlay]);
+    // Options are its user's affair.
+    let recorded = run_ok(&["info", &overlay]);
+    assert!(recorded.contains(&place) && !recorded.contains("reconnect-s"), "{recorded}");
+    assert!(tool_ok("qemu-img", &["info", "-f", "qcow2", &overlay]).contains(&place));
+    let said = run_fails(1, &["map", &overlay]);
+    assert!(said.contains("names of servers are not followed"), "{said}");
+    run_ok(&["compare", "-f", "raw", "-F", "qcow2", "--allow-backing", "anywhere", &raw, &overlay]);
+    let mut command = ringdisk();
+    command.args(["nbd", &overlay, "--socket", &outer, "--export-name", "vm", "--backing", &mine]);
+    let guest = Server::start_command(command);
+    let vm = format!("nbd+unix:///vm?socket={outer}");
+    tool_ok("qemu-io", &["-f", "raw", "-c", "write -P 9 1M 64k", "-c", "flush", &vm]);
+    // The base's server goes, and comes back.
+    server.stop();
+    let server = serve();
+    tool_ok("nbdcopy", &[&vm, &copy]);
+    guest.stop();
+    server.stop();
+    bytes[1 << 20..(1 << 20) + (64 << 10)].fill(9);
+    assert!(std::fs::read(&copy).unwrap() == bytes);
+}
+
+#[test]
+fn a_qcow2_image_is_made_at_a_server_if_there_is_room() {
+    if !has_tool("qemu-img") || !has_tool("qemu-nbd") {
+        return;
+    }
+    let directory = directory();
+    let path = |name: &str| path_str(&directory.path().join(name)).to_owned();
+    let (source, disk, small, socket) = (path("source.raw"), path("disk.raw"), path("small.raw"), path("nbd"));
+    let mut bytes = common::numbered(3 << 20);
+    bytes.resize(8 << 20, 0);
+    std::fs::write(&source, &bytes).unwrap();
+    // What lies there is old.
+    std::fs::write(&disk, vec![0xa5; 16 << 20]).unwrap();
+    std::fs::write(&small, vec![0xa5; 128 << 10]).unwrap();
+    let mut command = ringdisk();
+    command.args(["nbd", "--socket", &socket]);
+    command.args(["--drive", &format!("file={disk},format=raw,name=disk")]);
+    command.args(["--drive", &format!("file={small},format=raw,name=small")]);
+    let server = Server::start_command(command);
+    let uri = |name: &str| format!("nbd+unix:///{name}?socket={socket}");
+    run_ok(&["create", "-q", "-f", "qcow2", &uri("disk"), "1G"]);
+    tool_ok("qemu-img", &["check", "-f", "qcow2", &uri("disk")]);
+    assert!(tool_ok("qemu-img", &["info", "-f", "qcow2", &uri("disk")]).contains("1 GiB"));
+    for words in [
+        &["convert", "-f", "raw", "-O", "qcow2", &source, &uri("disk")][..],
+        &["dd", "-f", "raw", "-O", "qcow2", "bs=1M", &format!("if={source}"), &format!("of={}", uri("disk"))],
+    ] {
+        run_ok(words);
+        tool_ok("qemu-img", &["check", "-f", "qcow2", &uri("disk")]);
+        tool_ok("qemu-img", &["compare", "-q", "-f", "raw", "-F", "qcow2", &source, &uri("disk")]);
+    }
+    // An overlay there rests on a file, which it names by a whole path.
+    run_ok(&["create", "-q", "-f", "qcow2", "-b", &source, "-F", "raw", &uri("disk")]);
+    run_ok(&["compare", "-f", "raw", "-F", "qcow2", "--allow-backing", "any", &source, &uri("disk")]);
+    let said = run_fails(1, &["create", "-f", "qcow2", "-b", "source.raw", "-F", "raw", &uri("disk")]);
+    assert!(said.contains("whole path"), "{said}");
+    // It never rests on itself.
+    let said = run_fails(
+        2,
+        &["create", "-f", "qcow2", "-b", &uri("disk"), "-F", "raw", &format!("{}&connections=1", uri("disk"))],
+    );
+    assert!(said.contains("same filename"), "{said}");
+    for words in [
+        &["create", "-f", "qcow2", &uri("small"), "8M"][..],
+        &["convert", "-f", "raw", "-O", "qcow2", &source, &uri("small")],
+    ] {
+        let said = run_fails(1, words);
+        assert!(said.contains("131072 bytes, and the image needs"), "{said}");
+    }
+    assert!(run_fails(1, &["create", "-f", "qcow2", "-o", "data_file=x", &uri("disk"), "1M"]).contains("data file"));
+    server.stop();
+    assert!(std::fs::read(&small).unwrap().iter().all(|byte| *byte == 0xa5), "what has no room changes nothing");
+}

@@ -5,6 +5,8 @@ mod common;
 use common::{Server, directory, has_tool, path_str, ringdisk, run, run_fails, run_ok, text, tool, tool_ok};
 use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose};
 use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
 
 /// An authority, a server called localhost, and a client, as QEMU lays them out.
 fn certificates(directory: &Path) {
@@ -190,4 +192,31 @@ fn a_disk_of_qemus_server_is_read_under_tls() {
         &format!("nbds+unix:///?socket={socket}&tls-certificates={creds}"),
         &raw,
     ]);
+}
+
+#[test]
+fn a_guest_goes_on_when_the_server_of_its_disk_under_tls_is_killed_and_comes_back() {
+    let directory = directory();
+    let path = |name: &str| path_str(&directory.path().join(name)).to_owned();
+    let (raw, socket, creds, guest) = (path("disk.raw"), path("nbd"), path("pki"), path("vm.sock"));
+    std::fs::create_dir(&creds).unwrap();
+    certificates(Path::new(&creds));
+    std::fs::File::create(&raw).and_then(|file| file.set_len(16 << 20)).unwrap();
+    let mut server = serve(&raw, &socket, &["--tls-creds", &creds]);
+    let uri = format!("nbds+unix:///d?tls-certificates={creds}&reconnect-s=60&socket={socket}");
+    let daemon = Server::start(&["--drive", &format!("file={uri},format=raw,name=root,socket={guest}")]);
+    let mut load = ringdisk();
+    load.args(["bench", "--verify", "--rw", "randrw", "--bs", "4k", "--depth", "8", "--time", "6", "--socket", &guest]);
+    let mut load = load.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    for _ in 0..3 {
+        std::thread::sleep(Duration::from_secs(1));
+        assert!(load.try_wait().unwrap().is_none(), "the load has ended already");
+        server.kill();
+        std::fs::remove_file(&socket).unwrap();
+        server = serve(&raw, &socket, &["--tls-creds", &creds]);
+    }
+    let output = load.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
+    daemon.stop();
+    server.stop();
 }

@@ -219,7 +219,8 @@ pub struct Snapshot {
 pub struct Overlay {
     /// The disk.
     pub disk: String,
-    /// The file of the new top layer. It must not exist.
+    /// The file of the new top layer: a path, or a name such as `rbd:POOL/IMAGE` or `nbd://HOST/EXPORT`. It must not exist;
+    /// the disk of an NBD server must be empty at its beginning.
     #[schema(value_type = String)]
     pub overlay: PathBuf,
 }

@@ -2,7 +2,7 @@
 
 use crate::api::{BackupDisk, BackupMode, Job};
 use crate::manager::Manager;
-use crate::record::{DiskRecord, whole_name};
+use crate::record::{DiskRecord, recorded_name, target_name};
 use block::{Error, ErrorKind, Result};
 use daemon::{BackupOptions, BackupRecord, NodeId, absolute};
 use image::{FileName, Format};
@@ -18,11 +18,8 @@ impl Manager {
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
         let node = self.node(name)?;
-        let target = match FileName::parse(&request.target)? {
-            FileName::File(path) => FileName::File(absolute(&path)),
-            other => other,
-        };
-        self.refuse_writing_below(None, &[whole_name(&target.look_at())])?;
+        let target = target_name(Path::new(&request.target))?;
+        self.refuse_writing_below(None, &[recorded_name(&target)])?;
         let mode = match request.mode {
             Some(BackupMode::Full) => daemon::BackupMode::Full,
             Some(BackupMode::Top) => daemon::BackupMode::Top,
@@ -107,7 +104,7 @@ impl BackupRecord for FleeceRecord {
     }
 
     fn is_off(&mut self, top: &FileName) -> Result<()> {
-        self.0.change(|disk| disk.take_off(&top.to_string()))
+        self.0.change(|disk| disk.take_off(&recorded_name(top)))
     }
 
     fn is_removed(&mut self, fleece: &Path) -> Result<()> {

@@ -3,7 +3,7 @@
 use crate::api::{CommitDisk, CompactDisk, EventKind, Job, JobState, RebaseDisk, StreamDisk};
 use crate::failure::Failure;
 use crate::manager::Manager;
-use crate::record::DiskRecord;
+use crate::record::{DiskRecord, recorded_name};
 use block::{Error, ErrorKind, Result};
 use daemon::{JobId, NodeId, absolute};
 use image::{Aim, FileName};
@@ -28,7 +28,7 @@ impl Manager {
         let record = self.record_of(name, node);
         let aim = aim_of(request.within_ms, request.stall_ms);
         let take_off = move |below: Option<&FileName>| {
-            let below = below.map(ToString::to_string).unwrap_or_default();
+            let below = below.map(recorded_name).unwrap_or_default();
             record.change(|disk| disk.take_off(&below))
         };
         let id =

@@ -30,7 +30,7 @@ use crate::api::{
 use crate::events::Events;
 use crate::failure::Failure;
 use crate::options::Options;
-use crate::record::{Record, RecordedDisk, Records};
+use crate::record::{Record, RecordedDisk, Records, recorded_name, target_name};
 use crate::routes::StorageCalls;
 use block::{Error, ErrorKind, Result};
 use daemon::{Daemon, DaemonConfig, DiskStatus, ExportId, JobId, NodeId, absolute};
@@ -172,7 +172,7 @@ impl Manager {
     pub fn snapshot(&self, overlays: &[Overlay]) -> Result<Vec<Disk>> {
         let wanted = |overlay: &Overlay| {
             let Overlay { disk, overlay } = overlay;
-            Ok((disk.clone(), self.node(disk)?, absolute(overlay)))
+            Ok((disk.clone(), self.node(disk)?, target_name(overlay)?))
         };
         let wanted = overlays.iter().map(wanted).collect::<Result<Vec<_>>>()?;
         if wanted.is_empty() {
@@ -183,14 +183,14 @@ impl Manager {
     }
 
     /// Puts layers on these disks, by their names and numbers: other disks may get the names meanwhile.
-    fn put_on(&self, wanted: &[(String, NodeId, PathBuf)]) -> Result<()> {
-        let nodes: Vec<(NodeId, &Path)> = wanted.iter().map(|(_, node, path)| (*node, path.as_path())).collect();
+    fn put_on(&self, wanted: &[(String, NodeId, FileName)]) -> Result<()> {
+        let nodes: Vec<(NodeId, FileName)> = wanted.iter().map(|(_, node, file)| (*node, file.clone())).collect();
         let put_on = |record: &mut Record| {
-            for (name, node, path) in wanted {
+            for (name, node, file) in wanted {
                 // The call may have waited for storage longer than the disk was there.
                 self.record_of(name, *node).check()?;
                 if let Some(disk) = record.disk_mut(name) {
-                    disk.put_on(&path.to_string_lossy());
+                    disk.put_on(&recorded_name(file));
                 }
             }
             Ok(())
@@ -204,8 +204,8 @@ impl Manager {
             tracing::error!("the record may name layers that do not exist: {error}");
         }
         result?;
-        for (name, _, path) in wanted {
-            let message = format!("'{}' is the new top", path.display());
+        for (name, _, file) in wanted {
+            let message = format!("'{file}' is the new top");
             self.events.publish(EventKind::LayersChanged, Some(name), None, Some(message));
         }
         Ok(())

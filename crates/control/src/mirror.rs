@@ -3,9 +3,10 @@
 use crate::api::{Job, MirrorDisk};
 use crate::live_jobs::aim_of;
 use crate::manager::Manager;
-use crate::record::{DiskRecord, RecordedDisk};
+use crate::record::{DiskRecord, RecordedDisk, recorded_name, target_name};
 use block::{Error, ErrorKind, Result};
-use daemon::{MirrorOptions, MirrorSwitch, NodeId, absolute};
+use daemon::{MirrorOptions, MirrorSwitch, NodeId};
+use drive::unmake_file;
 use image::{FileName, MirrorEnd, MirrorScope};
 use std::path::Path;
 use std::sync::Arc;
@@ -14,13 +15,10 @@ impl Manager {
     /// Starts to copy a disk to another image.
     pub fn mirror(self: &Arc<Self>, name: &str, request: &MirrorDisk) -> Result<Job> {
         let node = self.node(name)?;
-        let target = absolute(&request.target);
-        let Some(text) = target.to_str().map(str::to_owned) else {
-            let message = format!("the path '{}' is not UTF-8, which the record cannot name", target.display());
-            return Err(Error::new(ErrorKind::BadOption, message));
-        };
-        if !request.existing && target.exists() {
-            let message = format!("'{text}' exists: choose another name, or say that it is to be written over");
+        let target = target_name(&request.target)?;
+        let text = recorded_name(&target);
+        if !request.existing && target.path().is_some_and(Path::exists) {
+            let message = format!("'{target}' exists: choose another name, or say that it is to be written over");
             return Err(Error::new(ErrorKind::BadOption, message));
         }
         self.refuse_writing_below(None, std::slice::from_ref(&text))?;
@@ -39,7 +37,7 @@ impl Manager {
         let move_over = move |switch: &MirrorSwitch| {
             // Dropped with this closure, even if it is never called.
             let _unfinished = &unfinished;
-            let below = switch.below.iter().filter_map(FileName::path).map(|path| path.to_string_lossy().into_owned());
+            let below = switch.below.iter().map(recorded_name);
             let below = (scope == MirrorScope::Top).then(|| below.collect());
             let move_to = |disk: &mut RecordedDisk| disk.move_to(&text, &switch.format.to_string(), below);
             record.change(move_to)
@@ -64,11 +62,7 @@ impl Manager {
         for disk in &record.disks {
             let Some(file) = &disk.unfinished else { continue };
             if !record.disks.iter().any(|disk| disk.uses(file)) {
-                match std::fs::remove_file(Path::new(file)) {
-                    Ok(()) => tracing::warn!(disk = %disk.name, "removed '{file}', a copy that was not finished"),
-                    Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-                    Err(error) => tracing::warn!("cannot remove '{file}', a copy that was not finished: {error}"),
-                }
+                remove_unfinished_file(&disk.name, file);
             }
             self.records.change_disk(&disk.name, |disk| disk.unfinished = None)?;
         }
@@ -100,6 +94,20 @@ impl Drop for Unfinished {
         if let Err(error) = self.record.change(forget) {
             tracing::warn!("'{}' is still on record as a copy that is not finished: {error}", self.file);
         }
+    }
+}
+
+fn remove_unfinished_file(disk: &str, file: &str) {
+    let Ok(name) = FileName::parse(file) else { return };
+    if name.path().is_some_and(|path| matches!(path.try_exists(), Ok(false))) {
+        return;
+    }
+    match unmake_file(&name) {
+        Ok(()) if matches!(name, FileName::Nbd(_)) => {
+            tracing::warn!(disk, "'{name}' holds a copy that was not finished");
+        }
+        Ok(()) => tracing::warn!(disk, "removed '{name}', a copy that was not finished"),
+        Err(error) => tracing::warn!(disk, "cannot remove '{name}', a copy that was not finished: {error}"),
     }
 }
 

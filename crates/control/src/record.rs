@@ -5,7 +5,7 @@ mod disk;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use self::disk::{RecordedDisk, Top, whole_name};
+pub(crate) use self::disk::{RecordedDisk, Top, recorded_name, target_name, whole_name};
 
 use self::directory::StateDirectory;
 use block::{Error, ErrorKind, Result};

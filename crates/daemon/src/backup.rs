@@ -4,13 +4,13 @@
 //! fleece is taken back after the copy, or if the copy fails or the fleece becomes too large. So a target that is slow
 //! or hangs keeps no guest waiting.
 
-use crate::change::{Made, top_of};
+use crate::change::{Made, name_in_images, top_of};
 use crate::daemon::Daemon;
 use crate::fleece::Fleece;
 use crate::status::{JobId, JobKind, NodeId};
 use crate::table::Found;
 use block::{Disk as _, Error, ErrorKind, File, Result};
-use drive::{DiskOptions, EngineOpener};
+use drive::{DiskOptions, EngineOpener, check_room, make_file, unmake_file};
 use engine::CacheMode;
 use image::{
     Aim, BackingPolicy, Copied, CopyOut, CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions,
@@ -283,7 +283,7 @@ struct Target {
     /// Set while a thread copies to it.
     copied_to: Option<Arc<Image>>,
     is_blank: bool,
-    made: Option<PathBuf>,
+    made: Option<FileName>,
 }
 
 impl Target {
@@ -292,12 +292,12 @@ impl Target {
         let name = &options.target;
         let mut target = Self { opened: None, copied_to: None, is_blank: false, made: None };
         if !options.existing {
-            let path = name.path().ok_or_else(|| {
-                let what = format!("'{name}' is no file that can be made here: it has to be there (--existing)");
-                Error::new(ErrorKind::BadOption, what)
-            })?;
-            engine::create(path, 0)?;
-            target.made = Some(path.to_owned());
+            if options.format == Format::Raw && matches!(name, FileName::Nbd(_)) {
+                let what = format!("'{name}' exists: a raw image is all of a server's disk (--existing)");
+                return Err(Error::new(ErrorKind::BadOption, what));
+            }
+            make_file(name, 0)?;
+            target.made = Some(name.clone());
         }
         let buffers = image.buffers();
         let direct = direct_opener_for(name, &backup.found.options).map(|opener| opener.with_buffers(buffers.clone()));
@@ -307,6 +307,7 @@ impl Target {
             let file: Arc<dyn File> = opener.open(name, Role::Writable)?;
             let create = new_target(backup, image)?;
             target.is_blank = !matches!(&create, CreateOptions::Qcow2(new) if new.backing_file.is_some());
+            check_room(&*file, &create)?;
             image::create(&file, &create)?;
             if options.mode == BackupMode::Top && !target.is_blank {
                 target.opened = Some(Opened::Overlay(OpenedOverlay::open(name, file)?));
@@ -333,18 +334,18 @@ impl Target {
 
     /// Notes that all of the target is durable, and makes its name durable, too.
     fn is_done(&mut self) -> Result<()> {
-        let Some(path) = self.made.take() else { return Ok(()) };
-        engine::sync_directory_of(&path)
+        let made = self.made.take();
+        made.as_ref().and_then(FileName::path).map_or(Ok(()), engine::sync_directory_of)
     }
 }
 
 impl Drop for Target {
     fn drop(&mut self) {
         (self.opened, self.copied_to) = (None, None);
-        if let Some(path) = &self.made
-            && let Err(error) = std::fs::remove_file(path)
+        if let Some(name) = &self.made
+            && let Err(error) = unmake_file(name)
         {
-            tracing::warn!("cannot remove '{}', which is half a backup: {error}", path.display());
+            tracing::warn!("cannot remove '{name}', which is half a backup: {error}");
         }
     }
 }
@@ -394,9 +395,9 @@ fn new_target(backup: &Backup, image: &Image) -> Result<CreateOptions> {
         let text = path.to_str().map(str::to_owned);
         text.ok_or_else(|| Error::new(ErrorKind::Unsupported, format!("'{}' is not UTF-8", path.display())))
     };
-    let below = image.layer_file_names().nth(1).and_then(|(file, _)| Some(file.path()?.to_owned()));
+    let below = image.layer_file_names().nth(1).and_then(|(file, _)| name_in_images(&file));
     let (base, format) = match (backup.options.mode, &backup.options.base, below) {
-        (BackupMode::Top, _, Some(below)) => (Some(named(&below)?), image.formats().nth(1)),
+        (BackupMode::Top, _, Some(below)) => (Some(below), image.formats().nth(1)),
         (_, Some(base), _) => {
             let file = EngineOpener::default().open(&FileName::from(base.as_path()), Role::Backing)?;
             let found = image::inspect(base.as_path(), &file, None)?;

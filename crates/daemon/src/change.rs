@@ -4,7 +4,7 @@ use crate::daemon::Daemon;
 use crate::status::NodeId;
 use crate::table::{Found, Table, Work};
 use block::{Disk, Error, ErrorKind, File, Result};
-use drive::EngineOpener;
+use drive::{EngineOpener, check_room, make_file, unmake_file};
 use image::{CopyWatch, CreateOptions, FileName, Image, OpenedOverlay, Opener, Role, put_overlay};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -35,18 +35,24 @@ impl Daemon {
     ///
     /// If only one disk fails after all have switched, the others' former tops are safe, and the error says so.
     pub fn put_overlays(&self, overlays: &[(NodeId, &Path)]) -> Result<()> {
-        self.put_overlays_with(overlays, || Ok(()))
+        let overlays: Vec<_> = overlays.iter().map(|(node, path)| (*node, FileName::from(*path))).collect();
+        self.put_overlays_with(&overlays, || Ok(()))
     }
 
     /// As [`Daemon::put_overlays`], and calls `commit` before anything is written to the new layers, while guests are
-    /// held. There the caller makes its record of the disks durable. If `commit` fails, all goes on as before.
-    pub fn put_overlays_with(&self, overlays: &[(NodeId, &Path)], commit: impl FnOnce() -> Result<()>) -> Result<()> {
+    /// held. There the caller makes its record of the disks durable. If `commit` fails, all goes on as before. A layer can
+    /// also be made in a cluster, or on the empty disk of an NBD server.
+    pub fn put_overlays_with(
+        &self,
+        overlays: &[(NodeId, FileName)],
+        commit: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let mut made = Made::default();
         let mut disks = Vec::new();
         let mut works = Vec::new();
-        for (node, path) in overlays {
+        for (node, name) in overlays {
             let (work, found, image) = self.image_for("a new overlay".to_owned(), *node, None)?;
-            let overlay = made.overlay(&found, &image, path)?;
+            let overlay = made.overlay(&found, &image, name)?;
             disks.push((image, overlay));
             works.push((work, *node));
         }
@@ -91,20 +97,28 @@ pub(crate) fn top_of(image: &Image) -> Option<FileName> {
     image.file_names().next()
 }
 
+/// Returns the name of a layer as an image above it names it: its path, or its place at a server.
+pub(crate) fn name_in_images(layer: &FileName) -> Option<String> {
+    match layer.path() {
+        Some(path) => path.to_str().map(str::to_owned),
+        None => layer.address().map(|address| address.into_owned()),
+    }
+}
+
 /// Files that were made. They are removed again unless they are kept.
 #[derive(Default)]
-pub(crate) struct Made(Vec<PathBuf>);
+pub(crate) struct Made(Vec<FileName>);
 
 impl Made {
     /// Makes a file, which must not exist. Its name is durable: a record of disks is going to name it.
-    pub(crate) fn file(&mut self, path: &Path, length_bytes: u64) -> Result<()> {
-        engine::create(path, length_bytes)?;
-        self.0.push(path.to_owned());
-        engine::sync_directory_of(path)
+    pub(crate) fn file(&mut self, name: &FileName, length_bytes: u64) -> Result<()> {
+        make_file(name, length_bytes)?;
+        self.0.push(name.clone());
+        name.path().map_or(Ok(()), engine::sync_directory_of)
     }
 
-    fn overlay(&mut self, found: &Found, image: &Image, path: &Path) -> Result<OpenedOverlay> {
-        self.overlay_with(found, image, path, |_| ())
+    fn overlay(&mut self, found: &Found, image: &Image, name: &FileName) -> Result<OpenedOverlay> {
+        self.overlay_with(found, image, name, |_| ())
     }
 
     /// As [`Made::overlay`], with changed options.
@@ -112,26 +126,26 @@ impl Made {
         &mut self,
         found: &Found,
         image: &Image,
-        path: &Path,
+        name: &FileName,
         change: impl FnOnce(&mut format_qcow2::CreateOptions),
     ) -> Result<OpenedOverlay> {
-        let top = top_of(image);
-        let Some(below) = top.as_ref().and_then(|top| top.path()?.to_str()) else {
+        let Some(below) = top_of(image).as_ref().and_then(name_in_images) else {
             let message = format!("the disk '{}' has no path that an image could name", found.name);
             return Err(Error::new(ErrorKind::Unsupported, message));
         };
         let options = format_qcow2::CreateOptions::default().with(|options| {
             options.size_bytes = image.info().size_bytes;
-            options.backing_file = Some(below.to_owned());
+            options.backing_file = Some(below);
             options.backing_format = image.format().map(|format| format.to_string());
             change(options);
         });
-        self.file(path, 0)?;
-        let name = FileName::from(path);
+        self.file(name, 0)?;
         let file: Arc<dyn File> =
-            EngineOpener::of_disk(&found.options).with_buffers(image.buffers()).open(&name, Role::Writable)?;
-        image::create(&file, &CreateOptions::Qcow2(options))?;
-        OpenedOverlay::open(&name, file)
+            EngineOpener::of_disk(&found.options).with_buffers(image.buffers()).open(name, Role::Writable)?;
+        let options = CreateOptions::Qcow2(options);
+        check_room(&*file, &options)?;
+        image::create(&file, &options)?;
+        OpenedOverlay::open(name, file)
     }
 
     pub(crate) fn keep(&mut self) {
@@ -141,9 +155,9 @@ impl Made {
 
 impl Drop for Made {
     fn drop(&mut self) {
-        for path in &self.0 {
-            if let Err(error) = std::fs::remove_file(path) {
-                tracing::warn!("cannot remove '{}', which is not used: {error}", path.display());
+        for name in &self.0 {
+            if let Err(error) = unmake_file(name) {
+                tracing::warn!("cannot remove '{name}', which is not used: {error}");
             }
         }
     }

@@ -3,7 +3,7 @@
 use crate::change::{Made, top_of};
 use crate::table::Found;
 use block::{Error, ErrorKind, Result};
-use image::{Image, OpenedOverlay};
+use image::{FileName, Image, OpenedOverlay};
 use rustix::fs::{FallocateFlags, fallocate, ftruncate, statvfs};
 use rustix::io::Errno;
 use std::fs::{File, OpenOptions};
@@ -46,7 +46,7 @@ impl Fleece {
         path: &Path,
         quota_bytes: Option<u64>,
     ) -> Result<(Self, OpenedOverlay)> {
-        let overlay = made.overlay_with(found, image, path, |options| {
+        let overlay = made.overlay_with(found, image, &FileName::from(path), |options| {
             options.extended_l2 = options.size_bytes > LARGE_BYTES;
             options.cluster_size = if options.extended_l2 { CLUSTER_BYTES_OF_LARGE } else { CLUSTER_BYTES };
         })?;
@@ -131,17 +131,19 @@ impl Fleece {
     /// Returns a free name for a new fleece, beside the disk's image or in `directory`.
     pub(crate) fn path_for(image: &Image, directory: Option<&Path>) -> Result<PathBuf> {
         let top = top_of(image);
-        let top = top.as_ref().and_then(|top| top.path()).ok_or_else(|| {
-            let what = "the disk has no path beside which a fleece could lie: say where (--fleece-dir)";
-            Error::new(ErrorKind::Unsupported, what)
-        })?;
-        if directory.is_none() && std::fs::metadata(top).is_ok_and(|meta| meta.file_type().is_block_device()) {
-            let what =
-                format!("'{}' is a device, beside which no fleece can lie: say where (--fleece-dir)", top.display());
-            return Err(Error::new(ErrorKind::Unsupported, what));
+        // What lies at a server has no path.
+        let top = top.as_ref().and_then(|top| top.path());
+        let is_device = |top: &Path| std::fs::metadata(top).is_ok_and(|meta| meta.file_type().is_block_device());
+        if directory.is_none() && top.is_none_or(is_device) {
+            let what = match top {
+                Some(top) => format!("'{}' is a device, beside which no fleece can lie", top.display()),
+                None => "the disk has no path beside which a fleece could lie".to_owned(),
+            };
+            return Err(Error::new(ErrorKind::Unsupported, format!("{what}: say where (--fleece-dir)")));
         }
-        let directory = directory.or(top.parent()).unwrap_or(Path::new("/"));
-        let stem = top.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let directory = directory.or(top.and_then(Path::parent)).unwrap_or(Path::new("/"));
+        let stem =
+            top.and_then(Path::file_name).map_or_else(|| "disk".into(), |stem| stem.to_string_lossy().into_owned());
         let name = |number: u32| directory.join(format!("{stem}.fleece{number}"));
         let free = (0..u32::MAX).map(name).find(|path| !path.exists());
         free.ok_or_else(|| Error::new(ErrorKind::Io, "no name is free for a fleece"))

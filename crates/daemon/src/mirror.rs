@@ -1,22 +1,22 @@
 //! Copies a disk in use to another image, by a job.
 
-use crate::change::Made;
+use crate::change::{Made, name_in_images};
 use crate::daemon::Daemon;
 use crate::status::{JobId, JobKind, NodeId};
 use block::{Disk, Error, ErrorKind, File, Result};
-use drive::EngineOpener;
+use drive::{EngineOpener, check_room};
 use image::{Aim, CreateOptions, FileName, Format, MirrorEnd, MirrorScope, MirrorTarget, Opener, Role, mirror};
-use std::path::PathBuf;
 use std::sync::Arc;
 
 /// The options of a copy.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct MirrorOptions {
-    /// The new image's file, by its absolute path.
-    pub target: PathBuf,
+    /// The new image's file, by its absolute path, or its name in a cluster or at an NBD server.
+    pub target: FileName,
     /// The new image's format; by default that of the disk's top layer. An image that exists must be given one.
     pub format: Option<Format>,
-    /// The image exists and is overwritten. Otherwise it is made, and must not exist.
+    /// The image exists and is overwritten. Otherwise it is made, and must not exist. At an NBD server a qcow2 image can be
+    /// made on an empty disk.
     pub existing: bool,
     /// How much is copied.
     pub scope: MirrorScope,
@@ -84,7 +84,7 @@ impl Daemon {
     fn mirror_target(&self, node: NodeId, options: &MirrorOptions) -> Result<OpenedTarget> {
         let MirrorOptions { target, format, existing, scope, .. } = options;
         let (_work, found, image) = self.image_for("a look at its layers".to_owned(), node, None)?;
-        let bad = |what: &str| Err(Error::new(ErrorKind::BadOption, format!("'{}': {what}", target.display())));
+        let bad = |what: &str| Err(Error::new(ErrorKind::BadOption, format!("'{target}': {what}")));
         let format = match (format, scope, existing) {
             (Some(format @ (Format::Raw | Format::Qcow2)), ..) => *format,
             (Some(_), ..) => return bad("a disk is copied to a raw or a qcow2 image"),
@@ -102,27 +102,31 @@ impl Daemon {
                 "only a new image takes the top layer alone: an existing one may hold data, or rest on another",
             );
         }
+        if !existing && format == Format::Raw && matches!(target, FileName::Nbd(_)) {
+            return bad("a raw image is all of a server's disk, which exists: say that it is to be written over");
+        }
         let mut made = Made::default();
         if !existing {
             let length_bytes = if format == Format::Raw { image.info().size_bytes } else { 0 };
             made.file(target, length_bytes)?;
         }
-        let name = FileName::from(target);
         let opener = EngineOpener::of_disk(&found.options).with_buffers(image.buffers());
-        let file: Arc<dyn File> = opener.open(&name, Role::Writable)?;
+        let file: Arc<dyn File> = opener.open(target, Role::Writable)?;
         if !existing && format == Format::Qcow2 {
-            let named = below.as_ref().map(|(below, _)| below.path().and_then(|path| path.to_str()));
+            let named = below.as_ref().map(|(below, _)| name_in_images(below));
             if named == Some(None) {
                 return bad("the layer below has no path that an image could name");
             }
             let options = format_qcow2::CreateOptions::default().with(|options| {
                 options.size_bytes = image.info().size_bytes;
-                options.backing_file = named.flatten().map(str::to_owned);
+                options.backing_file = named.flatten();
                 options.backing_format = below.as_ref().map(|(_, format)| format.to_string());
             });
-            image::create(&file, &CreateOptions::Qcow2(options))?;
+            let options = CreateOptions::Qcow2(options);
+            check_room(&*file, &options)?;
+            image::create(&file, &options)?;
         }
-        let target = MirrorTarget::open(&name, Arc::clone(&file), format, *scope, !existing)?;
+        let target = MirrorTarget::open(target, Arc::clone(&file), format, *scope, !existing)?;
         Ok((made, file, target, MirrorSwitch { format, below: Vec::new() }))
     }
 }

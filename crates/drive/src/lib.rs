@@ -31,6 +31,7 @@ mod filters;
 mod help;
 mod image_name;
 mod keyval;
+mod making;
 mod opener;
 mod options;
 mod passed;
@@ -47,6 +48,7 @@ pub use filters::{FilterOptions, Filtered};
 pub use help::drive_keys;
 pub use image_name::ImageName;
 pub use keyval::{KeyValue, asks_for_help, escape, parse as parse_key_values, parse_options, unknown};
+pub use making::{check_room, make_file, unmake_file};
 pub use memory::Placement;
 pub use opener::{EngineOpener, LOCK_TIMEOUT_S, OpenedDisk, kept_overlay, open_again, open_disk, open_disk_with};
 pub use options::{

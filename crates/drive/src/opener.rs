@@ -288,7 +288,8 @@ pub fn open_again(
         options.snapshot = false;
     }
     let mut listed = listed.to_vec();
-    listed.extend(image.file_names().filter_map(|name| name.path().map(Path::to_owned)));
+    let is_named = |name: &FileName| name.path().is_some() || name.is_remote();
+    listed.extend(image.file_names().filter(is_named).map(|name| name.look_at()));
     let opener = Again { opener, locked: image.written_files() };
     image::open(&image_options(&options, format, allow_backing, &listed)?, &opener).map_err(name_readonly)
 }

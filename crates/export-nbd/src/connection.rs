@@ -126,7 +126,7 @@ impl<G: Clone + Send + 'static> Connection<G> {
         }
         let mut output = Output::default();
         if said.is_empty() {
-            output.bytes(greeting);
+            output.bytes(greeting, None);
         }
         let mut deadline = ctx.timer();
         let left = until.saturating_duration_since(Instant::now());
@@ -237,7 +237,7 @@ impl<G: Clone + Send + 'static> Connection<G> {
             Phase::Handshake(handshake) => {
                 let mut answers = Vec::new();
                 let step = handshake.take(&mut reader, &mut answers);
-                self.output.bytes(answers);
+                self.output.bytes(answers, None);
                 let left = reader.rest().len();
                 self.input.keep(left);
                 match step.map_err(broken)? {

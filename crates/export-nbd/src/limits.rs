@@ -17,7 +17,8 @@ pub struct Limits {
     pub requests: usize,
     /// The longest payload of a request, in bytes. A client that sends more is disconnected.
     pub payload_bytes: u32,
-    /// Memory for the payload of one connection's requests, in bytes. A request that is alone may take more.
+    /// Memory for the payload of one connection's requests and their answers, in bytes. A request that is alone may take
+    /// more.
     pub connection_bytes: usize,
     /// Memory for the payload of all requests, in bytes, unless servers share it ([`PayloadMemory`]).
     pub total_bytes: usize,

@@ -11,21 +11,22 @@ use std::os::fd::BorrowedFd;
 enum Item {
     /// A header, and the data of a read with their part of the room.
     Reply(Head, Option<(Window, Option<Grant>)>),
-    Bytes(Vec<u8>),
+    /// Other bytes, with their part of the room if a request wanted them.
+    Bytes(Vec<u8>, #[allow(dead_code)] Option<Grant>),
 }
 
 impl Item {
     fn head(&self) -> &[u8] {
         match self {
             Self::Reply(head, _) => head.as_bytes(),
-            Self::Bytes(bytes) => bytes,
+            Self::Bytes(bytes, _) => bytes,
         }
     }
 
     fn data(&self) -> Option<&Window> {
         match self {
             Self::Reply(_, data) => data.as_ref().map(|(window, _)| window),
-            Self::Bytes(_) => None,
+            Self::Bytes(..) => None,
         }
     }
 
@@ -50,9 +51,9 @@ impl Output {
         self.items.is_empty()
     }
 
-    pub(crate) fn bytes(&mut self, bytes: Vec<u8>) {
+    pub(crate) fn bytes(&mut self, bytes: Vec<u8>, grant: Option<Grant>) {
         if !bytes.is_empty() {
-            self.items.push_back(Item::Bytes(bytes));
+            self.items.push_back(Item::Bytes(bytes, grant));
         }
     }
 

@@ -502,7 +502,7 @@ impl Transmission {
 
     /// Replies to a question.
     pub(crate) fn answer(&mut self, tag: u64, answer: Option<Answer>, out: &mut Output) {
-        let Some(Pending { request, .. }) = self.requests.take(tag) else { return };
+        let Some(Pending { request, grant, .. }) = self.requests.take(tag) else { return };
         self.questions = self.questions.saturating_sub(1);
         let one = request.flags & command_flag::REQ_ONE != 0;
         let lists: Vec<(Context, Vec<Extent>)> = answer.unwrap_or_default();
@@ -518,7 +518,7 @@ impl Transmission {
             let head = Chunk { flags, kind: chunk::NONE, cookie, offset, length_bytes: 0 };
             put_status(&mut bytes, self.is_extended(), head, context.id(), list);
         }
-        out.bytes(bytes);
+        out.bytes(bytes, grant);
     }
 
     fn succeed(&self, request: &Request, out: &mut Output) {
@@ -543,7 +543,7 @@ impl Transmission {
             Style::Structured | Style::Extended => {
                 let mut bytes = Vec::new();
                 put_error(&mut bytes, self.is_extended(), request.cookie, request.offset, number, "");
-                out.bytes(bytes);
+                out.bytes(bytes, None);
             }
         }
     }

@@ -7,8 +7,9 @@ use nbd_wire::numbers::{answer, chunk, command, command_flag, option};
 use nbd_wire::option::{InfoRequest, put_option};
 use nbd_wire::reply::Style;
 use nbd_wire::request::Request;
-use ringdisk_export_nbd::{Credentials, Limits, ServerOptions, Tls};
+use ringdisk_export_nbd::{Credentials, Limits, PayloadMemory, ServerOptions, Tls};
 use std::io::{Read, Write};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -174,6 +175,38 @@ fn a_flood_that_is_never_read_keeps_only_its_own_room() {
         let mut head = [0; 28];
         reader.read_exact(&mut head).unwrap();
     });
+    served.stop();
+}
+
+#[test]
+fn answers_about_holes_that_are_never_read_keep_only_their_own_room() {
+    const CONNECTION_BYTES: usize = 1 << 20;
+    let memory = PayloadMemory::new(256 << 20);
+    let counted = options(|limits| limits.connection_bytes = CONNECTION_BYTES);
+    let mut served = Served::raw(SIZE, counted.with(|options| options.payload = Some(memory.clone())));
+    // Data and holes in turn: an answer tells as much as it can hold.
+    let file = std::fs::OpenOptions::new().write(true).open(served.directory.path().join("disk.raw")).unwrap();
+    (0..SIZE / 8192).for_each(|number| file.write_all_at(&[1; 4096], number * 8192).unwrap());
+    let client = Client::connect(&served, Style::Structured, &["base:allocation"]);
+    client.stream.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
+    let mut requests = Vec::new();
+    for cookie in 0..100_000_u64 {
+        let length_bytes = SIZE;
+        let request = Request { flags: 0, command: command::BLOCK_STATUS, cookie, offset: 0, length_bytes };
+        request.put(&mut requests, false);
+    }
+    let mut stream = client.stream;
+    let mut sent = 0;
+    while let Ok(count @ 1..) = stream.write(&requests[sent..]) {
+        sent += count;
+    }
+    assert!(sent < requests.len(), "the server took all questions");
+    // What waits to be read counts, and no more is answered.
+    wait_for("answers", || memory.used_bytes() > CONNECTION_BYTES / 2);
+    assert!(memory.used_bytes() <= CONNECTION_BYTES, "{}", memory.used_bytes());
+    // When it leaves, all of it is free.
+    drop(stream);
+    wait_for("the end", || memory.used_bytes() == 0);
     served.stop();
 }
 

@@ -1,27 +1,27 @@
 //! What everybody asks of the thread that has the connection.
 
 use block::{IoError, IoResult};
-use memory::AlignedBuf;
+use memory::{Lent, PooledBuf};
 use nbd_wire::reply::Extent;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::ops::{Deref, Range};
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Poll, Waker};
 
 /// Data of a write: a part of a buffer that others may share.
 #[derive(Debug, Clone)]
 pub(crate) struct Payload {
-    buffer: Arc<AlignedBuf>,
+    buffer: Arc<PooledBuf>,
     part: Range<usize>,
 }
 
 impl Payload {
     /// All of a buffer.
-    pub(crate) fn new(buffer: AlignedBuf) -> Self {
+    pub(crate) fn new(buffer: PooledBuf) -> Self {
         let part = 0..buffer.len();
         Self { buffer: Arc::new(buffer), part }
     }
@@ -34,7 +34,7 @@ impl Payload {
 
     /// The memory that it keeps, in bytes.
     pub(crate) fn held_bytes(&self) -> usize {
-        self.buffer.len()
+        self.buffer.held_bytes()
     }
 }
 
@@ -49,8 +49,8 @@ impl Deref for Payload {
 /// What is to be done. Ranges are whole blocks of the server.
 #[derive(Debug)]
 pub(crate) enum Wish {
-    /// Fill this.
-    Read(AlignedBuf),
+    /// Fill this, unless it is taken back before.
+    Read(Lent),
     /// Store this.
     Write {
         data: Payload,
@@ -68,13 +68,14 @@ pub(crate) enum Wish {
     Status {
         length_bytes: u64,
     },
+    /// Connect anew: a server tells the size of its disk in the handshake only.
+    Renew,
 }
 
 /// How it ended.
 #[derive(Debug)]
 pub(crate) enum Answer {
     Done,
-    Data(AlignedBuf),
     Extents(Vec<Extent>),
 }
 
@@ -92,12 +93,12 @@ pub(crate) struct Call {
 impl Call {
     pub(crate) fn length_bytes(&self) -> u64 {
         match &self.wish {
-            Wish::Read(data) => data.len() as u64,
+            Wish::Read(place) => place.length_bytes() as u64,
             Wish::Write { data, .. } => data.len() as u64,
             Wish::Zero { length_bytes, .. } | Wish::Trim { length_bytes } | Wish::Status { length_bytes } => {
                 *length_bytes
             }
-            Wish::Flush => 0,
+            Wish::Flush | Wish::Renew => 0,
         }
     }
 
@@ -162,6 +163,8 @@ pub(crate) struct Calls {
     has_news: AtomicBool,
     /// The thread waits, or is about to. A thread at work sees what is there without a system call.
     waits: AtomicBool,
+    /// The size of the disk, as the server said when it was connected to last.
+    size_bytes: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -181,11 +184,22 @@ struct State {
 const SLOTS_MIN: usize = 256;
 
 impl Calls {
-    pub(crate) fn new() -> block::Result<Self> {
+    pub(crate) fn new(size_bytes: u64) -> block::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| block::Error::io("cannot make an event descriptor", error.into()))?;
         let (has_news, waits) = (AtomicBool::new(false), AtomicBool::new(false));
-        Ok(Self { state: Mutex::default(), wake, has_news, waits })
+        let size_bytes = AtomicU64::new(size_bytes);
+        Ok(Self { state: Mutex::default(), wake, has_news, waits, size_bytes })
+    }
+
+    /// The size of the disk.
+    pub(crate) fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(Ordering::Acquire)
+    }
+
+    /// The server has said what it is.
+    pub(crate) fn has_size(&self, size_bytes: u64) {
+        self.size_bytes.store(size_bytes, Ordering::Release);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -315,7 +329,7 @@ mod tests {
 
     #[test]
     fn no_call_is_missed_by_a_thread_that_is_about_to_wait() {
-        let calls = Calls::new().unwrap();
+        let calls = Calls::new(0).unwrap();
         std::thread::scope(|scope| {
             let served = scope.spawn(|| serve(&calls));
             let ask = || (0..5000).for_each(|_| drop(block_on(calls.ask(0, 0, Wish::Flush)).unwrap()));
@@ -328,7 +342,7 @@ mod tests {
 
     #[test]
     fn a_thread_that_did_not_wait_is_told_once() {
-        let calls = Calls::new().unwrap();
+        let calls = Calls::new(0).unwrap();
         calls.ring();
         // It would hang.
         calls.wait(Vec::new(), None);

@@ -8,7 +8,7 @@ use block::{
     Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Locks, PastEnd,
     RangeGuard, RangeLocks, ReactorCtx, Result, Work, block_on, run_aside_or_here, spawn_or_block_on,
 };
-use memory::{AlignedBuf, BufferAccount, BufferGrant, BufferUse, Window};
+use memory::{BufferAccount, BufferGrant, BufferUse, IoBuf, PooledBuf, Window};
 use nbd_wire::numbers::{allocation, export};
 use nbd_wire::reply::Extent;
 use std::fmt;
@@ -17,7 +17,9 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Longer zeroes and discards are carried out piece by piece. A multiple of every block.
+/// Longer reads are carried out piece by piece. Their data need no room here.
+const READ_BYTES_MAX: u64 = 4 << 20;
+/// Longer zeroes and discards, too. A multiple of every block.
 const RANGE_BYTES_MAX: u64 = 1 << 30;
 
 /// Connects to a server. A disk that is to be written and is not the server's to write is refused. Requests take room for
@@ -44,7 +46,7 @@ pub fn open(uri: &NbdUri, read_only: bool, buffers: &BufferAccount) -> Result<Ar
         in_memory: false,
         engine: "NBD client".to_owned(),
     };
-    let calls = Arc::new(Calls::new()?);
+    let calls = Arc::new(Calls::new(agreed.size_bytes)?);
     let link = Link::new(uri.clone(), stream, agreed.clone(), Arc::clone(&calls));
     std::thread::Builder::new()
         .name("nbd-client".into())
@@ -74,7 +76,7 @@ impl File for NbdFile {
     }
 
     fn length_bytes(&self) -> Result<u64> {
-        Ok(self.remote.agreed.size_bytes)
+        Ok(self.remote.size_bytes())
     }
 
     fn buffers(&self) -> &BufferAccount {
@@ -165,6 +167,10 @@ impl Drop for Remote {
 }
 
 impl Remote {
+    fn size_bytes(&self) -> u64 {
+        self.calls.size_bytes()
+    }
+
     fn can(&self, flag: u16) -> bool {
         self.agreed.flags & flag != 0
     }
@@ -172,7 +178,7 @@ impl Remote {
     fn blocks_around(&self, range: &Range<u64>) -> Range<u64> {
         let start = range.start.saturating_sub(range.start.checked_rem(self.block_bytes).unwrap_or(0));
         let end = range.end.checked_next_multiple_of(self.block_bytes).unwrap_or(range.end);
-        start..end.min(self.agreed.size_bytes.max(range.end))
+        start..end.min(self.size_bytes().max(range.end))
     }
 
     fn blocks_inside(&self, range: &Range<u64>) -> Range<u64> {
@@ -183,7 +189,7 @@ impl Remote {
 
     fn inside(&self, offset: u64, length: u64) -> IoResult<Range<u64>> {
         match offset.checked_add(length) {
-            Some(end) if end <= self.agreed.size_bytes => Ok(offset..end),
+            Some(end) if end <= self.size_bytes() => Ok(offset..end),
             _ => Err(IoError::new(IoErrorKind::OutOfRange)),
         }
     }
@@ -233,9 +239,17 @@ impl Remote {
                 self.changed();
                 zeroed
             }
-            FileOp::SetLength { length } if length == self.agreed.size_bytes => Ok(()),
-            FileOp::SetLength { .. } => Err(IoError::new(IoErrorKind::Unsupported)),
+            FileOp::SetLength { length } => self.set_length(queue, length).await,
         }
+    }
+
+    /// Only the server makes its disk longer. Looks whether it has.
+    async fn set_length(&self, queue: usize, length: u64) -> IoResult {
+        if length > self.size_bytes() {
+            self.calls.ask(queue, 0, Wish::Renew).await?;
+            self.changed();
+        }
+        if length == self.size_bytes() { Ok(()) } else { Err(IoError::new(IoErrorKind::Unsupported)) }
     }
 
     async fn flush(&self, queue: usize) -> IoResult {
@@ -245,27 +259,42 @@ impl Remote {
         }
     }
 
-    fn piece_bytes(&self) -> u64 {
+    /// The longest payload of whole blocks that the server takes and sends.
+    fn payload_bytes(&self) -> u64 {
         let most = u64::from(self.agreed.payload_bytes_max);
+        most.saturating_sub(most.checked_rem(self.block_bytes).unwrap_or(0))
+    }
+
+    fn piece_bytes(&self) -> u64 {
         // A piece that is no whole blocks reaches into one more at each end.
         let around = if self.block_bytes > 1 { self.block_bytes.saturating_mul(2) } else { 0 };
-        let whole = most.saturating_sub(most.checked_rem(self.block_bytes).unwrap_or(0));
-        let piece = whole.saturating_sub(around).min(self.buffers.piece_bytes() as u64);
+        let piece = self.payload_bytes().saturating_sub(around).min(self.buffers.piece_bytes() as u64);
         piece.max(self.block_bytes).max(1)
     }
 
+    /// Where the range is whole blocks, the connection's thread puts the data where they belong.
     async fn read(&self, queue: usize, offset: u64, data: &Window, past_end: PastEnd) -> IoResult {
-        let there = past_end.settle(offset, data, self.agreed.size_bytes)?;
+        let there = past_end.settle(offset, data, self.size_bytes())?;
+        let range = offset..offset.saturating_add(there);
+        let piece_bytes = match self.blocks_around(&range) == range {
+            true => self.payload_bytes().min(READ_BYTES_MAX).max(self.block_bytes).max(1),
+            false => self.piece_bytes(),
+        };
         let mut done = 0;
         while done < there {
             let start = offset.saturating_add(done);
-            let piece = there.saturating_sub(done).min(self.piece_bytes());
-            let blocks = self.blocks_around(&(start..start.saturating_add(piece)));
-            let _room = self.room(&blocks).await;
-            let bytes = self.read_blocks(queue, blocks.clone()).await?;
-            let skip = to_usize(start.saturating_sub(blocks.start));
-            let found = bytes.get(skip..skip.saturating_add(to_usize(piece))).ok_or(IoError::EIO)?;
-            data.copy_from_slice(to_usize(done), found);
+            let piece = there.saturating_sub(done).min(piece_bytes);
+            let part = start..start.saturating_add(piece);
+            let blocks = self.blocks_around(&part);
+            if blocks == part {
+                self.read_blocks(queue, start, &data.slice(to_usize(done), to_usize(piece))).await?;
+            } else {
+                let _room = self.room(&blocks).await;
+                let bytes = IoBuf::from_pool(to_usize(blocks.end.saturating_sub(blocks.start)))?.whole();
+                self.read_blocks(queue, blocks.start, &bytes).await?;
+                let skip = to_usize(start.saturating_sub(blocks.start));
+                data.copy_from(to_usize(done), &bytes.slice(skip, to_usize(piece)));
+            }
             done = done.saturating_add(piece);
         }
         Ok(())
@@ -277,12 +306,10 @@ impl Remote {
         self.buffers.grant(BufferUse::Bounce, length).await
     }
 
-    async fn read_blocks(&self, queue: usize, blocks: Range<u64>) -> IoResult<AlignedBuf> {
-        let data = AlignedBuf::try_zeroed(to_usize(blocks.end.saturating_sub(blocks.start)))?;
-        match self.calls.ask(queue, blocks.start, Wish::Read(data)).await? {
-            Answer::Data(data) => Ok(data),
-            Answer::Done | Answer::Extents(_) => Err(IoError::EIO),
-        }
+    /// Fills a window with whole blocks. Whoever stops waiting has its memory back at once.
+    async fn read_blocks(&self, queue: usize, start: u64, place: &Window) -> IoResult {
+        let (lent, _held) = place.lend();
+        self.calls.ask(queue, start, Wish::Read(lent)).await.map(|_| ())
     }
 
     /// Writes data, or zeros if there are none.
@@ -293,11 +320,13 @@ impl Remote {
             let part = at..at.saturating_add(piece);
             let blocks = self.blocks_around(&part);
             let _room = self.room(&blocks).await;
-            let mut bytes = match blocks == part {
-                true => AlignedBuf::try_zeroed(to_usize(piece))?,
+            let mut bytes = PooledBuf::take(to_usize(blocks.end.saturating_sub(blocks.start)))?;
+            if blocks != part {
                 // Blocks that are written in part keep the rest.
-                false => self.read_blocks(queue, blocks.clone()).await?,
-            };
+                let found = IoBuf::from_pool(bytes.len())?.whole();
+                self.read_blocks(queue, blocks.start, &found).await?;
+                found.copy_to_slice(0, &mut bytes);
+            }
             let skip = to_usize(at.saturating_sub(blocks.start));
             let place = bytes.get_mut(skip..skip.saturating_add(to_usize(piece))).ok_or(IoError::EIO)?;
             match data {
@@ -332,7 +361,7 @@ impl Remote {
     }
 
     async fn hole_at(&self, offset: u64, length: u64) -> IoResult<(bool, u64)> {
-        let length = length.min(self.agreed.size_bytes.saturating_sub(offset));
+        let length = length.min(self.size_bytes().saturating_sub(offset));
         if self.agreed.allocation.is_none() || length == 0 {
             return Ok((false, length.max(1)));
         }
@@ -341,7 +370,7 @@ impl Remote {
         }
         let changes = self.changes.load(Ordering::Acquire);
         // As much as one question can tell: the next is often about what follows.
-        let ahead = offset.saturating_add(length.clamp(1, RANGE_BYTES_MAX)).min(self.agreed.size_bytes);
+        let ahead = offset.saturating_add(length.clamp(1, RANGE_BYTES_MAX)).min(self.size_bytes());
         let blocks = self.blocks_around(&(offset..ahead));
         let length_bytes = blocks.end.saturating_sub(blocks.start);
         let Answer::Extents(extents) = self.calls.ask(0, blocks.start, Wish::Status { length_bytes }).await? else {

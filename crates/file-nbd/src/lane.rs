@@ -3,11 +3,17 @@
 use crate::calls::Payload;
 use crate::replies::Replies;
 use crate::stream::Stream;
+use memory::Lent;
 use nbd_wire::numbers::command;
 use nbd_wire::request::Request;
 use rustix::event::PollFd;
 use std::collections::VecDeque;
 use std::io;
+
+/// What of data that nobody wants is read at once.
+const UNWANTED_BYTES: usize = 16 << 10;
+/// Memory that is not there.
+pub(crate) const EFAULT: i32 = 14;
 
 /// Data on their way to a call.
 #[derive(Debug, Clone, Copy)]
@@ -105,15 +111,28 @@ impl Lane {
         }
     }
 
-    /// Receives data to their place; `None` if nothing is there.
-    pub(crate) fn receive_into(&mut self, place: &mut [u8]) -> io::Result<Option<usize>> {
+    /// Receives data to their place, from `at` on, and at most as much as is left of them; `None` if nothing is there. Where
+    /// the place was taken back, they are thrown away.
+    pub(crate) fn receive_into(&mut self, place: &Lent, at: usize, left: usize) -> io::Result<Option<usize>> {
         if !self.replies.is_empty() {
-            return Ok(Some(self.replies.move_to(place)));
+            return Ok(Some(self.replies.take_bytes(left, |bytes| place.copy_in(at, bytes))));
         }
         if self.is_drained {
             return Ok(None);
         }
-        match self.stream.receive(place) {
+        let received = match self.stream.receive_to(place, at, left) {
+            // A guest has taken its memory away. The socket still has the data.
+            Some(Err(error)) if error.raw_os_error() == Some(EFAULT) => {
+                place.give_up();
+                return Ok(Some(0));
+            }
+            Some(received) => received,
+            None => {
+                let mut unwanted = [0; UNWANTED_BYTES];
+                self.stream.receive(unwanted.get_mut(..left.min(UNWANTED_BYTES)).unwrap_or_default())
+            }
+        };
+        match received {
             Ok((0, _)) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it left within a reply")),
             Ok((count, is_drained)) => {
                 self.is_drained = is_drained;

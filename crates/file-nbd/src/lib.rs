@@ -19,6 +19,7 @@
 
 mod calls;
 mod file;
+mod filled;
 mod handshake;
 mod lane;
 mod link;

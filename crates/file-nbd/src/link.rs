@@ -10,14 +10,15 @@
 mod outage;
 
 use crate::calls::{Answer, Call, Calls, Wish};
+use crate::filled::Filled;
 use crate::handshake::{Agreed, connect, end_of_patience};
-use crate::lane::{Data, Lane};
+use crate::lane::{Data, EFAULT, Lane};
 use crate::replies::Said;
 use crate::stream::Stream;
 use crate::unflushed::{Change, Entry, Unflushed, kept_bytes};
 use crate::uri::NbdUri;
 use block::{IoError, IoResult};
-use memory::AlignedBuf;
+use memory::Lent;
 use nbd_wire::WireError;
 use nbd_wire::numbers::{command, command_flag, error, export};
 use nbd_wire::reply::{Extent, Style};
@@ -44,8 +45,8 @@ struct Active {
     /// Of a flush: what it covers.
     mark: u64,
     error: u32,
-    /// Bytes of a read that are here.
-    filled: u64,
+    /// What of a read is here.
+    filled: Filled,
     extents: Vec<Extent>,
     /// It is part of the replay.
     replays: bool,
@@ -68,6 +69,9 @@ pub(crate) struct Link {
     outage: Option<Outage>,
     times: Times,
     waiting: VecDeque<Call>,
+    /// Calls that want a new connection, and whether that is being made.
+    renewals: Vec<Call>,
+    is_renewing: bool,
     active: BTreeMap<u64, Active>,
     next_cookie: u64,
     unflushed: Unflushed,
@@ -96,6 +100,8 @@ impl Link {
             outage: None,
             times: Times::default(),
             waiting: VecDeque::new(),
+            renewals: Vec::new(),
+            is_renewing: false,
             active: BTreeMap::new(),
             next_cookie: 1,
             unflushed: Unflushed::default(),
@@ -129,6 +135,9 @@ impl Link {
                 }
             } else if let Err((lane, error)) = self.turn() {
                 self.lose(lane, &error);
+                continue;
+            } else if !self.renewals.is_empty() && !self.is_renewing && self.replay.is_none() {
+                self.renew();
                 continue;
             }
             self.wait();
@@ -176,9 +185,9 @@ impl Link {
         match self.making.as_ref().map(Receiver::try_recv) {
             Some(Ok(Some(lane))) if self.replay.is_none() => {
                 self.making = None;
-                let length = usize::try_from(self.agreed.block_bytes.max(1)).unwrap_or(1);
-                let Ok(data) = AlignedBuf::try_zeroed(length) else { return };
-                let cookie = self.begin(Call { queue: 0, offset: 0, wish: Wish::Read(data), reply: None }, false);
+                // Nobody looks at what it reads.
+                let place = Lent::ended(usize::try_from(self.agreed.block_bytes.max(1)).unwrap_or(1));
+                let cookie = self.begin(Call { queue: 0, offset: 0, wish: Wish::Read(place), reply: None }, false);
                 self.joining = Some((cookie, lane));
             }
             Some(Ok(_) | Err(TryRecvError::Disconnected)) => (self.making, self.has_enough) = (None, true),
@@ -246,6 +255,10 @@ impl Link {
         while self.active.len() < ACTIVE_MAX
             && let Some(call) = self.waiting.pop_front()
         {
+            if matches!(call.wish, Wish::Renew) {
+                self.renewals.push(call);
+                continue;
+            }
             let kept_bytes = kept_bytes(&call.wish);
             if kept_bytes > 0 && self.unflushed.is_full_with(self.in_hand_bytes.saturating_add(kept_bytes)) {
                 // Writes that end lead to a flush, and that makes room.
@@ -266,7 +279,8 @@ impl Link {
         if !replays {
             self.in_hand_bytes = self.in_hand_bytes.saturating_add(kept_bytes(&call.wish));
         }
-        let active = Active { call, lane: 0, mark: 0, error: 0, filled: 0, extents: Vec::new(), replays };
+        let filled = Filled::default();
+        let active = Active { call, lane: 0, mark: 0, error: 0, filled, extents: Vec::new(), replays };
         self.active.insert(cookie, active);
         self.put(cookie);
         cookie
@@ -276,7 +290,7 @@ impl Link {
     fn put(&mut self, cookie: u64) {
         let extended = self.is_extended();
         let Some(active) = self.active.get_mut(&cookie) else { return };
-        (active.error, active.filled, active.mark) = (0, 0, self.unflushed.mark());
+        (active.error, active.filled, active.mark) = (0, Filled::default(), self.unflushed.mark());
         active.lane = active.call.queue.checked_rem(self.lanes.len()).unwrap_or(0);
         active.extents.clear();
         let (command, flags, payload) = match &active.call.wish {
@@ -292,6 +306,8 @@ impl Link {
             Wish::Trim { .. } => (command::TRIM, 0, None),
             Wish::Flush => (command::FLUSH, 0, None),
             Wish::Status { .. } => (command::BLOCK_STATUS, 0, None),
+            // It has no command.
+            Wish::Renew => return,
         };
         let length_bytes = active.call.length_bytes();
         let request = Request { flags, command, cookie, offset: active.call.offset, length_bytes };
@@ -327,12 +343,10 @@ impl Link {
     fn receive_data(&mut self, index: usize) -> io::Result<bool> {
         let Some(lane) = self.lanes.get_mut(index) else { return Ok(false) };
         let Some(data) = lane.data else { return Ok(false) };
-        let Some(Wish::Read(target)) = self.active.get_mut(&data.cookie).map(|active| &mut active.call.wish) else {
+        let Some(Wish::Read(place)) = self.active.get(&data.cookie).map(|active| &active.call.wish) else {
             return Err(io::ErrorKind::InvalidData.into());
         };
-        let end = data.at.saturating_add(data.left);
-        let place = target.get_mut(data.at..end).ok_or(io::ErrorKind::InvalidData)?;
-        let Some(count) = lane.receive_into(place)? else { return Ok(false) };
+        let Some(count) = lane.receive_into(place, data.at, data.left)? else { return Ok(false) };
         let left = data.left.saturating_sub(count);
         lane.data = Some(Data { at: data.at.saturating_add(count), left, ..data });
         if left == 0 {
@@ -382,8 +396,8 @@ impl Link {
                     Wish::Read(_) if !is_simple => {
                         return Err(WireError("a read has a simple reply, although structured replies were chosen"));
                     }
-                    Wish::Read(data) => {
-                        let length_bytes = data.len() as u64;
+                    Wish::Read(place) => {
+                        let length_bytes = place.length_bytes() as u64;
                         let offset = active.call.offset;
                         return self.hear(lane, Said::Data { cookie, offset, length_bytes, done: true });
                     }
@@ -398,11 +412,8 @@ impl Link {
             }
             Said::Hole { cookie, offset, length_bytes, done } => {
                 let (at, length) = self.part_of(lane, cookie, offset, length_bytes)?;
-                let wish = self.active.get_mut(&cookie).map(|active| &mut active.call.wish);
-                if let Some(Wish::Read(data)) = wish
-                    && let Some(part) = data.get_mut(at..at.saturating_add(length))
-                {
-                    part.fill(0);
+                if let Some(Wish::Read(place)) = self.active.get(&cookie).map(|active| &active.call.wish) {
+                    place.zero(at, length);
                 }
                 if done {
                     self.end(cookie);
@@ -432,13 +443,13 @@ impl Link {
     ) -> Result<(usize, usize), WireError> {
         let outside = WireError("a reply has data that were not asked for");
         let active = self.active(lane, cookie)?;
-        let Wish::Read(data) = &active.call.wish else { return Err(outside) };
+        let Wish::Read(place) = &active.call.wish else { return Err(outside) };
         let at = offset.checked_sub(active.call.offset).and_then(|at| usize::try_from(at).ok()).ok_or(outside)?;
         let length = usize::try_from(length_bytes).map_err(|_| outside)?;
-        if length == 0 || at.checked_add(length).is_none_or(|end| end > data.len()) {
-            return Err(outside);
+        let end = at.checked_add(length).filter(|end| length > 0 && *end <= place.length_bytes()).ok_or(outside)?;
+        if !active.filled.add(at..end) {
+            return Err(WireError("a reply has data that were sent already, or in too many pieces"));
         }
-        active.filled = active.filled.saturating_add(length_bytes);
         Ok((at, length))
     }
 
@@ -458,7 +469,8 @@ impl Link {
         if (error == error::ESHUTDOWN || is_early) && !replays {
             // The server is about to go. When it is back, or another is there, the call is sent again. So is a flush while
             // a connection is gone: it says nothing of what went over that one.
-            let (error, filled, extents, lane) = (0, 0, Vec::new(), if self.drains { NO_LANE } else { lane });
+            let (error, filled, extents) = (0, Filled::default(), Vec::new());
+            let lane = if self.drains { NO_LANE } else { lane };
             self.active.insert(cookie, Active { call, lane, mark, error, filled, extents, replays });
             return;
         }
@@ -467,14 +479,12 @@ impl Link {
             self.outage = None;
             self.in_hand_bytes = self.in_hand_bytes.saturating_sub(kept_bytes(&wish));
         }
-        let length_bytes = match &wish {
-            Wish::Read(data) => data.len() as u64,
-            _ => 0,
-        };
-        let result = match error {
-            0 if filled < length_bytes => Err(IoError::EIO),
-            0 => Ok(()),
-            number => Err(error_of(number)),
+        let result = match (error, &wish) {
+            (0, Wish::Read(place)) if !filled.has_all(place.length_bytes()) => Err(IoError::EIO),
+            // Its memory was not there, or nobody waits.
+            (0, Wish::Read(place)) if place.has_ended() => Err(IoError::from_errno(EFAULT)),
+            (0, _) => Ok(()),
+            (number, _) => Err(error_of(number)),
         };
         if replays {
             if result.is_err() {
@@ -501,7 +511,6 @@ impl Link {
                 }
                 result.map(|()| Answer::Done)
             }
-            Wish::Read(data) => result.map(|()| Answer::Data(data)),
             Wish::Write { data, fua } => {
                 match (&result, fua) {
                     (Ok(()), false) if keeps => self.unflushed.add(offset, Change::Data(data)),
@@ -516,7 +525,7 @@ impl Link {
                 }
                 result.map(|()| Answer::Done)
             }
-            Wish::Trim { .. } => result.map(|()| Answer::Done),
+            Wish::Read(_) | Wish::Trim { .. } | Wish::Renew => result.map(|()| Answer::Done),
             Wish::Status { .. } => result.map(|()| Answer::Extents(extents)),
         }
     }

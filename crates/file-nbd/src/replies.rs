@@ -63,12 +63,10 @@ impl Replies {
         Ok(count)
     }
 
-    /// Moves data that have arrived to their place; returns how many bytes.
-    pub(crate) fn move_to(&mut self, target: &mut [u8]) -> usize {
-        let count = self.rest().len().min(target.len());
-        if let (Some(target), Some(source)) = (target.get_mut(..count), self.rest().get(..count)) {
-            target.copy_from_slice(source);
-        }
+    /// Hands out data that have arrived, at most so many bytes; returns how many.
+    pub(crate) fn take_bytes(&mut self, most: usize, take: impl FnOnce(&[u8])) -> usize {
+        let count = self.rest().len().min(most);
+        take(self.rest().get(..count).unwrap_or_default());
         self.start = self.start.saturating_add(count);
         count
     }

@@ -1,7 +1,7 @@
 //! A stream to a server: a socket, perhaps with TLS over it.
 
 use crate::uri::Place;
-use memory::{SocketPart, send_parts};
+use memory::{Lent, SocketPart, send_parts};
 use nbd_tls::{Arrival, Channel, Connection, Socket, copy_to, widen};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::sockopt::{Timeout, set_socket_keepalive, set_socket_timeout};
@@ -89,20 +89,22 @@ impl Stream {
             let count = rustix::io::read(&*self, &mut *room)?;
             return Ok((count, count < room.len()));
         };
-        let Secured { socket, channel } = &mut **secured;
-        let mut socket = Socket::new(socket.as_fd());
-        match channel.look(&mut socket) {
-            Ok(Arrival::Plain) => {
-                let count = channel.take(|plain| copy_to(room, plain))?;
-                Ok((count, socket.is_drained() && !channel.has_arrived()))
-            }
-            Ok(Arrival::Nothing) => Err(io::ErrorKind::Interrupted.into()),
-            Ok(Arrival::End) => Ok((0, false)),
-            Err(error) => {
-                tell(channel, &mut socket, &error);
-                Err(error)
-            }
-        }
+        secured.receive(|plain| copy_to(room, plain))
+    }
+
+    /// As [`Self::receive`], at most `left` bytes to memory that is lent, from `at` on; `None` if that was taken back.
+    pub(crate) fn receive_to(&mut self, place: &Lent, at: usize, left: usize) -> Option<io::Result<(usize, bool)>> {
+        let Self::Tls(secured) = self else {
+            let received = place.receive_into(self.as_fd(), at, left)?;
+            return Some(received.map(|count| (count, count < left)));
+        };
+        (!place.has_ended()).then(|| {
+            secured.receive(|plain| {
+                let plain = plain.get(..left.min(plain.len())).unwrap_or_default();
+                place.copy_in(at, plain);
+                plain.len()
+            })
+        })
     }
 
     /// Sends what of `parts` is taken, and what was taken before.
@@ -138,6 +140,26 @@ impl Stream {
     /// The same, as one that waits, until that moment.
     pub(crate) fn until(&mut self, until: Instant) -> Limited<'_> {
         Limited { stream: self, until }
+    }
+}
+
+impl Secured {
+    /// Gives `take` plain bytes that are there, and says how many it took and whether that was all.
+    fn receive(&mut self, take: impl FnOnce(&[u8]) -> usize) -> io::Result<(usize, bool)> {
+        let Self { socket, channel } = self;
+        let mut socket = Socket::new(socket.as_fd());
+        match channel.look(&mut socket) {
+            Ok(Arrival::Plain) => {
+                let count = channel.take(take)?;
+                Ok((count, socket.is_drained() && !channel.has_arrived()))
+            }
+            Ok(Arrival::Nothing) => Err(io::ErrorKind::Interrupted.into()),
+            Ok(Arrival::End) => Ok((0, false)),
+            Err(error) => {
+                tell(channel, &mut socket, &error);
+                Err(error)
+            }
+        }
     }
 }
 

@@ -155,7 +155,7 @@ impl Unflushed {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use memory::AlignedBuf;
+    use memory::PooledBuf;
 
     #[test]
     fn a_flush_lets_go_what_ended_before_it_began() {
@@ -171,7 +171,7 @@ mod tests {
         // An older flush that ends later has nothing to let go.
         unflushed.forget_before(1);
         assert!(unflushed.get(0).is_some());
-        unflushed.add(3, Change::Data(Payload::new(AlignedBuf::zeroed(BYTES_MAX))));
+        unflushed.add(3, Change::Data(Payload::new(PooledBuf::take(BYTES_MAX).unwrap())));
         assert!(unflushed.is_too_much());
         unflushed.forget_before(unflushed.mark());
         assert!(!unflushed.is_too_much() && unflushed.held_bytes == 0);
@@ -182,7 +182,7 @@ mod tests {
         let mut unflushed = Unflushed::default();
         let bytes: Vec<u8> = (0..8).collect();
         let ranges = |unflushed: &Unflushed| -> Vec<_> { unflushed.entries.iter().map(Entry::range).collect() };
-        unflushed.add(10, Change::Data(Payload::new(AlignedBuf::copy_of(&bytes))));
+        unflushed.add(10, Change::Data(Payload::new(PooledBuf::copy_of(&bytes).unwrap())));
         unflushed.add(0, Change::Zeroes { length_bytes: 20, may_unmap: true });
         let mark = unflushed.mark();
         unflushed.add(14, Change::Zeroes { length_bytes: 2, may_unmap: true });

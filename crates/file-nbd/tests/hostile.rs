@@ -58,6 +58,11 @@ fn shake_hands(stream: &mut UnixStream, flags: u16) -> Option<()> {
 
 /// The handshake of a server that knows these options, too.
 fn shake_hands_with(stream: &mut UnixStream, flags: u16, options: &[u32]) -> Option<()> {
+    shake_hands_as_long_as(SIZE_BYTES, stream, flags, options)
+}
+
+/// The handshake of a server whose disk is so long.
+fn shake_hands_as_long_as(size_bytes: u64, stream: &mut UnixStream, flags: u16, options: &[u32]) -> Option<()> {
     let mut out = Vec::new();
     put_greeting(&mut out, handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
     stream.write_all(&out).ok()?;
@@ -69,7 +74,7 @@ fn shake_hands_with(stream: &mut UnixStream, flags: u16, options: &[u32]) -> Opt
         let mut out = Vec::new();
         let goes = head.option == option::GO;
         if goes {
-            let info = Info::Export { size_bytes: SIZE_BYTES, flags: flags | export::HAS_FLAGS };
+            let info = Info::Export { size_bytes, flags: flags | export::HAS_FLAGS };
             put_answer(&mut out, option::GO, answer::INFO, &info.to_bytes());
         }
         let is_known = goes || options.contains(&head.option);
@@ -345,4 +350,82 @@ fn only_time_without_a_connection_counts_until_requests_fail() {
     let file = fake.open("&reconnect-s=4", &BufferAccount::UNLIMITED);
     write_mib(&file, 0).unwrap();
     block_on(file.open_blocking().unwrap().start(FileOp::Flush)).unwrap();
+}
+
+/// A part of a reply to a read: data of this value, or a hole.
+fn chunk_of(cookie: u64, offset: u64, length_bytes: u64, value: Option<u8>, done: bool) -> Vec<u8> {
+    let flags = if done { chunk::DONE } else { 0 };
+    let (kind, rest) = match value {
+        Some(value) => (chunk::OFFSET_DATA, vec![value; length_bytes as usize]),
+        None => (chunk::OFFSET_HOLE, (length_bytes as u32).to_be_bytes().to_vec()),
+    };
+    let head = Chunk { flags, kind, cookie, offset: 0, length_bytes: 8 + rest.len() as u64 }.head(false);
+    [head.as_bytes(), &offset.to_be_bytes(), &rest].concat()
+}
+
+#[test]
+fn bytes_that_are_sent_twice_do_not_stand_for_others_that_never_come() {
+    // A reader's memory holds what somebody else has read before.
+    const OLD: u8 = 7;
+    let fake = Fake::start(|number, mut stream| {
+        let _ = shake_hands_with(&mut stream, export::SEND_FLUSH, &[option::STRUCTURED_REPLY]);
+        while let Some(Request { cookie, length_bytes, .. }) = next_request(&mut stream) {
+            let half = length_bytes / 2;
+            let out = match number {
+                0 => [chunk_of(cookie, 0, half, Some(1), false), chunk_of(cookie, 0, half, Some(1), true)].concat(),
+                1 => [chunk_of(cookie, half, half, None, false), chunk_of(cookie, half - 1, half, None, true)].concat(),
+                // In any order, but each byte once.
+                _ => [chunk_of(cookie, half, half, Some(3), false), chunk_of(cookie, 0, half, None, true)].concat(),
+            };
+            if stream.write_all(&out).is_err() {
+                break;
+            }
+        }
+    });
+    let file = fake.open("&reconnect-s=60", &BufferAccount::UNLIMITED);
+    let queue = file.open_blocking().unwrap();
+    let data = IoBuf::zeroed(256 << 10).whole();
+    data.fill(OLD);
+    block_on(queue.start(FileOp::Read { offset: 0, data: data.clone(), past_end: PastEnd::Fails })).unwrap();
+    let bytes = data.to_vec();
+    assert!(bytes[..128 << 10].iter().all(|byte| *byte == 0) && bytes[128 << 10..].iter().all(|byte| *byte == 3));
+}
+
+#[test]
+fn a_disk_that_has_grown_at_its_server_is_as_long_when_it_is_asked_to_be() {
+    let connections = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&connections);
+    let fake = Fake::start(move |number, mut stream| {
+        counted.fetch_add(1, Ordering::SeqCst);
+        let size_bytes = if number == 0 { SIZE_BYTES } else { SIZE_BYTES + 4096 };
+        let _ = shake_hands_as_long_as(size_bytes, &mut stream, export::SEND_FLUSH, &[]);
+        while let Some(request) = next_request(&mut stream) {
+            // As a server that looks at the size at each connection.
+            let is_inside = request.offset + request.length_bytes <= size_bytes;
+            let answered = match request.command {
+                command::READ if is_inside => answer_read(&mut stream, &request),
+                _ => reply(&mut stream, request.cookie, if is_inside { 0 } else { error::EINVAL }),
+            };
+            if !answered {
+                break;
+            }
+        }
+    });
+    let file = fake.open("", &BufferAccount::UNLIMITED);
+    let queue = file.open_blocking().unwrap();
+    let read_end = || {
+        let data = IoBuf::zeroed(4096).whole();
+        block_on(queue.start(FileOp::Read { offset: SIZE_BYTES, data, past_end: PastEnd::Fails }))
+    };
+    let set_length = |length| block_on(queue.start(FileOp::SetLength { length }));
+    read_end().unwrap_err();
+    set_length(SIZE_BYTES).unwrap();
+    assert_eq!(connections.load(Ordering::SeqCst), 1, "nothing to ask for");
+    write_mib(&file, 0).unwrap();
+    set_length(SIZE_BYTES + 4096).unwrap();
+    assert_eq!((file.length_bytes().unwrap(), connections.load(Ordering::SeqCst)), (SIZE_BYTES + 4096, 2));
+    read_end().unwrap();
+    set_length(SIZE_BYTES + 8192).unwrap_err();
+    set_length(SIZE_BYTES).unwrap_err();
+    assert_eq!(file.length_bytes().unwrap(), SIZE_BYTES + 4096);
 }

@@ -99,6 +99,8 @@ pub fn open(name: &RbdName, options: &RbdOptions) -> Result<Arc<dyn File>> {
         buffers: options.buffers.clone(),
         has_write_zeroes: info.fast_zeroes,
         was_shut_out: AtomicBool::new(false),
+        is_cached: options.cached,
+        has_lost: AtomicBool::new(false),
         closes,
     };
     Ok(Arc::new(RbdFile { info, remote: Some(Arc::new(remote)), buffers: options.buffers.clone() }))
@@ -239,6 +241,10 @@ struct Remote {
     buffers: BufferAccount,
     has_write_zeroes: bool,
     was_shut_out: AtomicBool,
+    /// librbd acknowledges writes before the cluster has them.
+    is_cached: bool,
+    /// A flush has failed, and may have lost what it covered: no flush is believed any more.
+    has_lost: AtomicBool,
     closes: Closes,
 }
 
@@ -334,8 +340,18 @@ impl Remote {
         self.changes.fetch_add(1, Ordering::AcqRel);
     }
 
+    /// librbd tells one flush only that cached writes have failed. The next one, of whoever asks, would succeed without them.
     async fn flush(&self) -> IoResult {
-        self.ask(0, Request::Flush).await.map(|_| ())
+        if self.has_lost.load(Ordering::Acquire) {
+            return Err(IoError::EIO);
+        }
+        let flushed = self.ask(0, Request::Flush).await.map(|_| ());
+        if flushed.is_err() && self.is_cached && !self.has_lost.swap(true, Ordering::AcqRel) {
+            let name = self.closes.key();
+            tracing::error!("'{name}': a flush has failed: no flush succeeds until the image is opened anew");
+        }
+        // Another one may have been told while this one was under way.
+        if self.has_lost.load(Ordering::Acquire) { flushed.and(Err(IoError::EIO)) } else { flushed }
     }
 
     fn piece_bytes(&self) -> u64 {

@@ -154,6 +154,29 @@ fn what_librbd_fails_with_is_what_the_request_fails_with() {
 }
 
 #[test]
+fn after_a_failed_flush_of_cached_writes_none_succeeds_until_the_image_is_opened_anew() {
+    let stand_in = stand_in();
+    let name = name_of(&stand_in, "disk");
+    create(&name, SIZE).unwrap();
+    for cached in [true, false] {
+        let options = RbdOptions::default().with(|options| options.cached = cached);
+        let file = open(&name, &options).unwrap();
+        let [one, other] = [0, 1].map(|_| file.open_blocking().unwrap());
+        write(&one, 0, &[1; 4096]).unwrap();
+        stand_in.set_faults("flush error 28\n");
+        assert_eq!(perform(&one, FileOp::Flush), Err(IoError::from_errno(28)));
+        stand_in.set_faults("");
+        // What librbd had acknowledged may be gone. Without its cache it had all of it at the cluster.
+        assert_eq!(perform(&other, FileOp::Flush).is_err(), cached);
+        assert_eq!(perform(&other, write_of(0, &[2; 4096], true)).is_err(), cached);
+        assert!(read(&one, 0, 4096).unwrap() == [2; 4096], "reads and writes go on");
+        drop((one, other, file));
+        let again = open(&name, &options).unwrap();
+        assert_eq!(perform(&again.open_blocking().unwrap(), FileOp::Flush), Ok(()));
+    }
+}
+
+#[test]
 fn requests_outlive_whoever_waits_for_them_and_the_image_is_closed_after_them() {
     let stand_in = stand_in();
     let name = name_of(&stand_in, "disk");

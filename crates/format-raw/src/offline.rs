@@ -51,10 +51,19 @@ pub async fn resize(
 ) -> Result<()> {
     let name = &file.info().name;
     let bad = |what: &str| Error::new(ErrorKind::BadOption, format!("'{name}': {what}"));
-    if file.info().block_device {
-        return Err(Error::new(ErrorKind::Unsupported, format!("'{name}': a block device cannot be resized")));
-    }
     let old_bytes = file.length_bytes()?;
+    if file.info().block_device {
+        // A server may have made its disk longer meanwhile, which the file notices here.
+        if size_bytes > old_bytes && space == NewSpace::Hole && io.set_length(size_bytes).await.is_ok() {
+            return Ok(());
+        }
+        let now_bytes = file.length_bytes()?;
+        let what = match now_bytes == old_bytes {
+            true => "a block device cannot be resized".to_owned(),
+            false => format!("the server's disk has {now_bytes} bytes now: name that size"),
+        };
+        return Err(Error::new(ErrorKind::Unsupported, format!("'{name}': {what}")));
+    }
     if size_bytes < old_bytes && !shrink {
         return Err(bad("Use the --shrink option to perform a shrink operation."));
     }

@@ -1,5 +1,6 @@
 //! Names of files: a protocol, and a rest that the protocol interprets.
 
+use crate::nbd_place;
 use block::{Error, ErrorKind, Result};
 use std::borrow::Cow;
 use std::ffi::OsStr;
@@ -99,13 +100,14 @@ impl FileName {
         matches!(self, Self::Nbd(_) | Self::Http(_) | Self::Rbd(_))
     }
 
-    /// Returns the name that the server knows. Leaves out the options behind `#`, and those about the cluster.
+    /// Returns the name of what lies at a server, without options of this program and without credentials: neither those
+    /// behind `#`, nor those about a cluster or a connection.
     #[must_use]
-    pub fn address(&self) -> Option<&str> {
+    pub fn address(&self) -> Option<Cow<'_, str>> {
         match self {
-            Self::Http(url) => Some(url.split_once('#').map_or(url, |(address, _)| address)),
-            Self::Nbd(uri) => Some(uri),
-            Self::Rbd(name) => Some(split_options(name).0),
+            Self::Http(url) => Some(Cow::Borrowed(url.split_once('#').map_or(url, |(address, _)| address))),
+            Self::Nbd(uri) => Some(nbd_place::without_options(uri)),
+            Self::Rbd(name) => Some(Cow::Borrowed(split_options(name).0)),
             _ => None,
         }
     }
@@ -151,6 +153,7 @@ impl FileName {
                 let cluster = |name| split_options(name).1.filter(|(key, _)| *key != "id").collect::<Vec<_>>();
                 split_options(own).0 == split_options(other).0 && cluster(own) == cluster(other)
             }
+            _ if let (Self::Nbd(own), Self::Nbd(other)) = (self, other) => nbd_place::is_same(own, other),
             _ if self.is_remote() => self.address() == other.address(),
             _ => self == other,
         }
@@ -351,7 +354,7 @@ mod tests {
     fn images_of_a_cluster_are_the_same_by_their_place_and_their_cluster() {
         let name = |text: &str| FileName::parse(text).unwrap();
         let image = name(r"rbd:p/i\:j@s:conf=/c:id=a");
-        assert_eq!(image.address(), Some(r"rbd:p/i\:j@s"));
+        assert_eq!(image.address().as_deref(), Some(r"rbd:p/i\:j@s"));
         for (other, is_same) in [
             (r"rbd:p/i\:j@s:id=b:conf=/c", true),
             (r"rbd:p/i\:j@s", false),

@@ -30,6 +30,7 @@ mod chain;
 mod file_name;
 mod filters;
 mod guess;
+mod nbd_place;
 mod null;
 mod offline;
 mod online;

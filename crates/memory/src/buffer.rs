@@ -47,7 +47,7 @@ impl Segment {
         self.0
     }
 
-    fn slice(&self, skip_bytes: usize, length_bytes: usize) -> Self {
+    pub(crate) fn slice(&self, skip_bytes: usize, length_bytes: usize) -> Self {
         debug_assert!(skip_bytes + length_bytes <= self.0.iov_len);
         Self(libc::iovec { iov_base: self.as_ptr().wrapping_add(skip_bytes).cast(), iov_len: length_bytes })
     }

@@ -1,7 +1,8 @@
 //! The bottom of the path: memory that the kernel reads and writes for us.
 //!
 //! * [`IoBuf`] and [`Window`]: scattered memory that an operation owns (or pins) while the kernel may touch it.
-//! * [`AlignedBuf`]: owned, aligned memory for metadata and bounce buffers.
+//! * [`Lent`] and [`Held`]: an operation's memory that another thread fills.
+//! * [`AlignedBuf`]: owned, aligned memory for metadata and bounce buffers. [`PooledBuf`]: the same from a pool.
 //! * [`BufferBudget`]: how much memory such buffers may take, and each disk's share of it.
 //! * [`GuestMemory`]: a guest's address space, mapped from the file descriptors that its monitor sent.
 //! * [`Placement`]: what such files may lie in.
@@ -23,11 +24,13 @@ mod buffer;
 pub mod fault;
 mod guest;
 mod interrupt;
+mod lent;
 mod mapped_range;
 mod mapping;
 mod peer;
 mod placement;
 mod pool;
+mod pooled_buf;
 mod share;
 mod socket;
 mod words;
@@ -37,6 +40,7 @@ pub use budget::{BudgetStats, BufferAccount, BufferBudget, BufferGrant, BufferUs
 pub use buffer::{IoBuf, Segment, Window};
 pub use guest::{GuestMemory, GuestRegion, MemoryError, RegionSpec};
 pub use interrupt::InterruptHandle;
+pub use lent::{Held, Lent};
 pub use mapped_range::{MappedRange, MappingLost};
 pub use mapping::{Mapping, duplicate_fd};
 pub use peer::{PeerProcess, peer_process};
@@ -45,6 +49,7 @@ pub use pool::{
     DECAY_PERIOD, HasRoom, Placed, Pool, PoolBox, PoolContext, PoolRc, PoolStats, Pooled, PooledFuture, Room,
     ThreadList, maintain_pools, pools, trim_pools,
 };
+pub use pooled_buf::PooledBuf;
 pub use share::MappingShare;
 pub use socket::{SocketPart, receive_into, send_parts};
 pub use words::MappedWords;

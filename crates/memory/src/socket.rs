@@ -3,7 +3,7 @@
 //! Windows are never borrowed as slices, so this module makes the system calls that gather and scatter. A descriptor
 //! that does not block may fail with [`io::ErrorKind::WouldBlock`].
 
-use crate::Window;
+use crate::{Segment, Window};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -64,10 +64,24 @@ fn told(result: isize) -> io::Result<usize> {
 /// Fills a window from `skip_bytes` on with what has arrived. Returns the number of bytes. Zero means that nothing will
 /// come any more, or that there was no room.
 pub fn receive_into(socket: BorrowedFd<'_>, window: &Window, skip_bytes: usize) -> io::Result<usize> {
+    let skip = skip_bytes.min(window.length_bytes());
+    let window = window.slice(skip, window.length_bytes() - skip);
+    // SAFETY: these are segments of mapped memory (see `IoBuf::refill`) that `window` keeps during the call.
+    unsafe { receive_into_segments(socket, |list| window.for_each_segment(list)) }
+}
+
+/// Fills segments, which `each` lists, with what has arrived.
+///
+/// # Safety
+/// The segments name memory that is mapped and writable during the call.
+pub(crate) unsafe fn receive_into_segments(
+    socket: BorrowedFd<'_>,
+    each: impl FnOnce(&mut dyn FnMut(Segment)),
+) -> io::Result<usize> {
     let mut segments = Segments::new();
-    segments.push_window(window, skip_bytes);
+    each(&mut |segment| segments.push(segment.as_iovec()));
     let mut message = segments.message();
-    // SAFETY: the list names mapped memory (see `IoBuf::refill`) that `window` keeps during the call.
+    // SAFETY: as the caller says.
     told(unsafe { libc::recvmsg(socket.as_raw_fd(), &mut message, 0) })
 }
 

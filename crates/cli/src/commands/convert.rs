@@ -230,7 +230,8 @@ impl Args {
             options.allow_backing = self.open.allow_backing.parse()?;
             options.listed = sources.to_vec();
             let below = image::open(&options, &files())?;
-            listed.extend(below.file_names().filter_map(|name| name.path().map(Path::to_owned)));
+            let is_named = |name: &FileName| name.path().is_some() || name.is_remote();
+            listed.extend(below.file_names().filter(is_named).map(|name| name.look_at()));
         }
         listed.push(path);
         Ok(listed)
@@ -273,9 +274,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     options.offload = args.copy_offload;
     options.salvage = args.salvage(paths);
     for source in &sources {
-        refuse_same_file(source, &target.path)?;
+        refuse_same_file(source, &opened_name(&target.path))?;
         for data_file in target.data_files() {
-            refuse_same_file(source, &data_file)?;
+            refuse_same_file(source, &FileName::from(&data_file))?;
         }
     }
     if args.bitmaps && sources.len() > 1 {
@@ -337,14 +338,8 @@ fn open_target(
         bail!("output file is smaller than input file");
     }
     let (own, data) = image.layer_file_names().next().unzip();
-    let names: Vec<_> = own.into_iter().chain(data.flatten()).collect();
-    for name in names.iter().filter(|name| name.is_remote()) {
-        if sources.iter().any(|source| source.file_names().any(|file| file.is_same_file(name))) {
-            bail!("The target '{name}' is a file of the source: nothing was written, choose another target");
-        }
-    }
-    for path in names.iter().filter_map(FileName::path) {
-        sources.iter().try_for_each(|source| refuse_same_file(source, path))?;
+    for name in own.into_iter().chain(data.flatten()) {
+        sources.iter().try_for_each(|source| refuse_same_file(source, &name))?;
     }
     if let Some(first) = sources.first().filter(|_| args.bitmaps) {
         refuse_misfits(first, &image)?;

@@ -87,7 +87,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let source = args.open.open(&operands.source, args.format.as_deref(), &[])?;
     let format: Format = args.output_format.parse()?;
     let named = image_name(&operands.source, args.format.as_deref(), args.open.image_opts)?;
-    refuse_same_file(&source, &operands.target)?;
+    refuse_same_file(&source, &opened_name(&operands.target))?;
     let part = operands.part(source.info().size_bytes);
     if part.is_none() {
         output::warn(&format!("{}: cannot skip to specified offset", named.file));

@@ -1,6 +1,6 @@
 //! Makes new images, for `create` and for the commands that fill one.
 
-use super::name::{backing_name, cluster_image, is_socket, opened_name, parse_format, remote_name};
+use super::name::{backing_name, beside_image, cluster_image, is_socket, opened_name, parse_format, remote_name};
 use super::new_image::{self, NewImage};
 use super::open::files;
 use super::own_backing;
@@ -8,6 +8,7 @@ use super::target::{behind_links, remove_file};
 use crate::output::{self, Watch, usage};
 use anyhow::{Context, bail};
 use block::{File, FileOp, SECTOR_BYTES, block_on};
+use drive::check_room;
 use format_qcow2::Preallocation;
 use image::{CreateOptions, FileName, Format, GrowBy, Opener, Role, inspect, os_name};
 use std::path::{Path, PathBuf};
@@ -42,9 +43,11 @@ pub(crate) fn create(
         Some(image) if wanted.data_file.is_some() => {
             bail!("'{image}': an image of a cluster has no external data file")
         }
-        Some(_) => {}
-        None if is_socket(file) => return check_served(file, wanted).map(|()| None),
-        None => {}
+        None if is_socket(file) && wanted.format == Format::Raw => return check_served(file, wanted).map(|()| None),
+        None if is_socket(file) && wanted.data_file.is_some() => {
+            bail!("'{}': an image at a server has no external data file", opened_name(file))
+        }
+        _ => {}
     }
     wanted.settle_backing(file, look_at_backing)?;
     let options = wanted.create_options()?;
@@ -54,23 +57,22 @@ pub(crate) fn create(
     if let Some(backing) = &wanted.backing_file {
         let files: Vec<_> = [Some(file.to_owned()), data_path.clone()].into_iter().flatten().collect();
         let format = parse_format(wanted.backing_format.as_deref()).ok().flatten();
-        own_backing::refuse(
-            &files,
-            &file.parent().unwrap_or(Path::new("")).join(os_name(backing)),
-            format,
-            look_at_backing,
-        )?;
+        own_backing::refuse(&files, &beside_image(file, backing), format, look_at_backing)?;
     }
     let mut emptied = Vec::new();
     let mut empty = |path: PathBuf| -> anyhow::Result<Arc<dyn File>> {
         let path = behind_links(path);
-        let is_new = !path.exists();
+        // A server's disk is always there, and its length stays.
+        let is_new = !path.exists() && !is_servers_disk(&path)?;
         let file = empty_file(&path, is_new)?;
         wanted.hint_layout(&path, file.as_ref());
         emptied.push((path, is_new));
         Ok(file)
     };
     let opened = empty(file.to_owned())?;
+    if is_servers_disk(file)? {
+        check_room(&*opened, &options)?;
+    }
     let data = data_path.map(&mut empty).transpose();
     let made = data.and_then(|data| {
         watch.run(|control| jobs::create(&opened, data.as_ref(), &options, control))?;
@@ -85,13 +87,13 @@ pub(crate) fn create(
     Ok(emptied.into_iter().nth(1).filter(|(_, is_new)| *is_new).map(|(path, _)| path))
 }
 
-/// Checks that a server's disk can take the image. Nothing can be created there. A raw image exists already, if the
-/// server's disk is long enough for it.
+/// Whether it is the disk of a server, not an image of a cluster.
+fn is_servers_disk(path: &Path) -> anyhow::Result<bool> {
+    Ok(is_socket(path) && cluster_image(path)?.is_none())
+}
+
+/// Checks that a server's disk can take a raw image. It exists already, if the server's disk is long enough for it.
 fn check_served(socket: &Path, wanted: &NewImage) -> anyhow::Result<()> {
-    if wanted.format != Format::Raw {
-        let what = "no image can be created at a server's disk: use -O raw, or -n for an image that it holds";
-        bail!("{}: {what}", opened_name(socket));
-    }
     let disk_bytes = files().open(&opened_name(socket), Role::ReadOnly)?.length_bytes()?;
     match wanted.size_bytes {
         Some(size_bytes) if size_bytes > disk_bytes => {
@@ -120,7 +122,7 @@ fn empty_file(path: &Path, is_new: bool) -> anyhow::Result<Arc<dyn File>> {
     if is_new {
         engine::create(path, 0)?;
     }
-    let file = files().open(&path.into(), Role::Writable)?;
+    let file = files().open(&opened_name(path), Role::Writable)?;
     if !file.info().block_device {
         let queue = file.open_blocking()?;
         block_on(queue.start(FileOp::SetLength { length: 0 }))
@@ -152,7 +154,8 @@ impl NewImage {
         let format = parse_format(self.backing_format.as_deref())?;
         if is_socket(image) && remote_name(name).is_none() && Path::new(name).is_relative() {
             bail!(
-                "'{name}' is relative, and an image of a cluster lies in no directory: name its backing file by a whole path"
+                "'{name}' is relative, and an image of a cluster or server lies in no directory: name its backing file by a \
+                 whole path"
             );
         }
         let beside = || FileName::File(image.parent().unwrap_or(Path::new("")).join(os_name(name)));

@@ -90,7 +90,7 @@ pub(crate) fn backing_name(overlay: Option<&Path>, text: &str, look: bool) -> an
         Some(("vhost-user", _)) => bail!("'{text}': a backing file is a file, not the disk of a vhost-user server"),
         Some(_) if let Some(remote) = remote_name(text) => {
             // Options for reading it are given when it is opened, not recorded.
-            return Ok(remote.address().unwrap_or(text).to_owned());
+            return Ok(remote.address().map_or_else(|| text.to_owned(), |address| address.into_owned()));
         }
         Some(_) => file_name(Path::new(&os_name(text)))?,
     };
@@ -101,6 +101,14 @@ pub(crate) fn backing_name(overlay: Option<&Path>, text: &str, look: bool) -> an
     let name = name_text(path.as_os_str().as_bytes());
     // A colon in the name would look like a protocol.
     Ok(if protocol(&name).is_some() { format!("./{name}") } else { name })
+}
+
+/// Returns where the file is that the image at `overlay` names as its backing file: beside it, or at a server.
+pub(super) fn beside_image(overlay: &Path, backing: &str) -> PathBuf {
+    match remote_name(backing) {
+        Some(_) => PathBuf::from(backing),
+        None => overlay.parent().unwrap_or(Path::new("")).join(os_name(backing)),
+    }
 }
 
 /// Returns the name if it is a server's disk or file.
@@ -136,6 +144,8 @@ mod tests {
         }
         for (text, recorded) in [
             ("nbd://h/x", "nbd://h/x"),
+            ("nbds://me@h/x?tls-certificates=/home/me/pki&reconnect-s=5", "nbds://h/x"),
+            ("nbd+unix:///x?connections=1&socket=/run/s", "nbd+unix:///x?socket=/run/s"),
             ("https://h/x?y#cache=/c", "https://h/x?y"),
             ("rbd:p/i@s:conf=/c", "rbd:p/i@s"),
         ] {

@@ -1,7 +1,7 @@
 //! A new image must not overwrite a file that it will rest on.
 
 use super::file_id::FileId;
-use super::name::opened_name;
+use super::name::{beside_image, opened_name};
 use super::open::files;
 use crate::output::usage;
 use image::{BackingPolicy, Format, Opener, Role, inspect, pass_gate};
@@ -20,26 +20,30 @@ pub(super) fn refuse(emptied: &[PathBuf], backing: &Path, format: Option<Format>
     let mut next = Some((backing.to_owned(), format)).filter(|_| look);
     for _ in 0..LAYERS_MAX {
         let Some((path, format)) = next.take() else { break };
-        let Ok(file) = files().open(&(&path).into(), Role::Backing) else { break };
-        let Ok(layer) = inspect(&path, &file, format) else { break };
-        let beside = |name: &str| path.parent().unwrap_or(Path::new("")).join(image::os_name(name));
+        let named = opened_name(&path);
+        let Ok(file) = files().open(&named, Role::Backing) else { break };
+        let Ok(layer) = inspect(named.clone(), &file, format) else { break };
         if let Some(name) = layer.qcow2.and_then(|header| header.data_file) {
-            refuse_one(emptied, &beside(&name))?;
+            refuse_one(emptied, &beside_image(&path, &name))?;
         }
         let Some(name) = layer.backing_file else { break };
-        refuse_one(emptied, &beside(&name))?;
+        refuse_one(emptied, &beside_image(&path, &name))?;
         let opener = files();
-        if pass_gate(&policy, backing, &[], &path, &name, &opener).is_err() {
+        if pass_gate(&policy, opened_name(backing), &[], named, &name, &opener).is_err() {
             break;
         }
-        next = Some((beside(&name), layer.backing_format.and_then(|format| format.parse().ok())));
+        next = Some((beside_image(&path, &name), layer.backing_format.and_then(|format| format.parse().ok())));
     }
     Ok(())
 }
 
 fn refuse_one(emptied: &[PathBuf], below: &Path) -> anyhow::Result<()> {
-    let Ok(id) = FileId::of(below) else { return Ok(()) };
-    match emptied.iter().find(|path| FileId::of(path).is_ok_and(|emptied| emptied == id)) {
+    let (named, id) = (opened_name(below), FileId::of(below).ok());
+    let is_it = |path: &&PathBuf| match named.is_remote() {
+        true => opened_name(path).is_same_file(&named),
+        false => id.is_some() && FileId::of(path).ok() == id,
+    };
+    match emptied.iter().find(is_it) {
         None => Ok(()),
         Some(path) => Err(usage(format!(
             "{}: Trying to create an image with the same filename as the backing file, or as one below it ('{}')",

@@ -19,20 +19,24 @@ pub(crate) fn holds_old_bytes(target: &Path, format: Option<Format>) -> bool {
     format == Some(Format::Raw) && (is_served() || is_device())
 }
 
-/// Refuses to overwrite a file of the source.
-pub(crate) fn refuse_same_file(source: &Image, target: &Path) -> anyhow::Result<()> {
-    if !target.exists() {
-        return Ok(());
-    }
-    let target_id = FileId::of(target).with_context(|| format!("Could not open '{}'", opened_name(target)))?;
-    let is_target = |name: &FileName| FileId::of(&name.look_at()).is_ok_and(|id| id == target_id);
+/// Refuses to overwrite a file of the source, whether it lies here or at a server.
+pub(crate) fn refuse_same_file(source: &Image, target: &FileName) -> anyhow::Result<()> {
+    let path = target.look_at();
+    let target_id = match target.is_remote() {
+        true => None,
+        false if !path.exists() => return Ok(()),
+        false => Some(FileId::of(&path).with_context(|| format!("Could not open '{target}'"))?),
+    };
+    let is_target = |name: &FileName| match target_id {
+        None => name.is_same_file(target),
+        Some(target_id) => FileId::of(&name.look_at()).is_ok_and(|id| id == target_id),
+    };
     let said = source.said_image_names().next().map(|name| name.to_string()).unwrap_or_default();
     let what = match source.file_names().position(|name| is_target(&name)) {
         None => return Ok(()),
         Some(0) => format!("the source '{said}' itself"),
         Some(_) => format!("a file that the source '{said}' rests on"),
     };
-    let target = opened_name(target);
     let why = format!("The target '{target}' is {what}: nothing was written, choose another target");
     match program::is_qemu_img() {
         true => bail!("Failed to get \"write\" lock\nIs another process using the image [{target}]?\n{why}"),

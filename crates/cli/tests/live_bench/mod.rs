@@ -2,13 +2,14 @@
 
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
-use crate::common::{Server, at, directory, path_str, run_fails, run_ok, tool_ok};
+use crate::common::{Server, at, directory, path_str, ringdisk, run_fails, run_ok, tool_ok};
 use block::{Disk, DiskIo, Op, OpFlags, ReactorCtx, ReactorHandle, Task};
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig, ReactorThread};
 use serde_json::Value;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::rc::Rc;
 use std::sync::Arc;
 use tempfile::TempDir;
@@ -37,10 +38,18 @@ impl Bench {
     }
 
     pub(crate) fn serve(&self) -> Server {
+        self.serve_with(|_| ())
+    }
+
+    /// Starts the daemon by a command that `change` has changed.
+    pub(crate) fn serve_with(&self, change: impl FnOnce(&mut Command)) -> Server {
         let (control, state, drive) = (self.path("control"), self.path("state"), self.path("base.qcow2"));
         let drive = format!("file={},name=root,queues=2,socket={}", drive.display(), self.path("s").display());
         let arguments = ["--control", path_str(&control), "--reactors", "2", "--state-dir", path_str(&state)];
-        Server::start(&[&arguments[..], &["--drive", &drive]].concat())
+        let mut command = ringdisk();
+        command.arg("serve").args(arguments).args(["--drive", &drive]);
+        change(&mut command);
+        Server::start_command(command)
     }
 
     pub(crate) fn arguments(&self, call: &[&str]) -> Vec<String> {

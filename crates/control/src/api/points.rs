@@ -147,7 +147,8 @@ pub struct BackupDisk {
     /// The bitmap that says what has changed. It is cleared on success.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bitmap: Option<String>,
-    /// Whether the target exists and is overwritten.
+    /// Whether the target exists and is overwritten. Otherwise it is made, also in a cluster (`rbd:POOL/IMAGE`); the disk of
+    /// an NBD server must be empty at its beginning then.
     #[serde(default)]
     pub existing: bool,
     /// The earlier backup that a new target rests on.

@@ -5,9 +5,9 @@ use super::exports::with_absolute_paths;
 use super::{Manager, absolute_file, lock};
 use crate::api::{AddDisk, AddExport, Disk, EventKind, FormerTop};
 use crate::options::Options;
-use crate::record::{RecordedDisk, Top, whole_name};
+use crate::record::{RecordedDisk, Top, recorded_name, target_name, whole_name};
 use block::{Error, ErrorKind, Result};
-use daemon::{ExportId, NodeId, absolute};
+use daemon::{ExportId, NodeId};
 use drive::{DriveOptions, FilterOptions};
 use image::{FileName, ThrottleLimits};
 use std::path::Path;
@@ -43,16 +43,17 @@ impl Manager {
         let mut drive = options.to_drive()?;
         drive.disk.former_tops = request.former_tops.len();
         drive.disk.bases = request.bases;
+        let overlay = request.overlay.as_deref().map(target_name).transpose()?;
         let Added { node, name, .. } = self.add(NewDisk {
             drive: &drive,
             options: Some(options),
-            own_export: request.export && request.overlay.is_none(),
+            own_export: request.export && overlay.is_none(),
             configured: None,
             former_tops: &request.former_tops,
             exports: Vec::new(),
             comes_back: false,
         })?;
-        if let Some(overlay) = request.overlay.as_deref().map(absolute) {
+        if let Some(overlay) = overlay {
             let put_on = self.put_on(&[(name.clone(), node, overlay.clone())]);
             let served = put_on.and_then(|()| match request.export {
                 true => self.export_as_added(&name, node, &drive),
@@ -168,18 +169,19 @@ impl Manager {
     }
 
     /// Undoes an addition with a first layer: the file of that layer is removed, too.
-    fn undo_layered(&self, name: &str, node: NodeId, overlay: &Path) {
+    fn undo_layered(&self, name: &str, node: NodeId, overlay: &FileName) {
         let record = self.record_of(name, node);
         let is_on_top = record.check().is_ok()
-            && self.records.current().disk(name).is_some_and(|disk| disk.has_top(&overlay.to_string_lossy()));
+            && self.records.current().disk(name).is_some_and(|disk| disk.has_top(&recorded_name(overlay)));
         // Another caller may have exported the disk by its name.
         let has_guests = self.daemon.exports().iter().any(|export| export.node == node);
         self.undo_add_of(name, node);
         if is_on_top
             && !has_guests
-            && let Err(error) = std::fs::remove_file(overlay)
+            && let Some(path) = overlay.path()
+            && let Err(error) = std::fs::remove_file(path)
         {
-            tracing::warn!("cannot remove '{}', which is not used: {error}", overlay.display());
+            tracing::warn!("cannot remove '{overlay}', which is not used: {error}");
         }
     }
 

@@ -2,6 +2,7 @@
 
 use crate::api::{AddExport, FormerTop};
 use crate::options::Options;
+use block::{Error, ErrorKind, Result};
 use daemon::absolute;
 use drive::{FilterOptions, ThrottleOptions};
 use image::{FileName, ThrottleLimits};
@@ -235,9 +236,30 @@ pub(crate) fn whole_name(file: &Path) -> String {
     file.to_string_lossy().into_owned()
 }
 
+/// Returns the name as its user gave it, which messages may not show: the record is for this user only.
+pub(crate) fn recorded_name(name: &FileName) -> String {
+    name.look_at().to_string_lossy().into_owned()
+}
+
+/// Returns the name of a file that the daemon is to write to, with a whole path.
+pub(crate) fn target_name(target: &Path) -> Result<FileName> {
+    let name = match FileName::parse(target)? {
+        FileName::File(path) => FileName::File(absolute(&path)),
+        other => other,
+    };
+    if name.look_at().to_str().is_none() {
+        let message = format!("the path '{name}' is not UTF-8, which the record cannot name");
+        return Err(Error::new(ErrorKind::BadOption, message));
+    }
+    Ok(name)
+}
+
 /// Whether two names lead to one file, also through symbolic links.
 fn is_same_file(one: &str, other: &str) -> bool {
     let whole = |path: &Path| path.canonicalize().unwrap_or_else(|_| absolute(path));
-    let path = |name: &str| FileName::parse(name).ok().and_then(|name| name.path().map(whole));
-    one == other || path(one).is_some_and(|one| path(other) == Some(one))
+    let name = |name: &str| {
+        let name = FileName::parse(name).ok()?;
+        name.is_remote().then(|| name.clone()).or_else(|| name.path().map(whole).map(FileName::from))
+    };
+    one == other || name(one).zip(name(other)).is_some_and(|(one, other)| one.is_same_file(&other))
 }

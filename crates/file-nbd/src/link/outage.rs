@@ -1,6 +1,7 @@
 //! What a link does when its server has gone: it drains what is left, waits, connects again, or gives up.
 
 use super::{Link, NO_LANE};
+use crate::calls::Answer;
 use crate::handshake::{Agreed, connect, end_of_patience};
 use crate::lane::Lane;
 use block::{IoError, LogLimit};
@@ -55,6 +56,18 @@ impl Link {
         if let Some(times) = self.times.gone.admit() {
             tracing::warn!("'{}': the server has gone ({error}), connecting again (time {times})", self.uri);
         }
+        self.part(lane);
+    }
+
+    /// Connects anew to a server that is there.
+    pub(super) fn renew(&mut self) {
+        tracing::debug!("'{}': connecting anew, to see whether the disk has grown", self.uri);
+        self.is_renewing = true;
+        self.part(NO_LANE);
+    }
+
+    /// Ends all connections. All but the `gone` one are drained.
+    fn part(&mut self, lane: usize) {
         self.is_stale = self.making.is_some();
         let asked = self.joining.take().map(|(cookie, _)| cookie);
         self.drain(lane);
@@ -140,7 +153,10 @@ impl Link {
                         tracing::info!("'{}': connected again (time {times})", self.uri);
                     }
                     self.lanes.push(Lane::new(stream));
-                    (self.agreed, self.has_enough) = (agreed, false);
+                    self.calls.has_size(agreed.size_bytes);
+                    (self.agreed, self.has_enough, self.is_renewing) = (agreed, false, false);
+                    let renewed = self.renewals.drain(..).filter_map(|call| call.reply);
+                    renewed.for_each(|reply| reply.give(Ok(Answer::Done)));
                     self.replay = Some(0);
                     return;
                 }
@@ -181,10 +197,11 @@ impl Link {
             }
         }
         let active = std::mem::take(&mut self.active);
-        for call in active.into_values().map(|active| active.call).chain(self.waiting.drain(..)) {
+        let waiting = self.waiting.drain(..).chain(self.renewals.drain(..));
+        for call in active.into_values().map(|active| active.call).chain(waiting) {
             call.fail(IoError::EIO);
         }
-        (self.flushes_itself, self.in_hand_bytes) = (false, 0);
+        (self.flushes_itself, self.is_renewing, self.in_hand_bytes) = (false, false, 0);
     }
 }
 
@@ -211,7 +228,7 @@ mod tests {
         };
         let uri = NbdUri::parse("nbd+unix:///?socket=none").unwrap();
         let (stream, _peer) = UnixStream::pair().unwrap();
-        let mut link = Link::new(uri, Stream::Unix(stream), agreed, Arc::new(Calls::new().unwrap()));
+        let mut link = Link::new(uri, Stream::Unix(stream), agreed, Arc::new(Calls::new(0).unwrap()));
         let (work, jobs) = channel::<SyncSender<Option<Lane>>>();
         let makes = std::thread::spawn(move || {
             for (number, sender) in jobs.into_iter().enumerate() {

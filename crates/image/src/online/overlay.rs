@@ -52,7 +52,11 @@ pub(super) fn refuse_unless_named(layer: &Layer, below: &Layer) -> Result<()> {
     };
     let named = layer.mapping.backing().map(|(name, _)| backing_path(&layer.name, name)).transpose()?;
     let named = named.map(canonical).transpose()?;
-    if named.as_ref().is_some_and(|named| canonical(below.name.clone()).is_ok_and(|below| named.is_same_file(&below))) {
+    // An image names what lies at a server without its user's options.
+    let is_it = |named: &FileName, below: &FileName| {
+        named.is_same_file(below) || named.is_remote() && named.address() == below.address()
+    };
+    if named.as_ref().is_some_and(|named| canonical(below.name.clone()).is_ok_and(|below| is_it(named, &below))) {
         return Ok(());
     }
     let named = named.map_or_else(|| "nothing".to_owned(), |named| format!("'{named}'"));

@@ -220,7 +220,10 @@ impl<'a> Gate<'a> {
     /// is one: a user may give options that an image may not.
     fn allow_remote(&self, what: &str, remote: &FileName) -> Result<FileName> {
         let address = remote.address().unwrap_or_default();
-        let listed = self.listed_remotes.iter().find(|listed| listed.address() == Some(address));
+        let listed = self.listed_remotes.iter().find(|listed| match listed {
+            FileName::Nbd(_) => listed.is_same_file(remote),
+            _ => listed.address().as_deref() == Some(&*address),
+        });
         match (self.policy, listed) {
             (BackingPolicy::Deny, _) | (_, None) if *self.policy != BackingPolicy::Anywhere => {
                 let shown = show_name(&remote.to_string());
@@ -233,8 +236,17 @@ impl<'a> Gate<'a> {
                 Err(Error::new(ErrorKind::Denied, message))
             }
             (_, Some(listed)) => Ok(listed.clone()),
-            // Options of an image behind '#' could make us write or read files here.
-            (_, None) => FileName::parse(address),
+            (_, None) if address.starts_with("nbds") => {
+                let message = format!(
+                    "'{}' wants the {what} '{}', which needs certificates that an image cannot name: name the same one with \
+                     tls-certificates= (--backing)",
+                    self.top,
+                    show_name(&address)
+                );
+                Err(Error::new(ErrorKind::Denied, message))
+            }
+            // Options of an image could make us write or read files here.
+            (_, None) => FileName::parse(&*address),
         }
     }
 
@@ -339,7 +351,7 @@ mod tests {
         let overlay = FileName::from("/vms/a/disk.qcow2");
         let listed = [
             PathBuf::from("https://h/base?v=1#cache=/c"),
-            PathBuf::from("nbd://h/x"),
+            PathBuf::from("nbd://h/x?reconnect-s=60"),
             PathBuf::from("rbd:p/i:conf=/c"),
         ];
         let pass = |policy: BackingPolicy, listed: &[PathBuf], name: &str| {
@@ -351,7 +363,10 @@ mod tests {
                 let passed = pass(policy.clone(), &listed, name).unwrap();
                 assert_eq!(passed.0, said("https://h/base?v=1#cache=/c"));
             }
-            assert_eq!(pass(policy.clone(), &listed, "nbd://h/x").unwrap().0, said("nbd://h/x"));
+            for name in ["nbd://h/x", "nbd://H:10809/%78?connections=16", "nbds://h/x?tls-certificates=/etc"] {
+                let passed = pass(policy.clone(), &listed, name).unwrap();
+                assert_eq!(passed.0, said("nbd://h/x?reconnect-s=60"), "{name}");
+            }
             for name in ["rbd:p/i", "rbd:p/i:mon_host=evil:conf=/etc"] {
                 assert_eq!(pass(policy.clone(), &listed, name).unwrap().0, said("rbd:p/i:conf=/c"));
             }
@@ -365,6 +380,10 @@ mod tests {
         assert_eq!(anywhere.0, said("https://h/other"));
         let anywhere = pass(BackingPolicy::Anywhere, &[], "rbd:p/other:mon_host=evil").unwrap();
         assert_eq!(anywhere.0, said("rbd:p/other"));
+        let anywhere = pass(BackingPolicy::Anywhere, &[], "nbd+unix:///x?connections=9&socket=/s").unwrap();
+        assert_eq!(anywhere.0, said("nbd+unix:///x?socket=/s"));
+        let error = pass(BackingPolicy::Anywhere, &[], "nbds://h/x?tls-certificates=/home/me").unwrap_err();
+        assert!(error.to_string().contains("'nbds://h/x'") && error.to_string().contains("--backing"), "{error}");
     }
 
     #[test]

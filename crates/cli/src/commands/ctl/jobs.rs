@@ -1,7 +1,7 @@
 //! Long work on running disks: starting it, waiting for it, steering it.
 
 use super::duration::parse_ms;
-use super::{Ctl, Output, path_segment, tables};
+use super::{Ctl, Output, path_segment, tables, whole_target};
 use crate::output::{self, ProgressArgs, Watch};
 use control::api::{CommitDisk, CompactDisk, Job, JobState, LimitJob, MirrorDisk, RebaseDisk, StreamDisk};
 use jobs::{Control, Progress};
@@ -47,7 +47,8 @@ impl AimOf {
 pub(super) struct Mirror {
     /// The disk.
     name: String,
-    /// The file of the new image. It must not exist, unless --existing is given.
+    /// The new image: a file, rbd:POOL/IMAGE or nbd://HOST/EXPORT. It must not exist, unless --existing is given; a qcow2
+    /// image is also made on a server's disk that is empty.
     target: PathBuf,
     /// Its format, raw or qcow2 [default: that of the disk].
     #[arg(long)]
@@ -91,7 +92,7 @@ impl Ctl {
     pub(super) fn mirror(&self, mirror: &Mirror) -> anyhow::Result<()> {
         let Mirror { name, target, format, existing, top, keep, aim, how } = mirror;
         let (bytes_per_second, (within_ms, stall_ms)) = (how.bytes_per_second()?, aim.parse()?);
-        let (target, format) = (daemon::absolute(target), format.clone());
+        let (target, format) = (whole_target(target), format.clone());
         let (existing, top, keep) = (*existing, *top, *keep);
         let request = MirrorDisk { target, format, existing, top, keep, bytes_per_second, within_ms, stall_ms };
         self.start(name, "mirror", &request, how)

@@ -15,6 +15,7 @@ use control::api::{
     Stats,
 };
 use control::{CallError, Client, Options};
+use image::FileName;
 use serde::Serialize;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -88,7 +89,8 @@ enum Verb {
     },
     /// Put a new, empty qcow2 layer on top of a running disk; the layers below no longer change.
     Snapshot {
-        /// The disk, and the file to create. More pairs are snapshots of more disks at the same moment.
+        /// The disk, and the file to create: a path, rbd:POOL/IMAGE, or an empty disk at nbd://HOST/EXPORT. More pairs are
+        /// snapshots of more disks at the same moment.
         #[arg(required = true, num_args = 2.., value_names = ["NAME", "OVERLAY-FILE"])]
         pairs: Vec<String>,
     },
@@ -341,7 +343,7 @@ impl Ctl {
 
     fn snapshot(&self, pairs: &[String]) -> anyhow::Result<()> {
         let to_overlay = |pair: &[String]| match pair {
-            [disk, overlay] => Ok(Overlay { disk: disk.clone(), overlay: daemon::absolute(Path::new(overlay)) }),
+            [disk, overlay] => Ok(Overlay { disk: disk.clone(), overlay: whole_target(Path::new(overlay)) }),
             _ => Err(usage("each disk needs the file of its overlay: NAME OVERLAY-FILE")),
         };
         let overlays = pairs.chunks(2).map(to_overlay).collect::<anyhow::Result<_>>()?;
@@ -378,6 +380,15 @@ impl Ctl {
             count.is_none_or(|count| seen < count)
         })?;
         failed.map_or(Ok(()), Err)
+    }
+}
+
+/// Returns a target as the daemon, which has another working directory, finds it.
+fn whole_target(target: &Path) -> PathBuf {
+    match FileName::parse(target) {
+        Ok(FileName::File(path)) => daemon::absolute(&path),
+        // The daemon says what is wrong with it.
+        _ => target.to_owned(),
     }
 }
 

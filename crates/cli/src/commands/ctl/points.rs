@@ -1,6 +1,6 @@
 //! Bitmaps, internal snapshots and backups of running disks.
 
-use super::{Ctl, jobs, path_segment, tables};
+use super::{Ctl, jobs, path_segment, tables, whole_target};
 use control::api::{
     BackupDisk, BackupMode, BitmapChange, BitmapVerb as Action, Bitmaps, ChangeBitmaps, CreateSnapshot,
     InternalSnapshots,
@@ -23,7 +23,7 @@ enum Mode {
 pub(super) struct BackupArgs {
     /// The disk.
     name: String,
-    /// The image to copy to. It must not exist, unless --existing is given.
+    /// The image to copy to: a file, rbd:POOL/IMAGE or nbd://HOST/EXPORT. It must not exist, unless --existing is given.
     target: String,
     /// Its format: qcow2 or raw.
     #[arg(long, value_name = "FORMAT", default_value = "qcow2")]
@@ -34,7 +34,7 @@ pub(super) struct BackupArgs {
     /// What is copied [default: incremental with --bitmap, else full].
     #[arg(long, value_enum)]
     mode: Option<Mode>,
-    /// Overwrite an existing image, a device or an NBD server's disk.
+    /// Overwrite an existing image, a device or all of an NBD server's disk.
     #[arg(long)]
     existing: bool,
     /// The earlier backup that the new image rests on.
@@ -110,12 +110,7 @@ pub(super) struct SnapshotArgs {
 
 impl Ctl {
     pub(super) fn backup(&self, args: &BackupArgs) -> anyhow::Result<()> {
-        // The daemon has another working directory.
-        let is_path = !args.target.contains(':') || args.target.starts_with(['/', '.']);
-        let target = match is_path {
-            true => daemon::absolute(Path::new(&args.target)).to_string_lossy().into_owned(),
-            false => args.target.clone(),
-        };
+        let target = whole_target(Path::new(&args.target)).to_string_lossy().into_owned();
         let mode = args.mode.map(|mode| match mode {
             Mode::Full => BackupMode::Full,
             Mode::Top => BackupMode::Top,
