@@ -2,7 +2,7 @@
 
 use crate::under_tls::UnderTls;
 use block::{LogLimit, Result};
-use nbd_tls::{Connection, Credentials, ServerConfig, ServerConnection, Timed, in_words, shake_hands};
+use nbd_tls::{Credentials, ServerTls, Timed, in_words};
 use nbd_wire::Reader;
 use nbd_wire::numbers::{answer, handshake, option};
 use nbd_wire::option::{OptionHeader, put_answer, put_greeting};
@@ -21,7 +21,7 @@ const CLIENT_FLAGS_BYTES: usize = 4;
 /// How a server uses TLS.
 #[derive(Clone)]
 pub struct Tls {
-    config: Arc<ServerConfig>,
+    config: ServerTls,
     is_required: bool,
 }
 
@@ -32,10 +32,11 @@ impl std::fmt::Debug for Tls {
 }
 
 impl Tls {
-    /// With the server's certificate and key in `credentials`. Where TLS is required, clients that do not ask for it learn
-    /// nothing and get nothing. With `verifies_peers` they need a certificate of the same authority.
+    /// With the server's certificate and key in `credentials`, or with the keys there that it shares with clients. Where TLS is
+    /// required, clients that do not ask for it learn nothing and get nothing. With `verifies_peers` they need a certificate
+    /// of the same authority.
     pub fn new(credentials: &Credentials, is_required: bool, verifies_peers: bool) -> Result<Self> {
-        Ok(Self { config: credentials.server(verifies_peers)?, is_required })
+        Ok(Self { config: ServerTls::of(credentials, verifies_peers)?, is_required })
     }
 
     /// Talks to a client until it has asked for TLS and has its keys, or goes on without. A client has until `until` for all
@@ -55,11 +56,9 @@ impl Tls {
             let OptionHeader { option, length_bytes } = read.ok_or_else(broken)?;
             if option == option::STARTTLS && length_bytes == 0 {
                 say(&mut client, option, answer::ACK, "")?;
-                let session = ServerConnection::new(Arc::clone(&self.config)).map_err(io::Error::other)?;
-                let mut session = Connection::Server(session);
-                shake_hands(&mut session, &mut client)
-                    .map_err(|error| io::Error::new(error.kind(), format!("TLS: {}", in_words(&error))))?;
-                let tls = Some(UnderTls::new(session)?);
+                let shaken = self.config.begin()?.run(&mut client);
+                let in_words = |error: io::Error| io::Error::new(error.kind(), format!("TLS: {}", in_words(&error)));
+                let tls = Some(UnderTls::new(shaken.map_err(in_words)?));
                 return Ok(Some(Entered { socket: stream.into(), tls, said }));
             }
             if !self.is_required {

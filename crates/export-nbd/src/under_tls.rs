@@ -1,7 +1,7 @@
 //! A connection's bytes under TLS, on its reactor.
 
 use crate::output::Output;
-use nbd_tls::{Arrival, Channel, Connection, Socket};
+use nbd_tls::{Arrival, Channel, Socket};
 use std::io;
 use std::os::fd::BorrowedFd;
 
@@ -30,8 +30,8 @@ pub(crate) struct UnderTls {
 }
 
 impl UnderTls {
-    pub(crate) fn new(session: Connection) -> io::Result<Self> {
-        Ok(Self { channel: Channel::new(session)?, staged: Vec::new(), sealed_bytes: 0 })
+    pub(crate) fn new(channel: Channel) -> Self {
+        Self { channel, staged: Vec::new(), sealed_bytes: 0 }
     }
 
     pub(crate) fn begins_turn(&mut self) {

@@ -333,3 +333,36 @@ fn clients_that_are_gone_before_their_replies_or_the_goodbye_leave_nothing_behin
     Secure::connect(&place).writes(0, &[1; 4096]);
     place.served.stop();
 }
+
+#[test]
+fn other_programs_use_a_disk_with_a_key_that_they_share() {
+    let directory = tempfile::tempdir().unwrap();
+    let keys = directory.path().join("keys.psk");
+    std::fs::write(&keys, "alice:00112233445566778899aabbccddeeff\nqemu:ffeeddccbbaa99887766554433221100\n").unwrap();
+    let other = directory.path().join("other.psk");
+    std::fs::write(&other, "alice:00112233445566778899aabbccddee00\n").unwrap();
+    let tls = Tls::new(&Credentials::in_directory(directory.path()), true, true).unwrap();
+    let mut served = Served::raw(4 << 20, ServerOptions::default().with(|options| options.tls = Some(tls)));
+    let bytes = numbered(4 << 20, 3);
+    let source = directory.path().join("source.raw");
+    std::fs::write(&source, &bytes).unwrap();
+    let uri = |user: &str, keys: &std::path::Path| {
+        format!("nbds+unix://{user}@/disk?socket={}&tls-psk-file={}", served.socket.display(), keys.display())
+    };
+    let path = |path: &std::path::Path| path.to_str().unwrap().to_owned();
+    assert!(common::tool("nbdinfo", &[&uri("alice", &keys)]).contains("with TLS"));
+    common::tool("nbdcopy", &[&path(&source), &uri("alice", &keys)]);
+    let object = format!("tls-creds-psk,id=tls,endpoint=client,dir={}", directory.path().display());
+    let options = format!(
+        "driver=raw,file.driver=nbd,file.server.type=unix,file.server.path={},file.export=disk,file.tls-creds=tls",
+        served.socket.display()
+    );
+    let copy = directory.path().join("copy.raw");
+    let convert = ["convert", "--object", &object, "--image-opts", &options, "-O", "raw", &path(&copy)];
+    common::tool("qemu-img", &convert);
+    assert!(std::fs::read(&copy).unwrap() == bytes);
+    for (user, keys) in [("alice", &other), ("bob", &keys)] {
+        assert!(!common::try_tool("nbdinfo", &[&uri(user, keys)]).status.success(), "{user}");
+    }
+    served.stop();
+}

@@ -3,7 +3,7 @@
 use crate::stream::Stream;
 use crate::uri::NbdUri;
 use block::{Error, ErrorKind, Result};
-use nbd_tls::{Credentials, in_words, shake_hands};
+use nbd_tls::{ClientTls, in_words};
 use nbd_wire::Reader;
 use nbd_wire::numbers::{BASE_ALLOCATION, PAYLOAD_BYTES_MAX, answer, handshake, info, option};
 use nbd_wire::option::{
@@ -44,8 +44,8 @@ pub(crate) fn connect(uri: &NbdUri, until: Instant) -> Result<(Stream, Agreed)> 
     let failed = |error| Error::io(format!("cannot connect to {} for '{uri}'", uri.place), error);
     let stream = Stream::connect(&uri.place, until).map_err(failed)?;
     let mut talk = Talk { stream, uri, until }.greet()?;
-    if let Some((credentials, host)) = &uri.tls {
-        talk = talk.start_tls(credentials, host)?;
+    if let Some((tls, host)) = &uri.tls {
+        talk = talk.start_tls(tls, host)?;
     }
     let agreed = talk.agree()?;
     talk.stream.set_nonblocking().map_err(failed)?;
@@ -118,15 +118,15 @@ impl Talk<'_> {
     }
 
     /// Everything after this is under TLS.
-    fn start_tls(mut self, credentials: &Credentials, host: &str) -> Result<Self> {
+    fn start_tls(mut self, tls: &ClientTls, host: &str) -> Result<Self> {
         let (_, last, _) = self.ask(option::STARTTLS, &[])?;
         if last.is_error() {
             return Err(self.broken("the server does not serve with TLS"));
         }
-        let mut session = credentials.connect(host).map_err(|error| error.in_context(format!("'{}'", self.uri)))?;
+        let session = tls.begin(host).map_err(|error| error.in_context(format!("'{}'", self.uri)))?;
         let refused = |error| Error::new(ErrorKind::Protocol, format!("'{}': TLS: {}", self.uri, in_words(&error)));
-        shake_hands(&mut session, &mut self.stream.until(self.until)).map_err(refused)?;
-        let stream = self.stream.secured(session).map_err(refused)?;
+        let channel = session.run(&mut self.stream.until(self.until)).map_err(refused)?;
+        let stream = self.stream.secured(channel);
         Ok(Self { stream, ..self })
     }
 

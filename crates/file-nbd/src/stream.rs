@@ -2,7 +2,7 @@
 
 use crate::uri::Place;
 use memory::{Lent, SocketPart, send_parts};
-use nbd_tls::{Arrival, Channel, Connection, Socket, copy_to, widen};
+use nbd_tls::{Arrival, Channel, Socket, copy_to, widen};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::sockopt::{Timeout, set_socket_keepalive, set_socket_timeout};
 use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType, send, socket_with};
@@ -59,9 +59,9 @@ impl Stream {
         }
     }
 
-    /// All that follows is under TLS, with the keys of `session`.
-    pub(crate) fn secured(self, session: Connection) -> io::Result<Self> {
-        Ok(Self::Tls(Box::new(Secured { socket: self, channel: Channel::new(session)? })))
+    /// All that follows is under TLS.
+    pub(crate) fn secured(self, channel: Channel) -> Self {
+        Self::Tls(Box::new(Secured { socket: self, channel }))
     }
 
     pub(crate) fn set_nonblocking(&self) -> io::Result<()> {

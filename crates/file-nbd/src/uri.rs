@@ -1,8 +1,9 @@
 //! Names of disks at NBD servers, as the NBD project defines them (`doc/uri.md`).
 
 use block::{Error, ErrorKind, Result};
-use nbd_tls::Credentials;
+use nbd_tls::{ClientTls, Credentials};
 use percent_encoding::percent_decode_str;
+use std::borrow::Cow;
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -34,15 +35,16 @@ pub struct NbdUri {
     pub(crate) reconnect: Duration,
     /// Connections at most.
     pub(crate) connections: usize,
-    /// For `nbds://`: certificates, and the name that the server's has.
-    pub(crate) tls: Option<(Credentials, String)>,
+    /// For `nbds://`: certificates or keys, and the name that the server's certificate has.
+    pub(crate) tls: Option<(ClientTls, String)>,
 }
 
 impl NbdUri {
     /// Reads `nbd://HOST[:PORT]/[EXPORT]` or `nbd+unix:///[EXPORT]?socket=PATH`. Both take `reconnect-s=SECONDS`: how long a
     /// server that has gone is waited for; and `connections=N`: how many there are at most, if the server allows several.
     /// With TLS they are `nbds://` and `nbds+unix://`, and `tls-certificates=DIRECTORY`
-    /// has the certificates, as QEMU lays them out; `tls-hostname=NAME` is what the server's certificate is for.
+    /// has the certificates, as QEMU lays them out; `tls-hostname=NAME` is what the server's certificate is for. With
+    /// `tls-psk-file=FILE` there are shared keys instead, of the user in `nbds://USER@HOST`.
     pub fn parse(text: &str) -> Result<Self> {
         let bad = |why: &str| Error::new(ErrorKind::BadOption, format!("'{text}': {why}"));
         let (scheme, rest) = text.split_once("://").ok_or_else(|| {
@@ -52,7 +54,7 @@ impl NbdUri {
         let (authority, export) = rest.split_once('/').unwrap_or((rest, ""));
         let export: Vec<u8> = percent_decode_str(export).collect();
         let (mut socket, mut reconnect, mut connections) = (None, RECONNECT, CONNECTIONS);
-        let (mut certificates, mut host) = (None, None);
+        let (mut certificates, mut keys, mut host) = (None, None, None);
         for (key, value) in form_urlencoded::parse(query.replace('+', "%2B").as_bytes()) {
             match key.as_ref() {
                 "socket" => socket = Some(value.into_owned()),
@@ -66,9 +68,9 @@ impl NbdUri {
                 }
                 "tls-certificates" => certificates = Some(value.into_owned()),
                 "tls-hostname" => host = Some(value.into_owned()),
-                "tls-psk-file" => return Err(bad("TLS with a shared key is not supported: use tls-certificates=")),
+                "tls-psk-file" => keys = Some(value.into_owned()),
                 other => {
-                    let known = "socket, reconnect-s, connections, tls-certificates, tls-hostname";
+                    let known = "socket, reconnect-s, connections, tls-certificates, tls-psk-file, tls-hostname";
                     return Err(bad(&format!("unknown parameter '{other}' (known are {known})")));
                 }
             }
@@ -76,31 +78,52 @@ impl NbdUri {
         let plain = scheme.strip_prefix("nbds").map(|rest| format!("nbd{rest}"));
         let has_tls = plain.is_some();
         let place = match (plain.as_deref().unwrap_or(scheme), socket) {
-            ("nbd+unix", Some(socket)) if authority.is_empty() && !socket.is_empty() => Place::Unix(socket.into()),
+            ("nbd+unix", Some(socket)) if host_of(authority).is_empty() && !socket.is_empty() => {
+                Place::Unix(socket.into())
+            }
             ("nbd+unix", _) => return Err(bad("a Unix socket is named as nbd+unix:///EXPORT?socket=PATH")),
             ("nbd", None) => tcp(authority).ok_or_else(|| bad("a server is named as nbd://HOST:PORT/EXPORT"))?,
             ("nbd", Some(_)) => return Err(bad("socket= belongs to nbd+unix://")),
             _ => return Err(bad("unknown scheme (known are nbd, nbd+unix, nbds, nbds+unix)")),
         };
-        let tls = match (has_tls, certificates) {
-            (true, Some(directory)) => {
+        let what = match (certificates, keys) {
+            (Some(directory), None) => Some(ClientTls::Certificates(Credentials::in_directory(directory))),
+            (None, Some(file)) => {
+                let user = authority.rsplit_once('@').map(|(user, _)| percent_decode_str(user).decode_utf8_lossy());
+                Some(ClientTls::Keys(file.into(), user.map(Cow::into_owned)))
+            }
+            (None, None) => None,
+            (Some(_), Some(_)) => return Err(bad("tls-certificates= and tls-psk-file= exclude each other")),
+        };
+        let tls = match (has_tls, what) {
+            (true, Some(what)) => {
                 let host = host.unwrap_or_else(|| match &place {
                     Place::Unix(_) => "localhost".to_owned(),
                     Place::Tcp(host, _) => host.clone(),
                 });
-                Some((Credentials::in_directory(directory), host))
+                Some((what, host))
             }
-            (true, None) => return Err(bad("TLS needs tls-certificates=DIRECTORY with ca-cert.pem in it")),
+            (true, None) => {
+                let needs = "TLS needs tls-certificates=DIRECTORY with ca-cert.pem in it, or tls-psk-file=FILE";
+                return Err(bad(needs));
+            }
             (false, None) if host.is_none() => None,
-            (false, _) => return Err(bad("tls-certificates= and tls-hostname= belong to nbds:// and nbds+unix://")),
+            (false, _) => {
+                let belong = "tls-certificates=, tls-psk-file= and tls-hostname= belong to nbds:// and nbds+unix://";
+                return Err(bad(belong));
+            }
         };
         Ok(Self { text: text.to_owned(), place, export, reconnect, connections, tls })
     }
 }
 
+/// What is behind a user's name, which only shared keys have a use for.
+fn host_of(authority: &str) -> &str {
+    authority.rsplit_once('@').map_or(authority, |(_, host)| host)
+}
+
 fn tcp(authority: &str) -> Option<Place> {
-    // A user's name means nothing to a server.
-    let authority = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
+    let authority = host_of(authority);
     let (host, port) = match authority.strip_prefix('[') {
         Some(bracketed) => {
             let (host, rest) = bracketed.split_once(']')?;
@@ -167,7 +190,8 @@ mod tests {
             ("nbd://h/?reconnect-s=x", "65535"),
             ("nbds://h/", "tls-certificates"),
             ("nbd://h/?tls-certificates=/d", "nbds://"),
-            ("nbds://h/?tls-psk-file=/k", "shared key"),
+            ("nbd://h/?tls-psk-file=/k", "nbds://"),
+            ("nbds://h/?tls-psk-file=/k&tls-certificates=/d", "exclude"),
         ] {
             let error = NbdUri::parse(text).unwrap_err().to_string();
             assert!(error.contains(hint) && error.contains(text), "{error}");

@@ -340,3 +340,30 @@ fn what_cannot_be_opened_says_why() {
     assert!(open(&nobody, true, &BufferAccount::UNLIMITED).unwrap_err().to_string().contains("no NBD server"));
     talks.join().unwrap();
 }
+
+#[test]
+fn a_disk_of_a_server_that_shares_a_key_is_used_under_tls() {
+    let directory = directory();
+    let (socket, keys) = (directory.path().join("nbd"), directory.path().join("keys.psk"));
+    let other = directory.path().join("other.psk");
+    std::fs::write(&keys, "alice:00112233445566778899aabbccddeeff\n").unwrap();
+    std::fs::write(&other, "alice:00112233445566778899aabbccddee00\n").unwrap();
+    let place = format!("--tls-psk={}", keys.display());
+    let _server = Server::nbdkit(&socket, &["--tls=require", &place, "memory", "1M"]);
+    let named = |user: &str, keys: &Path| {
+        let uri = format!("nbds+unix://{user}/?socket={}&tls-psk-file={}", socket.display(), keys.display());
+        open(&NbdUri::parse(&uri).unwrap(), false, &BufferAccount::UNLIMITED)
+    };
+    for user in ["alice@", ""] {
+        let queue = named(user, &keys).unwrap().open_blocking().unwrap();
+        let data = IoBuf::from_aligned(AlignedBuf::copy_of(&[7; 65_536])).whole();
+        block_on(queue.start(FileOp::Write { offset: 4096, data, fua: false })).unwrap();
+        let found = IoBuf::zeroed(65_536).whole();
+        block_on(queue.start(FileOp::Read { offset: 4096, data: found.clone(), past_end: PastEnd::Fails })).unwrap();
+        assert_eq!(found.to_vec(), [7; 65_536]);
+    }
+    for (user, keys, why) in [("alice@", &other, "TLS"), ("bob@", &keys, "no TLS key of 'bob'")] {
+        let said = named(user, keys).map(drop).unwrap_err().to_string();
+        assert!(said.contains(why), "{said}");
+    }
+}

@@ -1,8 +1,8 @@
 //! A TLS connection after its handshake, without a thread of its own: whoever has the socket drives it.
 
-use crate::in_words::said_of;
+use crate::session::{Certified, Session};
 use rustls::Connection;
-use std::io::{self, BufRead as _, IoSlice, Read, Write};
+use std::io::{self, IoSlice, Read, Write};
 use std::ops::Range;
 
 /// What is taken from the socket at once. (The session itself would take 4 KiB with a call.)
@@ -41,39 +41,30 @@ pub enum Arrival {
 /// what is to be sent. It never waits: that is for the socket which it is given.
 #[derive(Debug)]
 pub struct Channel {
-    session: Connection,
+    session: Box<dyn Session>,
     /// What has arrived, and which part of it the session has not taken yet.
     arrived: Vec<u8>,
     rest: Range<usize>,
-    /// Plain bytes that were not taken yet.
-    plain_bytes: usize,
     /// Bytes that came since the last plain one.
     fruitless_bytes: usize,
-    has_ended: bool,
     is_closed: bool,
 }
 
 impl Channel {
     /// Goes on after [`shake_hands`], with what came together with the last of the keys.
-    pub fn new(mut session: Connection) -> io::Result<Self> {
-        session.set_buffer_limit(Some(SEALED_BYTES_MAX));
-        let mut channel = Self {
-            session,
-            arrived: vec![0; ARRIVED_BYTES],
-            rest: 0..0,
-            plain_bytes: 0,
-            fruitless_bytes: 0,
-            has_ended: false,
-            is_closed: false,
-        };
-        channel.open()?;
-        Ok(channel)
+    pub fn new(session: Connection) -> io::Result<Self> {
+        Ok(Self::of(Box::new(Certified::new(session, SEALED_BYTES_MAX)?)))
+    }
+
+    pub(crate) fn of(session: Box<dyn Session>) -> Self {
+        Self { session, arrived: vec![0; ARRIVED_BYTES], rest: 0..0, fruitless_bytes: 0, is_closed: false }
     }
 
     /// Whether [`Self::look`] brings something without a look at the socket.
     #[must_use]
     pub fn has_arrived(&self) -> bool {
-        self.plain_bytes > 0 || !self.rest.is_empty() || self.has_ended
+        let state = self.session.state();
+        state.plain_bytes > 0 || state.may_hold || state.has_ended || !self.rest.is_empty()
     }
 
     /// Brings plain bytes, with at most one read from `socket`. An end without a word of TLS is an error: somebody may have
@@ -81,7 +72,8 @@ impl Channel {
     /// to send says why.
     pub fn look(&mut self, socket: &mut impl Read) -> io::Result<Arrival> {
         self.take_rest()?;
-        if self.plain_bytes == 0 && !self.has_ended {
+        let state = self.session.state();
+        if state.plain_bytes == 0 && !state.has_ended {
             match socket.read(&mut self.arrived)? {
                 0 => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it went without the end that TLS has")),
                 count => {
@@ -91,8 +83,9 @@ impl Channel {
             }
             self.take_rest()?;
         }
-        match self.plain_bytes {
-            0 if self.has_ended => Ok(Arrival::End),
+        let state = self.session.state();
+        match state.plain_bytes {
+            0 if state.has_ended => Ok(Arrival::End),
             0 if self.fruitless_bytes > FRUITLESS_BYTES_MAX => {
                 Err(io::Error::new(io::ErrorKind::InvalidData, "it sends records with nothing in them"))
             }
@@ -106,38 +99,19 @@ impl Channel {
 
     /// Has the session take what has arrived, up to plain bytes.
     fn take_rest(&mut self) -> io::Result<()> {
-        while !self.rest.is_empty() && self.plain_bytes == 0 && !self.has_ended {
-            let mut rest = self.arrived.get(self.rest.clone()).unwrap_or_default();
-            let taken = self.session.read_tls(&mut rest)?;
-            self.rest.start = self.rest.end.saturating_sub(rest.len());
-            self.open()?;
-            if taken == 0 && !self.has_ended {
-                return Err(io::Error::new(io::ErrorKind::InvalidData, "TLS: a record is not well formed"));
-            }
-        }
-        Ok(())
-    }
-
-    fn open(&mut self) -> io::Result<()> {
-        let state = self.session.process_new_packets();
-        let state = state.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, said_of(&error)))?;
-        self.plain_bytes = state.plaintext_bytes_to_read();
-        // What it sends after its end is not looked at.
-        self.has_ended = state.peer_has_closed();
-        Ok(())
+        let mut rest = self.arrived.get(self.rest.clone()).unwrap_or_default();
+        let fed = self.session.feed(&mut rest);
+        self.rest.start = self.rest.end.saturating_sub(rest.len());
+        fed
     }
 
     /// Takes plain bytes with `take`, which gets the first of them and says how many it wants.
     pub fn take(&mut self, take: impl FnOnce(&[u8]) -> usize) -> io::Result<usize> {
-        if self.plain_bytes == 0 {
+        if self.session.state().plain_bytes == 0 {
             return Ok(0);
         }
-        let mut reader = self.session.reader();
-        let first = reader.fill_buf()?;
-        let taken = take(first).min(first.len());
-        reader.consume(taken);
-        self.plain_bytes = self.plain_bytes.saturating_sub(taken);
-        Ok(taken)
+        let mut take = Some(take);
+        self.session.take(&mut |first| take.take().map_or(0, |take| take(first)))
     }
 
     /// Something is left to be sent. Until it is gone, nothing more is to be sealed.
@@ -161,18 +135,13 @@ impl Channel {
                 break;
             }
         }
-        let count = self.session.writer().write_vectored(slices.get(..used).unwrap_or_default())?;
-        if count > 0 && !self.session.wants_write() {
-            // The session keeps this to itself: with TLS 1.2 keys are used up at some time.
-            return Err(io::Error::new(io::ErrorKind::BrokenPipe, "TLS: the keys are used up"));
-        }
-        Ok(count)
+        self.session.seal(slices.get(..used).unwrap_or_default())
     }
 
     /// Sends what is sealed, as far as `socket` takes it; the rest goes with the next call.
     pub fn send(&mut self, socket: &mut impl Write) -> io::Result<()> {
         while self.session.wants_write() {
-            match self.session.write_tls(socket) {
+            match self.session.write(socket) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -185,7 +154,7 @@ impl Channel {
     /// Tells the peer that nothing more comes, so that it knows of nothing that it has missed.
     pub fn close(&mut self) {
         if !std::mem::replace(&mut self.is_closed, true) {
-            self.session.send_close_notify();
+            self.session.close();
         }
     }
 
@@ -203,7 +172,7 @@ impl Channel {
     /// Changes the keys that this side sends with.
     #[cfg(test)]
     fn renew_keys(&mut self) {
-        self.session.refresh_traffic_keys().unwrap();
+        self.session.renew_keys();
     }
 }
 

@@ -73,7 +73,12 @@ impl Credentials {
         Error::new(ErrorKind::BadOption, format!("TLS credentials '{}': {why}", self.path(file).display()))
     }
 
-    fn path(&self, file: &str) -> PathBuf {
+    /// Whether that file is there.
+    pub(crate) fn has(&self, file: &str) -> bool {
+        self.0.join(file).exists()
+    }
+
+    pub(crate) fn path(&self, file: &str) -> PathBuf {
         if file.is_empty() { self.0.clone() } else { self.0.join(file) }
     }
 

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{Credentials, Socket};
+use crate::{ClientTls, Credentials, Handshake, ServerTls, Socket};
 use rustls::ServerConnection;
 use std::net::Shutdown;
 use std::os::fd::AsFd;
@@ -76,12 +76,40 @@ fn shaken() -> [(Connection, UnixStream); 2] {
     [(theirs, to_server), serves.join().unwrap()]
 }
 
-/// A client and a server.
+/// A client and a server with certificates.
 fn connected() -> [End; 2] {
     shaken().map(|(session, socket)| {
         socket.set_nonblocking(true).unwrap();
         End { channel: Channel::new(session).unwrap(), socket }
     })
+}
+
+/// A handshake of both sides, and how it ends for each.
+fn meet(client: Handshake, server: Handshake) -> [io::Result<End>; 2] {
+    let (mut to_server, mut to_client) = UnixStream::pair().unwrap();
+    let run = |session: Handshake, socket: &mut UnixStream| {
+        let channel = session.run(socket);
+        socket.set_nonblocking(true).unwrap();
+        channel.map(|channel| End { channel, socket: socket.try_clone().unwrap() })
+    };
+    let serves = std::thread::spawn(move || run(server, &mut to_client));
+    let client = run(client, &mut to_server);
+    drop(to_server);
+    [client, serves.join().unwrap()]
+}
+
+/// The same with a key that they share.
+fn connected_by_keys() -> [End; 2] {
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("keys.psk"), "me:00112233445566778899aabbccddeeff\n").unwrap();
+    let server = ServerTls::of(&Credentials::in_directory(directory.path()), true).unwrap();
+    let client = ClientTls::Keys(directory.path().join("keys.psk"), None);
+    meet(client.begin("anybody").unwrap(), server.begin().unwrap()).map(Result::unwrap)
+}
+
+/// A pair of each kind.
+fn pairs() -> [[End; 2]; 2] {
+    [connected(), connected_by_keys()]
 }
 
 /// Some bytes, behind which others will come.
@@ -103,86 +131,94 @@ fn numbered(length: usize) -> Vec<u8> {
 
 #[test]
 fn what_goes_in_at_one_end_comes_out_at_the_other_in_both_directions_at_once() {
-    let [mut client, mut server] = connected();
-    let bytes = numbered(3_000_000);
-    let (mut sent, mut found) = ([0; 2], [Vec::new(), Vec::new()]);
-    while found.iter().any(|found| found.len() < bytes.len()) {
-        for (index, end) in [&mut client, &mut server].into_iter().enumerate() {
-            match end.put(&bytes[sent[index]..]) {
-                Ok(count) => sent[index] += count,
-                error => assert!(would_block(error)),
+    for [mut client, mut server] in pairs() {
+        let bytes = numbered(3_000_000);
+        let (mut sent, mut found) = ([0; 2], [Vec::new(), Vec::new()]);
+        while found.iter().any(|found| found.len() < bytes.len()) {
+            for (index, end) in [&mut client, &mut server].into_iter().enumerate() {
+                match end.put(&bytes[sent[index]..]) {
+                    Ok(count) => sent[index] += count,
+                    error => assert!(would_block(error)),
+                }
+                found[index].extend(end.get().unwrap());
             }
-            found[index].extend(end.get().unwrap());
         }
+        assert!(found.iter().all(|found| *found == bytes));
     }
-    assert!(found.iter().all(|found| *found == bytes));
 }
 
 #[test]
 fn a_peer_that_takes_nothing_has_a_bound_and_the_rest_goes_on_where_it_stopped() {
-    let [mut client, mut server] = connected();
-    let bytes = numbered(8 << 20);
-    let mut sent = 0;
-    loop {
-        match server.put(&bytes[sent..]) {
-            Ok(count) => {
-                assert!(count <= SEALED_BYTES_MAX);
-                sent += count;
-            }
-            Err(error) => {
-                assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
-                break;
-            }
-        }
-    }
-    // Nothing more is taken in, however often it is asked.
-    assert!(server.channel.wants_write() && sent < bytes.len());
-    assert!((0..100).all(|_| would_block(server.put(&bytes[sent..]))));
-    // It reads little by little: records are cut anywhere.
-    let mut found = Vec::new();
-    while found.len() < bytes.len() {
-        match server.put(&bytes[sent..]) {
-            Ok(count) => sent += count,
-            error => assert!(would_block(error)),
-        }
-        let mut some = vec![0; 777 + found.len() % 5000];
-        let Ok(count) = (&client.socket).read(&mut some) else { continue };
-        let mut part = Part(&some[..count]);
+    for [mut client, mut server] in pairs() {
+        let bytes = numbered(8 << 20);
+        let mut sent = 0;
         loop {
-            match client.channel.look(&mut part) {
-                Ok(Arrival::Plain) => {
-                    client.channel.take(|plain| (found.extend_from_slice(plain), plain.len()).1).unwrap();
+            match server.put(&bytes[sent..]) {
+                Ok(count) => {
+                    assert!(count <= SEALED_BYTES_MAX);
+                    sent += count;
                 }
-                Ok(Arrival::Nothing) => {}
-                end => break assert!(would_block(end)),
+                Err(error) => {
+                    assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+                    break;
+                }
             }
         }
+        // Nothing more is taken in, however often it is asked.
+        assert!(server.channel.wants_write() && sent < bytes.len());
+        assert!((0..100).all(|_| would_block(server.put(&bytes[sent..]))));
+        // It reads little by little: records are cut anywhere.
+        let mut found = Vec::new();
+        while found.len() < bytes.len() {
+            match server.put(&bytes[sent..]) {
+                Ok(count) => sent += count,
+                error => assert!(would_block(error)),
+            }
+            let mut some = vec![0; 777 + found.len() % 5000];
+            let Ok(count) = (&client.socket).read(&mut some) else { continue };
+            let mut part = Part(&some[..count]);
+            loop {
+                match client.channel.look(&mut part) {
+                    Ok(Arrival::Plain) => {
+                        client.channel.take(|plain| (found.extend_from_slice(plain), plain.len()).1).unwrap();
+                    }
+                    Ok(Arrival::Nothing) => {}
+                    end => break assert!(would_block(end)),
+                }
+            }
+        }
+        assert!(found == bytes);
     }
-    assert!(found == bytes);
 }
 
 #[test]
 fn a_reader_that_is_always_behind_holds_no_more_than_it_has_read_at_once() {
-    let [mut client, mut server] = connected();
-    let bytes = numbered(1 << 20);
-    let (mut sent, mut taken) = (0, 0);
-    for _ in 0..2000 {
-        if let Ok(count) = client.put(&bytes[sent % bytes.len()..]) {
-            sent += count;
+    for [mut client, mut server] in pairs() {
+        let bytes = numbered(1 << 20);
+        let (mut sent, mut taken) = (0, 0);
+        for _ in 0..2000 {
+            if let Ok(count) = client.put(&bytes[sent % bytes.len()..]) {
+                sent += count;
+            }
+            // It takes a few bytes for each look.
+            if matches!(server.look(), Ok(Arrival::Plain)) {
+                taken += server.channel.take(|plain| plain.len().min(300)).unwrap();
+                let held = server.channel.session.state().plain_bytes;
+                assert!(held <= 32 << 10, "{held} plain bytes");
+            }
+            assert_eq!(server.channel.arrived.len(), ARRIVED_BYTES);
         }
-        // It takes a few bytes for each look.
-        if matches!(server.look(), Ok(Arrival::Plain)) {
-            taken += server.channel.take(|plain| plain.len().min(300)).unwrap();
-            assert!(server.channel.plain_bytes <= 32 << 10, "{} plain bytes", server.channel.plain_bytes);
-        }
-        assert_eq!(server.channel.arrived.len(), ARRIVED_BYTES);
+        // What it has not taken waits in the sender's hands.
+        assert!(taken > 100_000 && (0..100).any(|_| would_block(client.put(&bytes))));
     }
-    // What it has not taken waits in the sender's hands.
-    assert!(taken > 100_000 && (0..100).any(|_| would_block(client.put(&bytes))));
 }
 
 #[test]
 fn an_end_that_was_said_is_told_from_one_that_was_cut() {
+    [connected, connected_by_keys].into_iter().for_each(ends);
+}
+
+fn ends(connected: fn() -> [End; 2]) {
     let [mut client, mut server] = connected();
     client.put(b"all of it").unwrap();
     client.channel.close();
@@ -237,26 +273,28 @@ fn keys_change_on_both_sides_while_data_go() {
 
 #[test]
 fn a_byte_that_was_changed_on_the_way_ends_it_and_the_peer_is_told_why() {
-    let [mut client, mut server] = connected();
-    client.channel.seal(std::iter::once(&b"a secret"[..])).unwrap();
-    let mut record = Vec::new();
-    client.channel.send(&mut record).unwrap();
-    *record.last_mut().unwrap() ^= 1;
-    (&client.socket).write_all(&record).unwrap();
-    assert_eq!(server.look().unwrap_err().kind(), io::ErrorKind::InvalidData);
-    client.put(b"not a secret").unwrap();
-    assert_eq!(server.look().unwrap_err().kind(), io::ErrorKind::InvalidData, "nor does it go on");
-    server.send().unwrap();
-    let told = client.look().unwrap_err();
-    assert!(told.kind() == io::ErrorKind::InvalidData && told.to_string().starts_with("TLS: "), "{told}");
+    for [mut client, mut server] in pairs() {
+        client.channel.seal(std::iter::once(&b"a secret"[..])).unwrap();
+        let mut record = Vec::new();
+        client.channel.send(&mut record).unwrap();
+        *record.last_mut().unwrap() ^= 1;
+        (&client.socket).write_all(&record).unwrap();
+        assert_eq!(server.look().unwrap_err().kind(), io::ErrorKind::InvalidData);
+        client.put(b"not a secret").unwrap();
+        assert_eq!(server.look().unwrap_err().kind(), io::ErrorKind::InvalidData, "nor does it go on");
+        server.send().unwrap();
+        let told = client.look().unwrap_err();
+        assert!(told.kind() == io::ErrorKind::InvalidData && told.to_string().starts_with("TLS: "), "{told}");
+    }
 }
 
 #[test]
 fn bytes_that_are_no_records_end_it() {
     for bytes in [&[0xff; 100][..], b"HTTP/1.1 200 OK\r\n", &[23, 3, 3, 0xff, 0xff, 0, 0, 0]] {
-        let [client, mut server] = connected();
-        (&client.socket).write_all(bytes).unwrap();
-        assert_eq!(server.get().unwrap_err().kind(), io::ErrorKind::InvalidData);
+        for [client, mut server] in pairs() {
+            (&client.socket).write_all(bytes).unwrap();
+            assert_eq!(server.get().unwrap_err().kind(), io::ErrorKind::InvalidData);
+        }
     }
 }
 
@@ -306,10 +344,11 @@ fn what_came_together_with_the_last_of_the_keys_is_there_before_the_socket_is_lo
 
 #[test]
 fn a_peer_that_has_gone_is_an_error_and_no_signal() {
-    let [client, mut server] = connected();
-    drop(client);
-    let error = server.put(b"anybody").unwrap_err();
-    assert!(matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset), "{error}");
+    for [client, mut server] in pairs() {
+        drop(client);
+        let error = server.put(b"anybody").unwrap_err();
+        assert!(matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset), "{error}");
+    }
 }
 
 #[test]
@@ -330,4 +369,45 @@ fn a_stream_over_it_waits_and_ends() {
     client.over(&to_server).read_to_end(&mut found).unwrap();
     writes.join().unwrap();
     assert!(found == bytes);
+}
+
+#[test]
+fn who_has_not_the_same_key_does_not_come_in() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = directory.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    };
+    file("keys.psk", "# keys\nme:00112233\r\nyou:445566\n");
+    let credentials = Credentials::in_directory(directory.path());
+    let server = ServerTls::of(&credentials, true).unwrap();
+    let same = file("same", "me:00112233\nyou:445566\n");
+    let client = |path: &Path, user: Option<&str>| ClientTls::Keys(path.into(), user.map(str::to_owned));
+    for user in ["me", "you"] {
+        let [mut client, mut server] =
+            meet(client(&same, Some(user)).begin("").unwrap(), server.begin().unwrap()).map(Result::unwrap);
+        client.put(b"it is me").unwrap();
+        assert_eq!(server.get().unwrap(), b"it is me");
+    }
+    for (name, text) in [("other", "me:00112234\n"), ("nobody", "them:00112233\n")] {
+        let [client, server] = meet(client(&file(name, text), None).begin("").unwrap(), server.begin().unwrap());
+        assert!(server.is_err(), "{name}");
+        // The client of TLS 1.3 is told after its own part.
+        assert!(client.is_err() || client.unwrap().get().is_err(), "{name}");
+    }
+    // Neither do those who have certificates only.
+    let pki = tempfile::tempdir().unwrap();
+    certificates(pki.path());
+    let certified = ClientTls::Certificates(Credentials::in_directory(pki.path()));
+    assert!(meet(certified.begin("localhost").unwrap(), server.begin().unwrap()).into_iter().all(|end| end.is_err()));
+    // What is wrong with a file is said, and no key.
+    for (text, why) in
+        [("", "no key"), ("me:123", "line 1"), ("me:12\nyou:4x", "line 2"), (":12", "line 1"), ("x", "line 1")]
+    {
+        let said = client(&file("bad", text), None).begin("").unwrap_err().to_string();
+        assert!(said.contains(why) && !said.contains("123") && !said.contains("4x"), "{said}");
+    }
+    assert!(client(&same, None).begin("").unwrap_err().to_string().contains("name a user"));
+    assert!(client(&same, Some("them")).begin("").unwrap_err().to_string().contains("no TLS key of 'them'"));
 }

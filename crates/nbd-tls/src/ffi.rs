@@ -1,0 +1,426 @@
+//! The calls of GnuTLS that are used, as its headers declare them: the only module of this crate with `unsafe`. Everything
+//! outside sees owned sessions, bytes and error numbers.
+//!
+//! A session never touches a socket: it takes what arrives from its own memory, and leaves what is to be sent there.
+
+use crate::keys::SharedKeys;
+use block::{Error, ErrorKind, Result};
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::ptr::{NonNull, null_mut};
+use std::sync::{Arc, OnceLock};
+
+/// What Debian's package has.
+const LIBRARY: &str = "libgnutls.so.30";
+/// Only what shares keys, with keys of the moment beneath: who learns a shared key later can read nothing of before.
+const PRIORITIES: &CStr = c"NORMAL:-KX-ALL:+ECDHE-PSK:+DHE-PSK:-VERS-ALL:+VERS-TLS1.3:+VERS-TLS1.2";
+
+const SERVER: c_uint = 1;
+const CLIENT: c_uint = 1 << 1;
+const NONBLOCK: c_uint = 1 << 3;
+const NO_TICKETS: c_uint = 1 << 10;
+const CRD_PSK: c_int = 4;
+const PSK_KEY_RAW: c_int = 0;
+const SHUT_WR: c_int = 1;
+const E_MEMORY_ERROR: c_int = -25;
+const EAGAIN: c_int = 11;
+
+/// Nothing more can be done before more has arrived.
+pub(crate) const AGAIN: Code = -28;
+/// The same call is to be made again.
+pub(crate) const INTERRUPTED: Code = -52;
+/// The peer has warned of something.
+pub(crate) const WARNING_ALERT: Code = -16;
+/// The peer has said why it ends.
+pub(crate) const FATAL_ALERT: Code = -12;
+
+/// An error number of GnuTLS.
+pub(crate) type Code = i32;
+
+type Handle = *mut c_void;
+type Push = unsafe extern "C" fn(Handle, *const c_void, usize) -> isize;
+type Pull = unsafe extern "C" fn(Handle, *mut c_void, usize) -> isize;
+type PullTimeout = unsafe extern "C" fn(Handle, c_uint) -> c_int;
+type Find = unsafe extern "C" fn(Handle, *const c_char, *mut Datum) -> c_int;
+type Malloc = unsafe extern "C" fn(usize) -> *mut c_void;
+
+/// `gnutls_datum_t`.
+#[repr(C)]
+struct Datum {
+    data: *mut u8,
+    length: c_uint,
+}
+
+macro_rules! functions {
+    ($($name:ident: ($($arg:ty),*) -> $ret:ty;)*) => {
+        /// The functions by their names in C.
+        struct Functions {
+            $($name: unsafe extern "C" fn($($arg),*) -> $ret,)*
+            /// What keys are made with that the library frees. A variable of it.
+            gnutls_malloc: *const Malloc,
+        }
+
+        impl Functions {
+            /// # Safety
+            /// The library has these functions as GnuTLS's headers declare them.
+            unsafe fn of(library: &Library) -> Result<Self, libloading::Error> {
+                // SAFETY: the types are those of the headers, as the caller promises. The library is never unloaded.
+                unsafe {
+                    Ok(Self {
+                        $($name: *library.get(concat!(stringify!($name), "\0").as_bytes())?,)*
+                        gnutls_malloc: *library.get(b"gnutls_malloc\0")?,
+                    })
+                }
+            }
+        }
+    };
+}
+
+functions! {
+    gnutls_init: (*mut Handle, c_uint) -> c_int;
+    gnutls_deinit: (Handle) -> ();
+    gnutls_priority_set_direct: (Handle, *const c_char, *mut *const c_char) -> c_int;
+    gnutls_psk_allocate_server_credentials: (*mut Handle) -> c_int;
+    gnutls_psk_free_server_credentials: (Handle) -> ();
+    gnutls_psk_set_server_credentials_function: (Handle, Find) -> ();
+    gnutls_psk_allocate_client_credentials: (*mut Handle) -> c_int;
+    gnutls_psk_free_client_credentials: (Handle) -> ();
+    gnutls_psk_set_client_credentials: (Handle, *const c_char, *const Datum, c_int) -> c_int;
+    gnutls_credentials_set: (Handle, c_int, Handle) -> c_int;
+    gnutls_session_set_ptr: (Handle, Handle) -> ();
+    gnutls_session_get_ptr: (Handle) -> Handle;
+    gnutls_transport_set_ptr: (Handle, Handle) -> ();
+    gnutls_transport_set_push_function: (Handle, Push) -> ();
+    gnutls_transport_set_pull_function: (Handle, Pull) -> ();
+    gnutls_transport_set_pull_timeout_function: (Handle, PullTimeout) -> ();
+    gnutls_transport_set_errno: (Handle, c_int) -> ();
+    gnutls_handshake: (Handle) -> c_int;
+    gnutls_record_send: (Handle, *const c_void, usize) -> isize;
+    gnutls_record_recv: (Handle, *mut c_void, usize) -> isize;
+    gnutls_bye: (Handle, c_int) -> c_int;
+    gnutls_alert_get: (Handle) -> c_int;
+    gnutls_alert_get_name: (c_int) -> *const c_char;
+    gnutls_alert_send_appropriate: (Handle, c_int) -> c_int;
+    gnutls_error_is_fatal: (c_int) -> c_int;
+    gnutls_strerror: (c_int) -> *const c_char;
+}
+
+/// GnuTLS, loaded once and never unloaded.
+pub(crate) struct Gnutls {
+    functions: Functions,
+    _library: Library,
+}
+
+// SAFETY: the functions may be called by any thread, and the variable behind the pointer is set by nobody here.
+unsafe impl Send for Gnutls {}
+// SAFETY: as above.
+unsafe impl Sync for Gnutls {}
+
+static LOADED: OnceLock<Gnutls> = OnceLock::new();
+
+/// The library, loaded if it was not.
+pub(crate) fn gnutls() -> Result<&'static Gnutls> {
+    if let Some(loaded) = LOADED.get() {
+        return Ok(loaded);
+    }
+    let failed = |error: libloading::Error| {
+        let message = format!(
+            "TLS with shared keys: the library '{LIBRARY}' cannot be loaded: install Debian's package libgnutls30"
+        );
+        Error::with_source(ErrorKind::Unsupported, message, error)
+    };
+    // SAFETY: GnuTLS's initialisers expect nothing of a program. It is the system's own, as if it had been linked.
+    let library = unsafe { Library::open(Some(LIBRARY), RTLD_NOW | RTLD_LOCAL) }.map_err(failed)?;
+    // SAFETY: the name has the version of this interface, which GnuTLS only adds to.
+    let functions = unsafe { Functions::of(&library) }.map_err(failed)?;
+    Ok(LOADED.get_or_init(|| Gnutls { functions, _library: library }))
+}
+
+/// What arrives for a session, and what it wants to be sent.
+struct Pipes {
+    session: Handle,
+    arrived: Vec<u8>,
+    taken: usize,
+    sealed: Vec<u8>,
+}
+
+/// The key of one side, or those of all who may come.
+enum Credentials {
+    Server,
+    Client,
+}
+
+/// A session with a peer of whom a key is known.
+pub(crate) struct Session {
+    library: &'static Gnutls,
+    session: NonNull<c_void>,
+    credentials: NonNull<c_void>,
+    role: Credentials,
+    /// From `Box::into_raw`. Borrowed by the callbacks while a function of the library runs, and by methods while none does.
+    pipes: NonNull<Pipes>,
+    /// For the callback that looks for a key.
+    keys: Arc<SharedKeys>,
+}
+
+// SAFETY: GnuTLS lets any one thread at a time use a session, and each method that calls it takes `&mut self`.
+unsafe impl Send for Session {}
+
+impl std::fmt::Debug for Session {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Session").finish_non_exhaustive()
+    }
+}
+
+fn check(returned: c_int) -> Result<(), Code> {
+    if returned < 0 { Err(returned) } else { Ok(()) }
+}
+
+fn count(returned: isize) -> Result<usize, Code> {
+    usize::try_from(returned).map_err(|_| Code::try_from(returned).unwrap_or(E_MEMORY_ERROR))
+}
+
+/// Takes what the session sends.
+unsafe extern "C" fn push(pipes: Handle, bytes: *const c_void, length: usize) -> isize {
+    // SAFETY: the pointer is the session's `pipes`, which live as long as it, and no method borrows them while a function of
+    // the library runs. The bytes are readable, as the header says of this callback.
+    let (pipes, bytes) =
+        unsafe { (&mut *pipes.cast::<Pipes>(), std::slice::from_raw_parts(bytes.cast::<u8>(), length)) };
+    pipes.sealed.extend_from_slice(bytes);
+    length.cast_signed()
+}
+
+/// Gives the session what has arrived.
+unsafe extern "C" fn pull(pipes: Handle, room: *mut c_void, length: usize) -> isize {
+    // SAFETY: as in `push`; the room is writable.
+    let (pipes, room) =
+        unsafe { (&mut *pipes.cast::<Pipes>(), std::slice::from_raw_parts_mut(room.cast::<u8>(), length)) };
+    let rest = pipes.arrived.get(pipes.taken..).unwrap_or_default();
+    if rest.is_empty() {
+        if let Some(library) = LOADED.get() {
+            // SAFETY: the handle is the session that calls this.
+            unsafe { (library.functions.gnutls_transport_set_errno)(pipes.session, EAGAIN) };
+        }
+        return -1;
+    }
+    let taken = crate::copy_to(room, rest);
+    pipes.taken = pipes.taken.saturating_add(taken);
+    taken.cast_signed()
+}
+
+unsafe extern "C" fn pull_timeout(pipes: Handle, _ms: c_uint) -> c_int {
+    // SAFETY: as in `push`, shared.
+    let pipes = unsafe { &*pipes.cast::<Pipes>() };
+    c_int::from(pipes.taken < pipes.arrived.len())
+}
+
+/// Finds the key of a client.
+unsafe extern "C" fn find(session: Handle, user: *const c_char, key: *mut Datum) -> c_int {
+    let Some(library) = LOADED.get() else { return E_MEMORY_ERROR };
+    // SAFETY: the pointer of a session was set to its keys, which it holds. The name is a text, as the header says.
+    let (keys, user) =
+        unsafe { (&*(library.functions.gnutls_session_get_ptr)(session).cast::<SharedKeys>(), CStr::from_ptr(user)) };
+    let Some(found) = keys.of(user.to_bytes()) else { return -1 };
+    let Ok(length) = c_uint::try_from(found.len()) else { return -1 };
+    // SAFETY: the variable holds the function that the library frees such memory for.
+    let copy = unsafe { (*library.functions.gnutls_malloc)(found.len()) }.cast::<u8>();
+    if copy.is_null() {
+        return E_MEMORY_ERROR;
+    }
+    // SAFETY: the memory was made with this length, and the library takes it over with the datum, which is its own.
+    unsafe {
+        std::ptr::copy_nonoverlapping(found.as_ptr(), copy, found.len());
+        *key = Datum { data: copy, length };
+    }
+    0
+}
+
+impl Session {
+    /// One of a server, for whoever has one of the keys.
+    pub(crate) fn server(keys: &Arc<SharedKeys>) -> Result<Self> {
+        let library = gnutls()?;
+        let functions = &library.functions;
+        let mut credentials = null_mut();
+        // SAFETY: it writes a handle.
+        let made = unsafe { (functions.gnutls_psk_allocate_server_credentials)(&raw mut credentials) };
+        let credentials = handle(library, made, credentials)?;
+        // SAFETY: the handle is one of a server. The callback may be called as long as a session uses it.
+        unsafe { (functions.gnutls_psk_set_server_credentials_function)(credentials.as_ptr(), find) };
+        Self::begin(library, credentials, Credentials::Server, keys)
+    }
+
+    /// One of a client who has this key.
+    pub(crate) fn client(user: &CString, key: &[u8]) -> Result<Self> {
+        let library = gnutls()?;
+        let functions = &library.functions;
+        let mut credentials = null_mut();
+        // SAFETY: it writes a handle.
+        let made = unsafe { (functions.gnutls_psk_allocate_client_credentials)(&raw mut credentials) };
+        let credentials = handle(library, made, credentials)?;
+        let datum = Datum { data: key.as_ptr().cast_mut(), length: c_uint::try_from(key.len()).unwrap_or(0) };
+        // From here on the session frees them.
+        let session = Self::begin(library, credentials, Credentials::Client, &Arc::default())?;
+        // SAFETY: the library copies the name and the key, and writes to neither.
+        let set = unsafe {
+            (functions.gnutls_psk_set_client_credentials)(
+                credentials.as_ptr(),
+                user.as_ptr(),
+                &raw const datum,
+                PSK_KEY_RAW,
+            )
+        };
+        check(set).map_err(|code| failed(library, code))?;
+        Ok(session)
+    }
+
+    fn begin(
+        library: &'static Gnutls,
+        credentials: NonNull<c_void>,
+        role: Credentials,
+        keys: &Arc<SharedKeys>,
+    ) -> Result<Self> {
+        let functions = &library.functions;
+        let flags = NONBLOCK | NO_TICKETS | if matches!(role, Credentials::Server) { SERVER } else { CLIENT };
+        let mut session = null_mut();
+        // SAFETY: it writes a handle.
+        let made = unsafe { (functions.gnutls_init)(&raw mut session, flags) };
+        let session = match handle(library, made, session) {
+            Ok(session) => session,
+            Err(error) => {
+                free(library, &role, credentials);
+                return Err(error);
+            }
+        };
+        let pipes = Pipes { session: session.as_ptr(), arrived: Vec::new(), taken: 0, sealed: Vec::new() };
+        let pipes = NonNull::from(Box::leak(Box::new(pipes)));
+        let session = Self { library, session, credentials, role, pipes, keys: Arc::clone(keys) };
+        let raw = session.session.as_ptr();
+        // SAFETY: the handles are live, and what the pointers lead to lives until `drop` has ended the session.
+        let set =
+            unsafe {
+                (functions.gnutls_session_set_ptr)(raw, Arc::as_ptr(&session.keys).cast_mut().cast());
+                (functions.gnutls_transport_set_ptr)(raw, pipes.as_ptr().cast());
+                (functions.gnutls_transport_set_push_function)(raw, push);
+                (functions.gnutls_transport_set_pull_function)(raw, pull);
+                (functions.gnutls_transport_set_pull_timeout_function)(raw, pull_timeout);
+                check((functions.gnutls_priority_set_direct)(raw, PRIORITIES.as_ptr(), null_mut()))
+                    .and(check((functions.gnutls_credentials_set)(raw, CRD_PSK, credentials.as_ptr())))
+            };
+        set.map_err(|code| failed(library, code))?;
+        Ok(session)
+    }
+
+    fn pipes(&mut self) -> &mut Pipes {
+        // SAFETY: they live as long as the session, and no function of the library runs.
+        unsafe { self.pipes.as_mut() }
+    }
+
+    /// Adds what has arrived.
+    pub(crate) fn give(&mut self, bytes: &[u8]) {
+        let pipes = self.pipes();
+        pipes.arrived.drain(..std::mem::take(&mut pipes.taken));
+        pipes.arrived.extend_from_slice(bytes);
+    }
+
+    /// What is to be sent.
+    pub(crate) fn sealed(&mut self) -> &mut Vec<u8> {
+        &mut self.pipes().sealed
+    }
+
+    /// What is to be sent, to look at.
+    pub(crate) fn has_sealed(&self) -> bool {
+        // SAFETY: as in `pipes`, shared.
+        unsafe { !self.pipes.as_ref().sealed.is_empty() }
+    }
+
+    fn call<T>(&mut self, call: impl FnOnce(&Functions, Handle) -> T) -> T {
+        call(&self.library.functions, self.session.as_ptr())
+    }
+
+    /// Goes on with the handshake.
+    pub(crate) fn handshake(&mut self) -> Result<(), Code> {
+        // SAFETY: the handle is live, and its callbacks are set.
+        check(self.call(|functions, session| unsafe { (functions.gnutls_handshake)(session) }))
+    }
+
+    /// Opens a record, or takes what is left of one. Nothing means that the peer has ended.
+    pub(crate) fn receive(&mut self, room: &mut [u8]) -> Result<usize, Code> {
+        // SAFETY: as in `handshake`; the room is writable.
+        count(self.call(|functions, session| unsafe {
+            (functions.gnutls_record_recv)(session, room.as_mut_ptr().cast(), room.len())
+        }))
+    }
+
+    /// Seals the first of some bytes.
+    pub(crate) fn send(&mut self, bytes: &[u8]) -> Result<usize, Code> {
+        // SAFETY: as in `handshake`; the bytes are readable.
+        count(self.call(|functions, session| unsafe {
+            (functions.gnutls_record_send)(session, bytes.as_ptr().cast(), bytes.len())
+        }))
+    }
+
+    /// Says that nothing more comes.
+    pub(crate) fn end(&mut self) {
+        // SAFETY: as in `handshake`. All that is pushed is taken, so it never has to be called again.
+        self.call(|functions, session| unsafe { (functions.gnutls_bye)(session, SHUT_WR) });
+    }
+
+    /// Says why this side ends.
+    pub(crate) fn alert(&mut self, code: Code) {
+        // SAFETY: as in `handshake`.
+        self.call(|functions, session| unsafe { (functions.gnutls_alert_send_appropriate)(session, code) });
+    }
+
+    /// Whether nothing goes on after this.
+    pub(crate) fn is_fatal(&self, code: Code) -> bool {
+        // SAFETY: it takes a number.
+        unsafe { (self.library.functions.gnutls_error_is_fatal)(code) != 0 }
+    }
+
+    /// What went wrong.
+    pub(crate) fn in_words(&self, code: Code) -> String {
+        let functions = &self.library.functions;
+        if code == FATAL_ALERT {
+            // SAFETY: the handle is live; the name is a text of the library's own, if there is one.
+            let name =
+                unsafe { (functions.gnutls_alert_get_name)((functions.gnutls_alert_get)(self.session.as_ptr())) };
+            if !name.is_null() {
+                // SAFETY: as above.
+                return format!("the peer says: {}", unsafe { CStr::from_ptr(name) }.to_string_lossy());
+            }
+        }
+        words(self.library, code)
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has the handle. It is ended before what it uses.
+        unsafe { (self.library.functions.gnutls_deinit)(self.session.as_ptr()) };
+        free(self.library, &self.role, self.credentials);
+        // SAFETY: from `Box::leak`, and the session that knew it has ended.
+        drop(unsafe { Box::from_raw(self.pipes.as_ptr()) });
+    }
+}
+
+fn free(library: &Gnutls, role: &Credentials, credentials: NonNull<c_void>) {
+    let free = match role {
+        Credentials::Server => library.functions.gnutls_psk_free_server_credentials,
+        Credentials::Client => library.functions.gnutls_psk_free_client_credentials,
+    };
+    // SAFETY: they are of that kind, and the session that used them has ended.
+    unsafe { free(credentials.as_ptr()) };
+}
+
+fn words(library: &Gnutls, code: Code) -> String {
+    // SAFETY: it takes a number, and gives a text of the library's own.
+    unsafe { CStr::from_ptr((library.functions.gnutls_strerror)(code)) }.to_string_lossy().into_owned()
+}
+
+fn failed(library: &Gnutls, code: Code) -> Error {
+    Error::new(ErrorKind::Unsupported, format!("TLS with shared keys: {}", words(library, code)))
+}
+
+fn handle(library: &Gnutls, returned: c_int, made: Handle) -> Result<NonNull<c_void>> {
+    check(returned).map_err(|code| failed(library, code))?;
+    NonNull::new(made).ok_or_else(|| failed(library, E_MEMORY_ERROR))
+}
