@@ -219,6 +219,9 @@ impl Manager {
                 bases: Vec::new(),
                 moved_from: None,
                 unfinished: None,
+                unfinished_inode: None,
+                leaving_tops: Vec::new(),
+                last_backups: Vec::new(),
                 fleeces: Vec::new(),
                 kept_in: None,
                 configured: configured.map(str::to_owned),
@@ -344,15 +347,17 @@ impl Manager {
             }
             Ok(())
         };
-        let result = self.daemon.put_overlays_with(&nodes, || self.records.try_change(put_on));
-        // Once the layers are recorded, they are in place, and an error concerns a former top only. If they could not
-        // be recorded, the directory may name them all the same.
-        if result.is_err()
-            && let Err(error) = self.records.change(|_| ())
-        {
-            tracing::error!("the record may name layers that do not exist: {error}");
-        }
-        result?;
+        // If they could not be recorded, the directory may name them all the same: it is written anew.
+        let undo = |record: &mut Record| {
+            for ((name, path), (node, _)) in wanted.iter().zip(&nodes) {
+                let is_its = self.records.node_of(name) == Some(*node);
+                let disk = record.disk_mut(name).filter(|disk| is_its && disk.has_top(&path.to_string_lossy()));
+                if let Some(disk) = disk {
+                    disk.undo_put_on();
+                }
+            }
+        };
+        self.daemon.put_overlays_with(&nodes, || self.records.try_change(put_on), || self.records.change(undo))?;
         let changed = |(name, path): &(&str, PathBuf)| {
             let message = format!("'{}' is the new top", path.display());
             self.events.publish(EventKind::LayersChanged, Some(name), None, Some(message));

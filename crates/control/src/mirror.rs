@@ -7,7 +7,8 @@ use crate::record::{DiskRecord, RecordedDisk};
 use block::{Error, ErrorKind, Result};
 use daemon::{MirrorOptions, MirrorSwitch, NodeId, absolute};
 use image::{FileName, MirrorEnd, MirrorScope};
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 impl Manager {
@@ -34,7 +35,7 @@ impl Manager {
         };
         let unfinished = if request.existing { None } else { self.reserve(name, node, &text)? };
         let (record, scope) = (self.record_of(name, node), options.scope);
-        let kept_record = record.clone();
+        let (kept_record, made_record) = (record.clone(), record.clone());
         let move_over = move |switch: &MirrorSwitch| {
             // Dropped with this closure, even if it is never called.
             let _unfinished = &unfinished;
@@ -44,8 +45,9 @@ impl Manager {
             record.change(move_to)
         };
         // If the file stayed on record, the next run would remove it.
-        let kept = move || kept_record.change(|disk| disk.unfinished = None);
-        let id = self.daemon.start_mirror_with(node, &options, move_over, kept)?;
+        let kept = move || kept_record.change(RecordedDisk::is_finished);
+        let has_made = || made_record.has_made(&options.target);
+        let id = self.daemon.start_mirror_with(node, &options, has_made, move_over, kept)?;
         self.tell_if_behind(name, id, options.aim);
         self.has_started(name, id)
     }
@@ -62,42 +64,74 @@ impl Manager {
         let record = self.records.current();
         for disk in &record.disks {
             let Some(file) = &disk.unfinished else { continue };
-            if !record.disks.iter().any(|disk| disk.uses(file)) {
+            if !record.disks.iter().any(|disk| disk.uses(file)) && is_it(file, disk.unfinished_inode) {
                 match std::fs::remove_file(Path::new(file)) {
                     Ok(()) => tracing::warn!(disk = %disk.name, "removed '{file}', a copy that was not finished"),
-                    Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
                     Err(error) => tracing::warn!("cannot remove '{file}', a copy that was not finished: {error}"),
                 }
             }
-            self.records.change_disk(&disk.name, |disk| disk.unfinished = None)?;
+            self.records.change_disk(&disk.name, RecordedDisk::is_finished)?;
         }
         Ok(())
+    }
+}
+
+/// Whether the file of this name is the one that was made, and no other that got its name. A file that was not noted yet
+/// was not written to.
+fn is_it(file: &str, made: Option<(u64, u64)>) -> bool {
+    let Ok(found) = std::fs::symlink_metadata(file) else { return false };
+    match made {
+        Some(made) => made == (found.dev(), found.ino()),
+        None => found.is_file() && found.blocks() == 0,
+    }
+}
+
+impl DiskRecord {
+    /// Notes a file that a job is going to make.
+    pub(crate) fn will_make(&self, file: &Path) -> Result<()> {
+        let text = file.to_string_lossy().into_owned();
+        self.change(|disk| (disk.unfinished, disk.unfinished_inode) = (Some(text), None))
+    }
+
+    /// Notes that the file is there, if it is on record.
+    pub(crate) fn has_made(&self, file: &Path) -> Result<()> {
+        let failed = |error| Error::io(format!("cannot look at '{}'", file.display()), error);
+        let found = std::fs::symlink_metadata(file).map_err(failed)?;
+        self.change(|disk| {
+            if disk.unfinished.as_deref() == file.to_str() {
+                disk.unfinished_inode = Some((found.dev(), found.ino()));
+            }
+        })
+    }
+
+    /// Forgets the file, which the job has left or removed.
+    pub(crate) fn forget_unfinished(&self, file: &Path) -> Result<()> {
+        self.change(|disk| {
+            if disk.unfinished.as_deref() == file.to_str() {
+                disk.is_finished();
+            }
+        })
     }
 }
 
 /// A file that a job makes, in the record until the job has ended. A run that finds it in the record removes it.
 struct Unfinished {
     record: DiskRecord,
-    file: String,
+    file: PathBuf,
 }
 
 impl Unfinished {
     fn record(record: DiskRecord, file: &str) -> Result<Self> {
-        let unfinished = Some(file.to_owned());
-        record.change(|disk| disk.unfinished = unfinished)?;
-        Ok(Self { record, file: file.to_owned() })
+        record.will_make(Path::new(file))?;
+        Ok(Self { record, file: file.into() })
     }
 }
 
 impl Drop for Unfinished {
     fn drop(&mut self) {
-        let forget = |disk: &mut RecordedDisk| {
-            if disk.unfinished.as_ref() == Some(&self.file) {
-                disk.unfinished = None;
-            }
-        };
-        if let Err(error) = self.record.change(forget) {
-            tracing::warn!("'{}' is still on record as a copy that is not finished: {error}", self.file);
+        if let Err(error) = self.record.forget_unfinished(&self.file) {
+            let file = self.file.display();
+            tracing::warn!("'{file}' is still on record as a copy that is not finished: {error}");
         }
     }
 }

@@ -6,7 +6,7 @@
 use crate::api::{AddExport, FormerTop};
 use crate::options::Options;
 use block::{Error, ErrorKind, Result};
-use daemon::{NodeId, absolute};
+use daemon::{NodeId, TakenOff, absolute};
 use image::FileName;
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
@@ -56,6 +56,15 @@ pub(crate) struct RecordedDisk {
     /// A file that a job is making for it, and that is useless if the job does not finish.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) unfinished: Option<String>,
+    /// The device and inode of that file, once it is made: another file may get its name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) unfinished_inode: Option<(u64, u64)>,
+    /// Former tops that go from below the top, the last on top, while its image may still name them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) leaving_tops: Vec<Top>,
+    /// The last backups that the next ones with their bitmaps can rest on.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) last_backups: Vec<LastBackup>,
     /// Fleeces of backups, from before they are made until they are gone.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) fleeces: Vec<String>,
@@ -76,9 +85,26 @@ pub(crate) struct Top {
     format: Option<String>,
 }
 
+/// A backup with a bitmap that notes what was written since.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct LastBackup {
+    bitmap: String,
+    /// The layer that has the bitmap.
+    layer: String,
+    /// The backup's file.
+    backup: String,
+}
+
 impl From<&FormerTop> for Top {
     fn from(top: &FormerTop) -> Self {
         Self { file: whole_name(&top.file), format: top.format.clone() }
+    }
+}
+
+impl Top {
+    pub(crate) fn file(&self) -> &str {
+        &self.file
     }
 }
 
@@ -117,6 +143,8 @@ impl Record {
                     }
                     disk.kept_in = old.kept_in.take();
                     disk.fleeces = std::mem::take(&mut old.fleeces);
+                    disk.leaving_tops = std::mem::take(&mut old.leaving_tops);
+                    disk.last_backups = std::mem::take(&mut old.last_backups);
                 }
                 *old = disk;
             }
@@ -132,7 +160,7 @@ impl Record {
 impl RecordedDisk {
     /// Returns the files of its tops, former ones included, and its bases.
     pub(crate) fn files(&self) -> impl Iterator<Item = &str> {
-        let former = self.former_tops.iter().map(|top| top.file.as_str());
+        let former = self.former_tops.iter().chain(&self.leaving_tops).map(|top| top.file.as_str());
         self.options.get("file").into_iter().chain(former).chain(self.bases.iter().map(String::as_str))
     }
 
@@ -228,28 +256,58 @@ impl RecordedDisk {
         self.options.set("format", "scratch");
     }
 
-    /// Removes the layer that was put on last, which does not exist.
+    /// Removes the layer that was put on last, which nothing was written to.
     pub(crate) fn undo_put_on(&mut self) {
-        if let Some(former) = self.former_tops.last().map(|top| top.file.clone()) {
-            self.take_off(&former);
+        if let Some(former) = self.former_tops.pop() {
+            self.set_top(&former.file, former.format.as_deref());
+        }
+    }
+
+    fn set_top(&mut self, file: &str, format: Option<&str>) {
+        self.options.set("file", file);
+        match format {
+            Some(format) => self.options.set("format", format),
+            None => self.options.remove(&["format"]),
+        }
+    }
+
+    fn may_name(&mut self, files: impl IntoIterator<Item = String>) {
+        for file in files {
+            if !self.bases.contains(&file) {
+                self.bases.push(file);
+            }
         }
     }
 
     /// Records that the top will rest on `base`, unless that is one of its layers, and that the `gone` layers above
-    /// that will go. Until the image names the new base, it may be opened with its old layers.
+    /// that will go. Until [`RecordedDisk::has_moved`] or [`RecordedDisk::stays`], the image may name either base.
     pub(crate) fn rest_on(&mut self, gone: usize, base: Option<String>) {
+        self.has_moved();
         let stay = self.former_tops.len().saturating_sub(gone);
         if stay == 0 {
             // It was added with this file.
             let first = self.former_tops.first().map(|first| first.file.clone());
             self.moved_from = self.moved_from.take().or(first);
         }
-        let gone = self.former_tops.split_off(stay).into_iter().map(|top| top.file);
-        for file in gone.chain(base).collect::<Vec<_>>() {
-            if !self.bases.contains(&file) {
-                self.bases.push(file);
-            }
-        }
+        self.leaving_tops = self.former_tops.split_off(stay);
+        self.may_name(base);
+    }
+
+    /// Records that the image names its new base.
+    pub(crate) fn has_moved(&mut self) {
+        let gone = std::mem::take(&mut self.leaving_tops);
+        self.may_name(gone.into_iter().map(|top| top.file));
+    }
+
+    /// Records that the image keeps its old base.
+    pub(crate) fn stays(&mut self) {
+        self.former_tops.append(&mut self.leaving_tops);
+    }
+
+    /// Whether its image still names its old base, if it was to get another one: `below` is the layer below its top.
+    pub(crate) fn names_old_base(&self, below: Option<&FileName>) -> bool {
+        let last = self.leaving_tops.last();
+        last.zip(below).is_some_and(|(last, below)| is_same_file(&last.file, &name_of(below)))
     }
 
     /// Moves the disk to a copy of itself. A copy of its top layer rests on the same layers, `below`; a full copy rests
@@ -259,27 +317,72 @@ impl RecordedDisk {
         let given = first.or_else(|| self.options.get("file").map(str::to_owned));
         self.moved_from = self.moved_from.take().or(given);
         match below {
-            Some(below) => below.into_iter().for_each(|file| {
-                if !self.bases.contains(&file) {
-                    self.bases.push(file);
-                }
-            }),
-            None => (self.former_tops, self.bases) = (Vec::new(), Vec::new()),
+            Some(below) => self.may_name(below),
+            None => (self.former_tops, self.bases, self.leaving_tops) = (Vec::new(), Vec::new(), Vec::new()),
         }
+        // Its bitmaps stay in the former image.
+        self.last_backups.clear();
         self.options.set("file", target);
         self.options.set("format", format);
-        self.unfinished = None;
+        self.is_finished();
     }
 
-    /// Records that the top layer was taken off, and that `below` is the new top.
-    pub(crate) fn take_off(&mut self, below: &str) {
-        let former = self.former_tops.pop().filter(|former| is_same_file(&former.file, below));
-        // The record keeps the name that the user gave: layers are compared by their canonical name.
-        self.options.set("file", former.as_ref().map_or(below, |former| &former.file));
-        match former.and_then(|former| former.format) {
-            Some(format) => self.options.set("format", format),
-            None => self.options.remove(&["format"]),
+    /// Records that no job makes a file for it, or that the file is whole.
+    pub(crate) fn is_finished(&mut self) {
+        (self.unfinished, self.unfinished_inode) = (None, None);
+    }
+
+    /// Returns the last backup with this bitmap of its top layer.
+    pub(crate) fn last_backup(&self, bitmap: &str) -> Option<&str> {
+        let is_it = |last: &&LastBackup| last.bitmap == bitmap && self.has_top(&last.layer);
+        self.last_backups.iter().find(is_it).map(|last| last.backup.as_str())
+    }
+
+    /// Records the last backup with a bitmap, which notes what is written from then on.
+    pub(crate) fn set_last_backup(&mut self, bitmap: &str, layer: &str, backup: &str) {
+        self.forget_last_backup(bitmap);
+        let [bitmap, layer, backup] = [bitmap, layer, backup].map(str::to_owned);
+        self.last_backups.push(LastBackup { bitmap, layer, backup });
+    }
+
+    /// Records that a bitmap, in whichever layer, says nothing of a backup any more.
+    pub(crate) fn forget_last_backup(&mut self, bitmap: &str) {
+        self.last_backups.retain(|last| last.bitmap != bitmap);
+    }
+
+    /// Records that the top layer was taken off. Fails if the record names another top.
+    pub(crate) fn take_off(&mut self, layers: &TakenOff) -> Result<()> {
+        let (off, below) = (name_of(&layers.top), name_of(&layers.below));
+        let top = self.options.get("file").unwrap_or_default().to_owned();
+        if !is_same_file(&top, &off) {
+            let (name, top) = (&self.name, image::without_secrets(&top));
+            let what = format!("the record names '{top}' as the top of the disk '{name}', and not '{}'", layers.top);
+            return Err(Error::new(ErrorKind::Locked, what));
         }
+        match self.former_tops.iter().rposition(|former| is_same_file(&former.file, &below)) {
+            Some(index) => {
+                let mut gone = self.former_tops.split_off(index).into_iter();
+                // The record keeps the name that the user gave: layers are compared by their canonical name.
+                if let Some(former) = gone.next() {
+                    self.set_top(&former.file, former.format.as_deref());
+                }
+                self.may_name(gone.map(|former| former.file));
+            }
+            None => {
+                let first = self.former_tops.first().map_or(top, |first| first.file.clone());
+                self.moved_from = self.moved_from.take().or(Some(first));
+                self.set_top(&below, layers.below_format.map(|format| format.to_string()).as_deref());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns a file's name as a user would give it: that of a message leaves out what may be secret.
+fn name_of(file: &FileName) -> String {
+    match file {
+        FileName::Nbd(uri) | FileName::Http(uri) | FileName::Rbd(uri) => uri.clone(),
+        other => other.to_string(),
     }
 }
 
@@ -294,7 +397,10 @@ pub(crate) fn whole_name(file: &Path) -> String {
 fn is_same_file(one: &str, other: &str) -> bool {
     let whole = |path: &Path| path.canonicalize().unwrap_or_else(|_| absolute(path));
     let path = |name: &str| FileName::parse(name).ok().and_then(|name| name.path().map(whole));
-    one == other || path(one).is_some_and(|one| path(other) == Some(one))
+    let remote = |name: &str| FileName::parse(name).ok().filter(FileName::is_remote);
+    one == other
+        || path(one).is_some_and(|one| path(other) == Some(one))
+        || remote(one).is_some_and(|one| remote(other).is_some_and(|other| one.is_same_file(&other)))
 }
 
 /// The record, in memory and in its directory.
@@ -345,6 +451,15 @@ impl Records {
         lock(&self.nodes).get(name).copied()
     }
 
+    /// As [`Records::change_disk`]. A change that fails leaves the record as it is.
+    pub(crate) fn try_change_disk(
+        &self,
+        name: &str,
+        change: impl FnOnce(&mut RecordedDisk) -> Result<()>,
+    ) -> Result<()> {
+        self.try_change(|record| record.disk_mut(name).map_or(Ok(()), change))
+    }
+
     /// Changes the record. When this returns without an error, the change is durable.
     pub(crate) fn change(&self, change: impl FnOnce(&mut Record)) -> Result<()> {
         self.try_change(|record| {
@@ -385,10 +500,17 @@ pub(crate) struct DiskRecord {
 impl DiskRecord {
     /// As [`Records::change_disk`]. Another disk of the same name stays as it is.
     pub(crate) fn change(&self, change: impl FnOnce(&mut RecordedDisk)) -> Result<()> {
-        self.records.change_disk(&self.name, |disk| {
-            if self.records.node_of(&self.name) == Some(self.node) {
-                change(disk);
-            }
+        self.try_change(|disk| {
+            change(disk);
+            Ok(())
+        })
+    }
+
+    /// As [`DiskRecord::change`]. A change that fails leaves the record as it is.
+    pub(crate) fn try_change(&self, change: impl FnOnce(&mut RecordedDisk) -> Result<()>) -> Result<()> {
+        self.records.try_change_disk(&self.name, |disk| match self.records.node_of(&self.name) == Some(self.node) {
+            true => change(disk),
+            false => Ok(()),
         })
     }
 }
@@ -454,161 +576,5 @@ impl StateDirectory {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn disk(file: &str) -> RecordedDisk {
-        let options = Options::parse(&format!("file={file},format=raw")).unwrap();
-        RecordedDisk {
-            name: "a".into(),
-            options,
-            own_export: true,
-            exports: Vec::new(),
-            former_tops: Vec::new(),
-            bases: Vec::new(),
-            moved_from: None,
-            unfinished: None,
-            fleeces: Vec::new(),
-            kept_in: None,
-            configured: None,
-        }
-    }
-
-    #[test]
-    fn a_layer_on_a_kept_overlay_rests_on_that_whatever_the_configuration_says() {
-        let given = Options::parse("file=/a.raw,format=raw,name=a,snapshot=on,keep=/kept,cache=none").unwrap();
-        let mut disk = RecordedDisk { options: given.clone(), ..disk("/a.raw") };
-        disk.put_on("/b.qcow2");
-        assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2,name=a,cache=none");
-        assert!(disk.files().eq(["/b.qcow2", "/kept/a.scratch", "/a.raw", "/kept/a.scratch.data"]));
-        assert!(disk.has_layers_on(Some("/a.raw")));
-        disk.set_options(given.clone());
-        assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2,name=a,cache=none");
-        disk.take_off("/kept/a.scratch");
-        disk.set_options(given);
-        assert_eq!(disk.options.to_text(), "file=/kept/a.scratch,format=scratch,name=a,cache=none");
-    }
-
-    #[test]
-    fn an_export_says_nothing_of_memory_unless_that_was_set() {
-        let plain = serde_json::to_value(AddExport::default()).unwrap();
-        assert!(plain.get("guest_memory").is_none() && plain.get("guest_memory_max").is_none(), "{plain}");
-        let guest_memory = crate::api::GuestMemory::Locked;
-        let set = serde_json::to_value(AddExport { guest_memory, ..AddExport::default() }).unwrap();
-        assert_eq!(set["guest_memory"], "locked");
-    }
-
-    #[test]
-    fn a_former_top_at_a_server_keeps_its_name_and_a_file_gets_its_whole_path() {
-        let mut disk = disk("/top");
-        let top = |file: &str| FormerTop { file: file.into(), format: None };
-        let own = absolute(Path::new("own")).display().to_string();
-        disk.former_tops = ["https://h/a", "rbd:pool/x", "/a:b", "own"].map(|file| Top::from(&top(file))).to_vec();
-        assert!(disk.files().eq(["/top", "https://h/a", "rbd:pool/x", "/a:b", own.as_str()]));
-    }
-
-    #[test]
-    fn a_record_comes_back_and_only_one_daemon_has_it() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("state");
-        let records = Records::in_directory(&path).unwrap();
-        records.change(|record| record.disks.push(disk("/a.raw"))).unwrap();
-        let kept = records.current();
-        assert_eq!(Records::in_directory(&path).unwrap_err().kind(), ErrorKind::Locked);
-        drop(records);
-        assert_eq!(*Records::in_directory(&path).unwrap().current(), *kept);
-    }
-
-    #[test]
-    fn layers_go_on_and_come_off_with_their_formats() {
-        let mut disk = disk("/a.raw");
-        disk.put_on("/b.qcow2");
-        assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2");
-        disk.put_on("/c.qcow2");
-        disk.take_off("/b.qcow2");
-        assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2");
-        disk.take_off("/a.raw");
-        assert_eq!(disk.options.to_text(), "file=/a.raw,format=raw");
-    }
-
-    #[test]
-    fn a_disk_that_went_over_to_a_copy_keeps_it_whatever_else_its_options_say() {
-        let mut moved = disk("/a.raw");
-        moved.put_on("/b.qcow2");
-        moved.unfinished = Some("/c.qcow2".to_owned());
-        let mut top = moved.clone();
-        moved.move_to("/c.qcow2", "qcow2", None);
-        assert_eq!(moved.options.to_text(), "file=/c.qcow2,format=qcow2");
-        assert_eq!((moved.files().count(), &moved.unfinished), (1, &None));
-        assert!(moved.has_layers_on(Some("/a.raw")) && !moved.has_layers_on(Some("/b.qcow2")));
-        moved.set_options(Options::parse("file=/a.raw,format=raw,cache=none").unwrap());
-        assert_eq!(moved.options.get("file"), Some("/c.qcow2"));
-
-        top.move_to("/d.qcow2", "qcow2", Some(vec!["/a.raw".to_owned()]));
-        top.take_off("/a.raw");
-        assert_eq!(top.options.to_text(), "file=/a.raw,format=raw");
-    }
-
-    #[test]
-    fn a_disk_whose_top_took_in_all_layers_keeps_it() {
-        let mut merged = disk("/a.raw");
-        merged.put_on("/b.qcow2");
-        merged.rest_on(1, None);
-        assert!(merged.has_layers_on(Some("/a.raw")) && merged.has_left("/a.raw"));
-        merged.set_options(Options::parse("file=/a.raw,format=raw,cache=none").unwrap());
-        assert_eq!(merged.options.to_text(), "file=/b.qcow2,format=qcow2,cache=none");
-        let mut alone = disk("/a.raw");
-        alone.rest_on(0, Some("/base.raw".to_owned()));
-        assert_eq!(alone.moved_from, None);
-    }
-
-    #[test]
-    fn a_layer_comes_off_a_disk_that_was_given_by_a_link_and_leaves_it_as_it_was_given() {
-        let dir = tempfile::tempdir().unwrap();
-        let (own, link) = (dir.path().canonicalize().unwrap().join("own"), dir.path().join("link"));
-        std::fs::write(&own, "").unwrap();
-        std::os::unix::fs::symlink(&own, &link).unwrap();
-        let mut disk = disk(link.to_str().unwrap());
-        let given = disk.clone();
-        disk.put_on("/fleece");
-        disk.take_off(own.to_str().unwrap());
-        assert_eq!(disk, given);
-        disk.put_on("/b.qcow2");
-        assert!(disk.uses(own.to_str().unwrap()) && !disk.uses("/other"));
-    }
-
-    #[test]
-    fn a_disk_of_another_file_does_not_take_over_a_fleece() {
-        let mut old = disk("/a.raw");
-        old.fleeces.push("/fleece".into());
-        old.put_on("/fleece");
-        let mut record = Record { disks: vec![old], ..Record::default() };
-        record.put(disk("/fleece"));
-        assert_eq!(record.disks[0].fleeces, ["/fleece"]);
-        record.put(disk("/b.raw"));
-        assert!(record.disks[0].fleeces.is_empty());
-    }
-
-    #[test]
-    fn a_record_that_is_none_is_refused_with_its_path() {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join(FILE), "{\"version\": 1}").unwrap();
-        let error = Records::in_directory(dir.path()).unwrap_err();
-        assert!(error.to_string().contains(FILE), "{error}");
-        std::fs::write(dir.path().join(FILE), r#"{"version": 2, "disks": [], "removed": []}"#).unwrap();
-        assert!(Records::in_directory(dir.path()).unwrap_err().to_string().contains("version is 2"));
-    }
-
-    #[test]
-    fn a_change_that_cannot_be_written_changes_nothing() {
-        let dir = tempfile::tempdir().unwrap();
-        let records = Records::in_directory(dir.path()).unwrap();
-        std::fs::create_dir(dir.path().join(NEW_FILE)).unwrap();
-        assert!(records.change(|record| record.disks.push(disk("/a.raw"))).is_err());
-        assert!(records.current().disks.is_empty());
-        // Whatever the directory holds, the next change writes the current record.
-        std::fs::remove_dir(dir.path().join(NEW_FILE)).unwrap();
-        records.change(|_| ()).unwrap();
-        assert!(dir.path().join(FILE).exists());
-    }
-}
+#[path = "record_tests.rs"]
+mod tests;
