@@ -29,7 +29,6 @@ fn layers_are_streamed_and_committed_while_guests_work() {
     for gone in ["c.qcow2", "d.qcow2"].map(|name| bench.path(name)) {
         let bytes = std::fs::metadata(&gone).unwrap().blocks() * 512;
         assert!(bytes < SIZE / 8, "{bytes} bytes of a committed layer stay in use");
-        assert_valid(&gone, false);
     }
     assert!(bench.fails(&["commit", "root", "--layers", "3"]).contains("between 1 and 2"));
     guests.wait_for_more(500);
@@ -53,6 +52,7 @@ fn layers_are_streamed_and_committed_while_guests_work() {
     guests.wait_for_more(1000);
     assert_eq!(guests.finish(), [""; 0]);
     server.stop();
+    ["c.qcow2", "d.qcow2"].into_iter().for_each(|gone| assert_valid(&bench.path(gone), false));
     // None of these is needed any more.
     for gone in ["base.qcow2", "a.qcow2", "b.qcow2", "c.qcow2", "d.qcow2"] {
         std::fs::remove_file(bench.path(gone)).unwrap();
