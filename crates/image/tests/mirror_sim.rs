@@ -124,7 +124,7 @@ struct Changing {
 impl Changing {
     async fn next(&self, ctx: &Rc<dyn ReactorCtx>) {
         // Every other job has one call in flight.
-        let overlaps = self.requests.load(Ordering::Relaxed) / self.every % 2 == 0;
+        let overlaps = (self.requests.load(Ordering::Relaxed) / self.every).is_multiple_of(2);
         ringdisk_image::overlap_calls_for_test(overlaps.then(|| Rc::clone(ctx)));
         let result = match self.does {
             Does::MoveOn => self.mirror(MirrorEnd::Switch).await,
