@@ -634,3 +634,62 @@ fn uml_on_a_disk_that_grows_while_a_script_changes_others_a_hundred_times() {
     println!("{ROUNDS} rounds, {} passes of verified writes, {:?}", facts["passes"], report.time);
     tool_ok("qemu-img", &["check", path_str(&image)]);
 }
+
+/// Under one boot. Afterwards another program finds the images clean, and the last backup the same as the disk.
+#[test]
+#[ignore = "boots a guest; run by cargo xtask ci"]
+fn uml_on_a_disk_that_gets_layers_copies_and_backups_one_after_the_other() {
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let directory = directory.path().canonicalize().unwrap();
+    let short = tempfile::tempdir().unwrap();
+    let [socket, control, state] = ["d", "ctl", "state"].map(|name| short.path().join(name));
+    let at = |name: &str| directory.join(name);
+    let [disk, first, second, moved] = ["disk.qcow2", "first.qcow2", "second.qcow2", "moved.qcow2"].map(at);
+    run_ok(&["create", "-q", "-f", "qcow2", path_str(&disk), "128M"]);
+    let drive = format!("name=disk,file={},format=qcow2,guest-memory=any", disk.display());
+    let server = ["--control", path_str(&control), "--state-dir", path_str(&state), "--drive", &drive, "--socket"];
+    let server = Server::start(&[&server[..], &[path_str(&socket)]].concat());
+    let mut options = GuestOptions::new(GuestKind::Uml, vec![socket]);
+    options.work = GuestWork::WorkUntilGrown { fio_mib: 4 };
+    let operator = Operator { control, more: short.path().to_owned() };
+    let ctl = |call: &[&str]| {
+        eprintln!("ctl {call:?}");
+        operator.ctl(call)
+    };
+    let (step, steps) = std::sync::mpsc::channel();
+    let backups = ["0.qcow2", "1.qcow2", "2.qcow2"].map(at);
+    let report = std::thread::scope(|scope| {
+        let _kill = KillOnFailure(Arc::clone(&options.stop));
+        let guest = scope.spawn(|| guestlab::run(&options, &mut |said| step.send(said.to_owned()).unwrap_or(())));
+        while steps.recv_timeout(Duration::from_secs(120)).expect("the guest works") != "vda is at work" {}
+        ctl(&["snapshot", "disk", path_str(&first)]);
+        ctl(&["stream", "disk"]);
+        ctl(&["snapshot", "disk", path_str(&second)]);
+        ctl(&["commit", "disk"]);
+        ctl(&["mirror", "disk", path_str(&moved)]);
+        ctl(&["bitmap", "add", "disk", "b"]);
+        backups[..2].iter().for_each(|backup| drop(ctl(&["backup", "disk", path_str(backup), "--bitmap", "b"])));
+        ctl(&["compact", "disk"]);
+        ctl(&["resize", "disk", "130M"]);
+        guest.join().unwrap()
+    });
+    let report = match report {
+        Ok(report) => report,
+        Err(error) => {
+            let (status, said) = server.terminate();
+            panic!("{error:#}\n\nringdisk serve ({status}) said:\n{said}");
+        }
+    };
+    ctl(&["backup", "disk", path_str(&backups[2]), "--bitmap", "b"]);
+    assert!(ctl(&["show", "disk"]).contains(path_str(&moved)));
+    let (status, said) = server.terminate();
+    assert!(status.success(), "{said}");
+    let passes: u64 = report.disks[0].facts["passes"].parse().unwrap();
+    assert!(passes > 0 && report.disks[0].checks == 2, "{:?}", report.disks[0]);
+    eprintln!("{passes} passes of verified writes, {:?}", report.time);
+    [&second, &moved]
+        .into_iter()
+        .chain(&backups)
+        .for_each(|image| drop(tool_ok("qemu-img", &["check", path_str(image)])));
+    tool_ok("qemu-img", &["compare", path_str(&backups[2]), path_str(&moved)]);
+}

@@ -4,10 +4,11 @@
 mod common;
 mod live_bench;
 
-use common::{assert_valid, has_tool, path_str, ringdisk, text};
+use common::{assert_valid, has_tool, path_str, ringdisk, run_ok, text, tool_ok};
 use live_bench::{Bench, SIZE};
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Stdio;
 use std::sync::Arc;
@@ -29,6 +30,10 @@ fn layers_are_streamed_and_committed_while_guests_work() {
     guests.wait_for_more(500);
     bench.ctl(&["commit", "root", "--layers", "2"]);
     assert_eq!(bench.layers(), 3);
+    for gone in ["c.qcow2", "d.qcow2"].map(|name| bench.path(name)) {
+        let bytes = std::fs::metadata(&gone).unwrap().blocks() * 512;
+        assert!(bytes < SIZE / 8, "{bytes} bytes of a committed layer stay in use");
+    }
     assert!(bench.fails(&["commit", "root", "--layers", "3"]).contains("between 1 and 2"));
     guests.wait_for_more(500);
     assert_eq!(guests.finish(), [""; 0]);
@@ -51,6 +56,7 @@ fn layers_are_streamed_and_committed_while_guests_work() {
     guests.wait_for_more(1000);
     assert_eq!(guests.finish(), [""; 0]);
     server.stop();
+    ["c.qcow2", "d.qcow2"].into_iter().for_each(|gone| assert_valid(&bench.path(gone), false));
     // None of these is needed any more.
     for gone in ["base.qcow2", "a.qcow2", "b.qcow2", "c.qcow2", "d.qcow2"] {
         std::fs::remove_file(bench.path(gone)).unwrap();
@@ -81,7 +87,7 @@ fn is_cancelled_by_ctrl_c(bench: &Bench, call: &[&str]) {
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
     let first = lines.next().unwrap_or_default();
     assert!(first.starts_with('{'), "{call:?}: {first}");
-    common::tool_ok("kill", &["-INT", &child.id().to_string()]);
+    tool_ok("kill", &["-INT", &child.id().to_string()]);
     let said = lines.filter(|line| !line.starts_with('{')).collect::<Vec<_>>().join("\n");
     let status = child.wait().unwrap();
     assert!(said.contains("is cancelled") && status.signal() == Some(2), "{call:?}: {status} {said}");
@@ -112,7 +118,7 @@ fn a_job_shows_its_progress_and_ctrl_c_cancels_it() {
         let guests = bench.guests(3, 50);
         guests.wait_for_more(500);
         assert_eq!(guests.finish(), [""; 0]);
-        common::run_ok(&["create", "-q", "-f", "qcow2", &other, &SIZE.to_string()]);
+        run_ok(&["create", "-q", "-f", "qcow2", &other, &SIZE.to_string()]);
         let mut call = vec![name, "root"];
         call.extend((name == "rebase").then_some(other.as_str()));
         is_cancelled_by_ctrl_c(&bench, &call);
@@ -131,11 +137,52 @@ fn a_job_shows_its_progress_and_ctrl_c_cancels_it() {
     server.stop();
 }
 
+/// The layers of a disk that were written to before are replaced by a base that holds something else.
+#[test]
+fn a_disk_gets_another_base_while_guests_work_and_a_layer_of_its_chain_after_that() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let bench = Bench::new();
+    let other = bench.path("other.qcow2");
+    run_ok(&["create", "-q", "-f", "qcow2", path_str(&other), &(SIZE / 2).to_string()]);
+    tool_ok("qemu-io", &["-f", "qcow2", "-c", &format!("write -P 90 0 {}", SIZE / 4), path_str(&other)]);
+    let server = bench.serve();
+    let guests = bench.guests(3, 50);
+    guests.wait_for_more(500);
+    bench.ctl(&["snapshot", "root", path_str(&bench.path("a.qcow2"))]);
+    guests.wait_for_more(300);
+    let missing = bench.fails(&["rebase", "root", path_str(&bench.path("none.qcow2"))]);
+    assert!(missing.contains("none.qcow2"), "{missing}");
+    bench.ctl(&["rebase", "root", path_str(&other)]);
+    let layers = bench.json(&["show", "root"])["layers"].to_string();
+    assert!(layers.contains("a.qcow2") && layers.contains("other.qcow2") && !layers.contains("base.qcow2"), "{layers}");
+    // Of its own chain.
+    bench.ctl(&["snapshot", "root", path_str(&bench.path("b.qcow2"))]);
+    guests.wait_for_more(300);
+    bench.ctl(&["rebase", "root", path_str(&other), "--rate", "200M"]);
+    assert_eq!(bench.layers(), 2);
+    guests.wait_for_more(300);
+    assert_eq!(guests.finish(), [""; 0]);
+    server.stop();
+    ["base.qcow2", "a.qcow2"].into_iter().for_each(|gone| std::fs::remove_file(bench.path(gone)).unwrap());
+    let server = bench.serve();
+    assert_eq!(bench.layers(), 2);
+    server.stop();
+    let top = bench.path("b.qcow2");
+    assert_valid(&top, false);
+    bench.history.check_read(0, &bench.as_qemu_sees(&top), bench.history.now()).unwrap();
+}
+
 fn commits_and_streams_are_killed(moments: u64) {
     if !has_tool("qemu-img") {
         return;
     }
     let mut bench = Bench::new();
+    // A base outside the chain, which holds something else.
+    let other = bench.path("other.qcow2");
+    run_ok(&["create", "-q", "-f", "qcow2", path_str(&other), &(SIZE / 2).to_string()]);
+    tool_ok("qemu-io", &["-f", "qcow2", "-c", &format!("write -P 90 0 {}", SIZE / 4), path_str(&other)]);
     for moment in 0..moments {
         let server = bench.serve();
         let guests = bench.guests(10 + moment, 50);
@@ -143,8 +190,12 @@ fn commits_and_streams_are_killed(moments: u64) {
         guests.wait_for_more(300);
         bench.ctl(&["snapshot", "root", path_str(&overlay)]);
         guests.wait_for_more(300);
-        let verb = if moment % 2 == 0 { "commit" } else { "stream" };
-        bench.ctl(&[verb, "root", "--no-wait", "--rate", "100M"]);
+        let verb = ["commit", "stream", "rebase"][moment as usize % 3];
+        let base = if verb == "rebase" { vec![path_str(&other)] } else { Vec::new() };
+        let job = [&[verb, "root"][..], &base].concat();
+        // Without a limit several pieces are under way.
+        let rate = if moment / 3 % 2 == 0 { "100M" } else { "0" };
+        bench.ctl(&[&job[..], &["--no-wait", "--rate", rate]].concat());
         std::thread::sleep(Duration::from_millis(moment * 37 % 150));
         server.kill();
         assert_eq!(guests.abandon(), [""; 0], "moment {moment}, {verb}");
@@ -157,9 +208,13 @@ fn commits_and_streams_are_killed(moments: u64) {
         bench.history.check_survivors(0, &seen).unwrap_or_else(|wrong| panic!("moment {moment}, {verb}: {wrong}"));
         // What survived is where the next guests begin.
         let server = bench.serve();
-        let job_again = bench.layers() > 1;
+        let job_again = match verb {
+            "commit" => bench.recorded_top() == overlay,
+            "stream" => bench.layers() > 1,
+            _ => true,
+        };
         if job_again {
-            bench.ctl(&[verb, "root"]);
+            bench.ctl(&job);
         }
         server.stop();
         let top = bench.recorded_top();
@@ -171,7 +226,7 @@ fn commits_and_streams_are_killed(moments: u64) {
 
 #[test]
 fn killed_at_any_moment_of_a_job_the_chain_holds_what_was_flushed() {
-    commits_and_streams_are_killed(common::kill9_moments(4));
+    commits_and_streams_are_killed(common::kill9_moments(6));
 }
 
 #[test]

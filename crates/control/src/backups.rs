@@ -4,9 +4,9 @@ use crate::api::{BackupDisk, BackupMode, Job};
 use crate::manager::Manager;
 use crate::record::{DiskRecord, recorded_name, target_name};
 use block::{Error, ErrorKind, Result};
-use daemon::{BackupOptions, BackupRecord, NodeId, absolute};
+use daemon::{BackupOptions, BackupRecord, NodeId, TakenOff, WholeBackup, absolute};
 use image::{FileName, Format};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 impl Manager {
@@ -20,16 +20,20 @@ impl Manager {
         let node = self.node(name)?;
         let target = target_name(Path::new(&request.target))?;
         self.refuse_writing_below(None, &[recorded_name(&target)])?;
+        let format = request.format.as_deref().map_or(Ok(Format::Qcow2), str::parse)?;
         let mode = match request.mode {
             Some(BackupMode::Full) => daemon::BackupMode::Full,
             Some(BackupMode::Top) => daemon::BackupMode::Top,
             Some(BackupMode::Incremental) => daemon::BackupMode::Incremental,
-            None if request.bitmap.is_some() => daemon::BackupMode::Incremental,
+            None if request.bitmap.is_none() => daemon::BackupMode::Full,
+            None if request.base.is_some() || request.existing => daemon::BackupMode::Incremental,
+            None if format == Format::Qcow2 => daemon::BackupMode::SinceLast,
+            // A new image of another format rests on nothing.
             None => daemon::BackupMode::Full,
         };
         let options = BackupOptions {
             target,
-            format: request.format.as_deref().map_or(Ok(Format::Qcow2), str::parse)?,
+            format,
             existing: request.existing,
             mode,
             bitmap: request.bitmap,
@@ -38,7 +42,7 @@ impl Manager {
             fleece_quota_bytes: request.fleece_quota_bytes,
             bytes_per_second: request.bytes_per_second,
         };
-        let record = FleeceRecord(self.record_of(name, node));
+        let record = RecordOfBackup(self.record_of(name, node));
         let id = self.daemon.start_backup(node, options, record)?;
         self.has_started(name, id)
     }
@@ -49,7 +53,7 @@ impl Manager {
         let fleeces = current.disk(name).map(|disk| disk.fleeces.clone()).unwrap_or_default();
         let top = current.disk(name).and_then(|disk| disk.options.get("file").map(str::to_owned));
         for fleece in fleeces {
-            let mut record = FleeceRecord(self.record_of(name, node));
+            let mut record = RecordOfBackup(self.record_of(name, node));
             let path = Path::new(&fleece).to_owned();
             if top.as_ref() != Some(&fleece) {
                 if let Err(error) = record.remove(&path) {
@@ -58,8 +62,8 @@ impl Manager {
                 continue;
             }
             tracing::info!(disk = %name, "a backup did not come to its end: '{fleece}' is taken back");
-            let off = move |below: Option<&FileName>| {
-                below.map_or(Ok(()), |below| record.is_off(below))?;
+            let off = move |layers: &TakenOff| {
+                record.is_off(layers)?;
                 // From here on nothing needs the fleece, and nothing can fail.
                 if let Err(error) = record.remove(&path) {
                     tracing::warn!("{error}");
@@ -73,10 +77,10 @@ impl Manager {
     }
 }
 
-/// The fleece of one backup, in the record.
-struct FleeceRecord(DiskRecord);
+/// One backup, its target and its fleece, in the record.
+struct RecordOfBackup(DiskRecord);
 
-impl FleeceRecord {
+impl RecordOfBackup {
     /// Removes a fleece that no layer rests on.
     fn remove(&mut self, fleece: &Path) -> Result<()> {
         let text = fleece.to_string_lossy();
@@ -94,7 +98,36 @@ impl FleeceRecord {
     }
 }
 
-impl BackupRecord for FleeceRecord {
+impl BackupRecord for RecordOfBackup {
+    fn last_with(&self, bitmap: &str) -> Option<PathBuf> {
+        self.0.records.current().disk(&self.0.name)?.last_backup(bitmap).map(PathBuf::from)
+    }
+
+    fn will_make_target(&mut self, target: &FileName) -> Result<()> {
+        self.0.will_make(target)
+    }
+
+    fn has_made_target(&mut self, target: &FileName) -> Result<()> {
+        self.0.has_made(target)
+    }
+
+    fn is_whole(&mut self, backup: &WholeBackup<'_>) -> Result<()> {
+        self.0.change(|disk| {
+            disk.is_finished();
+            let Some(bitmap) = backup.bitmap else { return };
+            disk.forget_last_backup(bitmap);
+            // The fleece is on top of the layer that has the bitmap.
+            let layer = disk.former_tops.last().map(|top| top.file().to_owned());
+            if let Some((layer, backup)) = layer.zip(backup.base_of_next.and_then(Path::to_str)) {
+                disk.set_last_backup(bitmap, &layer, backup);
+            }
+        })
+    }
+
+    fn is_given_up(&mut self, target: &FileName) -> Result<()> {
+        self.0.forget_unfinished(target)
+    }
+
     fn will_make(&mut self, fleece: &Path) -> Result<()> {
         self.0.change(|disk| disk.fleeces.push(fleece.to_string_lossy().into_owned()))
     }
@@ -103,8 +136,8 @@ impl BackupRecord for FleeceRecord {
         self.0.change(|disk| disk.put_on(&fleece.to_string_lossy()))
     }
 
-    fn is_off(&mut self, top: &FileName) -> Result<()> {
-        self.0.change(|disk| disk.take_off(&recorded_name(top)))
+    fn is_off(&mut self, layers: &TakenOff) -> Result<()> {
+        self.0.change_if_it_can(|disk| disk.take_off(layers))
     }
 
     fn is_removed(&mut self, fleece: &Path) -> Result<()> {

@@ -3,10 +3,10 @@
 use crate::api::{CommitDisk, CompactDisk, EventKind, Job, JobState, RebaseDisk, StreamDisk};
 use crate::failure::Failure;
 use crate::manager::Manager;
-use crate::record::{DiskRecord, recorded_name};
+use crate::record::{DiskRecord, RecordedDisk};
 use block::{Error, ErrorKind, Result};
-use daemon::{JobId, NodeId, absolute};
-use image::{Aim, FileName};
+use daemon::{BaseRecord, JobId, NodeId, TakenOff, absolute};
+use image::Aim;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,16 +21,41 @@ pub(crate) fn aim_of(within_ms: Option<u64>, stall_ms: Option<u64>) -> Aim {
     Aim { within: within_ms.map(Duration::from_millis), stall: Some(stall) }
 }
 
+/// What a disk rests on, in the record, which allows the old base and the new one while it changes.
+struct RecordOfBase {
+    record: DiskRecord,
+    /// A base outside its chain.
+    base: Option<String>,
+}
+
+impl BaseRecord for RecordOfBase {
+    fn will_move(&mut self, gone: usize) -> Result<()> {
+        self.record.change(|disk| disk.rest_on(gone, self.base.take()))
+    }
+
+    fn has_moved(&mut self) {
+        tell(&self.record, self.record.change(RecordedDisk::has_moved));
+    }
+
+    fn stays(&mut self) {
+        tell(&self.record, self.record.change(RecordedDisk::stays));
+    }
+}
+
+/// The next daemon looks which base the image names.
+fn tell(record: &DiskRecord, noted: Result<()>) {
+    if let Err(error) = noted {
+        tracing::warn!(disk = %record.name, "the record does not say what the disk rests on: {error}");
+    }
+}
+
 impl Manager {
     /// Starts to take layers of a disk back, from the top down.
     pub fn commit(self: &Arc<Self>, name: &str, request: CommitDisk) -> Result<Job> {
         let node = self.node(name)?;
         let record = self.record_of(name, node);
         let aim = aim_of(request.within_ms, request.stall_ms);
-        let take_off = move |below: Option<&FileName>| {
-            let below = below.map(recorded_name).unwrap_or_default();
-            record.change(|disk| disk.take_off(&below))
-        };
+        let take_off = move |layers: &TakenOff| record.change_if_it_can(|disk| disk.take_off(layers));
         let id =
             self.daemon.start_take_layers_back_with(node, request.layers, request.bytes_per_second, aim, take_off)?;
         self.tell_if_behind(name, id, aim);
@@ -62,16 +87,8 @@ impl Manager {
         self.has_started(name, id)
     }
 
-    /// Returns the change of the record that comes before an image names another backing file: it allows the old one
-    /// and the new one.
-    fn rest_on(
-        &self,
-        name: &str,
-        node: NodeId,
-        base: Option<String>,
-    ) -> impl FnOnce(usize) -> Result<()> + Send + use<> {
-        let record = self.record_of(name, node);
-        move |gone| record.change(|disk| disk.rest_on(gone, base))
+    fn rest_on(&self, name: &str, node: NodeId, base: Option<String>) -> RecordOfBase {
+        RecordOfBase { record: self.record_of(name, node), base }
     }
 
     /// The record of a disk, for a job that may go on after the disk was removed.

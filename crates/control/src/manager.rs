@@ -195,15 +195,17 @@ impl Manager {
             }
             Ok(())
         };
-        let result = self.daemon.put_overlays_with(&nodes, || self.records.try_change(put_on));
-        // Once the layers are recorded, they are in place, and an error concerns a former top only. If they could not
-        // be recorded, the directory may name them all the same.
-        if result.is_err()
-            && let Err(error) = self.records.change(|_| ())
-        {
-            tracing::error!("the record may name layers that do not exist: {error}");
-        }
-        result?;
+        // If they could not be recorded, the directory may name them all the same: it is written anew.
+        let undo = |record: &mut Record| {
+            for (name, node, file) in wanted {
+                let is_its = self.record_of(name, *node).check().is_ok();
+                let disk = record.disk_mut(name).filter(|disk| is_its && disk.has_top(&recorded_name(file)));
+                if let Some(disk) = disk {
+                    disk.undo_put_on();
+                }
+            }
+        };
+        self.daemon.put_overlays_with(&nodes, || self.records.try_change(put_on), || self.records.change(undo))?;
         for (name, _, file) in wanted {
             let message = format!("'{file}' is the new top");
             self.events.publish(EventKind::LayersChanged, Some(name), None, Some(message));

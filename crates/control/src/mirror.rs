@@ -8,6 +8,7 @@ use block::{Error, ErrorKind, Result};
 use daemon::{MirrorOptions, MirrorSwitch, NodeId};
 use drive::unmake_file;
 use image::{FileName, MirrorEnd, MirrorScope};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -31,9 +32,9 @@ impl Manager {
             aim: aim_of(request.within_ms, request.stall_ms),
             bytes_per_second: request.bytes_per_second,
         };
-        let unfinished = if request.existing { None } else { self.reserve(name, node, &text)? };
+        let unfinished = if request.existing { None } else { self.reserve(name, node, &options.target)? };
         let (record, scope) = (self.record_of(name, node), options.scope);
-        let kept_record = record.clone();
+        let (kept_record, made_record) = (record.clone(), record.clone());
         let move_over = move |switch: &MirrorSwitch| {
             // Dropped with this closure, even if it is never called.
             let _unfinished = &unfinished;
@@ -43,15 +44,16 @@ impl Manager {
             record.change(move_to)
         };
         // If the file stayed on record, the next run would remove it.
-        let kept = move || kept_record.change(|disk| disk.unfinished = None);
-        let id = self.daemon.start_mirror_with(node, &options, move_over, kept)?;
+        let kept = move || kept_record.change(RecordedDisk::is_finished);
+        let has_made = || made_record.has_made(&options.target);
+        let id = self.daemon.start_mirror_with(node, &options, has_made, move_over, kept)?;
         self.tell_if_behind(name, id, options.aim);
         self.has_started(name, id)
     }
 
     /// Records the file that a job is going to make for a disk, until the job ends. Returns `None` if another job runs,
     /// because the new one will be refused.
-    fn reserve(&self, name: &str, node: NodeId, file: &str) -> Result<Option<Unfinished>> {
+    fn reserve(&self, name: &str, node: NodeId, file: &FileName) -> Result<Option<Unfinished>> {
         let is_busy = self.daemon.jobs().iter().any(|job| job.node == node && is_under_way(&job.state));
         if is_busy { Ok(None) } else { Unfinished::record(self.record_of(name, node), file).map(Some) }
     }
@@ -61,37 +63,84 @@ impl Manager {
         let record = self.records.current();
         for disk in &record.disks {
             let Some(file) = &disk.unfinished else { continue };
-            if !record.disks.iter().any(|disk| disk.uses(file)) {
+            if !record.disks.iter().any(|disk| disk.uses(file)) && is_it(file, disk.unfinished_inode) {
                 remove_unfinished_file(&disk.name, file);
             }
-            self.records.change_disk(&disk.name, |disk| disk.unfinished = None)?;
+            self.records.change_disk(&disk.name, RecordedDisk::is_finished)?;
         }
         Ok(())
+    }
+}
+
+/// The identity of a file at a server, which has no inode.
+const AT_A_SERVER: (u64, u64) = (0, 0);
+
+/// Whether the file of this name is the one that was made, and no other that got its name. A file that was not noted yet
+/// was not written to.
+fn is_it(file: &str, made: Option<(u64, u64)>) -> bool {
+    let Ok(name) = FileName::parse(file) else { return false };
+    if name.is_remote() {
+        return made.is_some();
+    }
+    let Ok(found) = std::fs::symlink_metadata(file) else { return false };
+    match made {
+        Some(made) => made == (found.dev(), found.ino()),
+        None => found.is_file() && found.blocks() == 0,
+    }
+}
+
+impl DiskRecord {
+    /// Notes a file that a job is going to make.
+    pub(crate) fn will_make(&self, file: &FileName) -> Result<()> {
+        let text = recorded_name(file);
+        self.change(|disk| (disk.unfinished, disk.unfinished_inode) = (Some(text), None))
+    }
+
+    /// Notes that the file is there, if it is on record.
+    pub(crate) fn has_made(&self, file: &FileName) -> Result<()> {
+        let inode = match file.path() {
+            Some(path) => {
+                let found = std::fs::symlink_metadata(path);
+                let found = found.map_err(|error| Error::io(format!("cannot look at '{file}'"), error))?;
+                (found.dev(), found.ino())
+            }
+            None => AT_A_SERVER,
+        };
+        let text = recorded_name(file);
+        self.change(|disk| {
+            if disk.unfinished.as_ref() == Some(&text) {
+                disk.unfinished_inode = Some(inode);
+            }
+        })
+    }
+
+    /// Forgets the file, which the job has left or removed.
+    pub(crate) fn forget_unfinished(&self, file: &FileName) -> Result<()> {
+        let text = recorded_name(file);
+        self.change(|disk| {
+            if disk.unfinished.as_ref() == Some(&text) {
+                disk.is_finished();
+            }
+        })
     }
 }
 
 /// A file that a job makes, in the record until the job has ended. A run that finds it in the record removes it.
 struct Unfinished {
     record: DiskRecord,
-    file: String,
+    file: FileName,
 }
 
 impl Unfinished {
-    fn record(record: DiskRecord, file: &str) -> Result<Self> {
-        let unfinished = Some(file.to_owned());
-        record.change(|disk| disk.unfinished = unfinished)?;
-        Ok(Self { record, file: file.to_owned() })
+    fn record(record: DiskRecord, file: &FileName) -> Result<Self> {
+        record.will_make(file)?;
+        Ok(Self { record, file: file.clone() })
     }
 }
 
 impl Drop for Unfinished {
     fn drop(&mut self) {
-        let forget = |disk: &mut RecordedDisk| {
-            if disk.unfinished.as_ref() == Some(&self.file) {
-                disk.unfinished = None;
-            }
-        };
-        if let Err(error) = self.record.change(forget) {
+        if let Err(error) = self.record.forget_unfinished(&self.file) {
             tracing::warn!("'{}' is still on record as a copy that is not finished: {error}", self.file);
         }
     }

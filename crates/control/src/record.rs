@@ -65,6 +65,8 @@ impl Record {
                     }
                     disk.kept_in = old.kept_in.take();
                     disk.fleeces = std::mem::take(&mut old.fleeces);
+                    disk.leaving_tops = std::mem::take(&mut old.leaving_tops);
+                    disk.last_backups = std::mem::take(&mut old.last_backups);
                 }
                 *old = disk;
             }
@@ -192,6 +194,12 @@ impl DiskRecord {
                 change(disk);
             }
         })
+    }
+
+    /// As [`DiskRecord::change`]. A change that fails leaves the record as it is.
+    pub(crate) fn change_if_it_can(&self, change: impl FnOnce(&mut RecordedDisk) -> Result<()>) -> Result<()> {
+        let is_current = |_: &&mut RecordedDisk| self.is_current();
+        self.records.try_change(|record| record.disk_mut(&self.name).filter(is_current).map_or(Ok(()), change))
     }
 
     /// As [`DiskRecord::change`], but fails if the disk is gone. A disk that cannot be recorded is not changed.

@@ -4,7 +4,7 @@
 //! fleece is taken back after the copy, or if the copy fails or the fleece becomes too large. So a target that is slow
 //! or hangs keeps no guest waiting.
 
-use crate::change::{Made, name_in_images, top_of};
+use crate::change::{Made, TakenOff, top_of};
 use crate::daemon::Daemon;
 use crate::fleece::Fleece;
 use crate::status::{JobId, JobKind, NodeId};
@@ -13,7 +13,7 @@ use block::{Disk as _, Error, ErrorKind, File, Result};
 use drive::{DiskOptions, EngineOpener, check_room, make_file, unmake_file};
 use engine::CacheMode;
 use image::{
-    Aim, BackingPolicy, Copied, CopyOut, CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions,
+    Aim, Backing, BackingPolicy, Copied, CopyOut, CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions,
     OpenedOverlay, Opener, PointInTime, Role,
 };
 use std::path::{Path, PathBuf};
@@ -35,6 +35,9 @@ pub enum BackupMode {
     Top,
     /// What a bitmap marks as written.
     Incremental,
+    /// What a bitmap marks as written since the last backup with it, as a new image that rests on that one; all that
+    /// the guest sees if there is none.
+    SinceLast,
 }
 
 /// The options of a backup.
@@ -60,14 +63,34 @@ pub struct BackupOptions {
     pub bytes_per_second: Option<u64>,
 }
 
+/// A backup that is whole and durable.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WholeBackup<'a> {
+    /// The bitmap that is going to be cleared, if there is one.
+    pub bitmap: Option<&'a str>,
+    /// The new image, if the next backup with the bitmap can rest on it.
+    pub base_of_next: Option<&'a Path>,
+}
+
 /// Keeps a record of the disks. Each change is durable when its call returns.
 pub trait BackupRecord: Send {
+    /// Returns the last backup with this bitmap, if the bitmap notes what was written since.
+    fn last_with(&self, bitmap: &str) -> Option<PathBuf>;
+    /// Notes that the target will be made. Until [`BackupRecord::is_whole`] or [`BackupRecord::is_given_up`] is called, it
+    /// is half a backup, which a daemon removes that finds it in the record.
+    fn will_make_target(&mut self, target: &FileName) -> Result<()>;
+    /// Notes that its file is there. Nothing was written to it.
+    fn has_made_target(&mut self, target: &FileName) -> Result<()>;
+    /// Notes that a backup is whole.
+    fn is_whole(&mut self, backup: &WholeBackup<'_>) -> Result<()>;
+    /// Notes that the target was removed.
+    fn is_given_up(&mut self, target: &FileName) -> Result<()>;
     /// Notes that a fleece will be made.
     fn will_make(&mut self, fleece: &Path) -> Result<()>;
     /// Notes that the fleece is the top from here on.
     fn is_on_top(&mut self, fleece: &Path) -> Result<()>;
-    /// Notes that the fleece was taken off, and that `top` is the top from here on.
-    fn is_off(&mut self, top: &FileName) -> Result<()>;
+    /// Notes that the fleece was taken off, and that the layer below is the top from here on.
+    fn is_off(&mut self, layers: &TakenOff) -> Result<()>;
     /// Notes that the fleece's file is gone.
     fn is_removed(&mut self, fleece: &Path) -> Result<()>;
 }
@@ -92,15 +115,16 @@ impl Daemon {
     ) -> Result<JobId> {
         let (_work, found, image) = self.image_for("a look at it for its backup".to_owned(), node, None)?;
         check(&found.name, &image, &options)?;
-        let fleece = Fleece::path_for(&image, options.fleece_directory.as_deref())?;
+        let fleece = Fleece::path_for(&image, &found.name, options.fleece_directory.as_deref())?;
         let mut listed = self.listed_for(&found);
         listed.extend(options.base.clone());
         let (rate, policy) = (options.bytes_per_second, (self.config.allow_backing.clone(), listed));
         drop(image);
         let ending = Arc::new(CopyWatch::that_can_give_up());
         ending.set_aim(Aim { stall: Some(STALL), ..Aim::default() });
-        let backup = Backup { found, policy, options, fleece, ending: Arc::clone(&ending) };
+        let mut backup = Backup { found, policy, options, fleece, ending: Arc::clone(&ending) };
         self.start_job_with_ending(JobKind::Backup, node, rate, ending, move |image, watch, has_new_top| {
+            backup.choose_mode(image, watch, &record)?;
             backup.run(image, watch, has_new_top, &mut record)
         })
     }
@@ -115,7 +139,14 @@ fn check(name: &str, image: &Image, options: &BackupOptions) -> Result<()> {
         return Err(Error::new(ErrorKind::Unsupported, format!("a disk cannot be backed up while {what}")));
     }
     match (options.mode, &options.bitmap) {
-        (BackupMode::Incremental, None) => return bad("an incremental backup needs a bitmap (--bitmap)".to_owned()),
+        (BackupMode::Incremental | BackupMode::SinceLast, None) => {
+            return bad("an incremental backup needs a bitmap (--bitmap)".to_owned());
+        }
+        (BackupMode::SinceLast, _) if options.existing || options.base.is_some() || options.format != Format::Qcow2 => {
+            return bad(
+                "what was written since the last backup goes to a new qcow2 image, which rests on that one".to_owned()
+            );
+        }
         (BackupMode::Top, Some(_)) => return bad("a backup of the top layer takes no bitmap".to_owned()),
         (BackupMode::Top, _) if options.existing || options.base.is_some() || options.format != Format::Qcow2 => {
             return bad(
@@ -149,6 +180,33 @@ fn check(name: &str, image: &Image, options: &BackupOptions) -> Result<()> {
 }
 
 impl Backup {
+    /// Chooses between all of the disk and what was written since the last backup. No other backup of the disk runs.
+    fn choose_mode(&mut self, image: &Image, watch: &CopyWatch, record: &dyn BackupRecord) -> Result<()> {
+        // The disk's layers and bitmaps may have changed since the call.
+        check(&self.found.name, image, &self.options)?;
+        let Some(bitmap) = self.options.bitmap.as_deref().filter(|_| self.options.mode == BackupMode::SinceLast) else {
+            return Ok(());
+        };
+        let last = record.last_with(bitmap);
+        let outcome = match &last {
+            None => format!("a full backup: there was none with bitmap '{bitmap}'"),
+            Some(base) if base.exists() => {
+                format!("an incremental backup: what was written since '{}', on which it rests", base.display())
+            }
+            Some(gone) => format!("a full backup: the last one, '{}', is not there any more", gone.display()),
+        };
+        tracing::info!(disk = %self.found.name, "{outcome}");
+        watch.set_outcome(outcome);
+        match last.filter(|base| base.exists()) {
+            None => self.options.mode = BackupMode::Full,
+            Some(base) => {
+                self.policy.1.push(base.clone());
+                (self.options.mode, self.options.base) = (BackupMode::Incremental, Some(base));
+            }
+        }
+        Ok(())
+    }
+
     fn run(
         &self,
         image: &Image,
@@ -156,7 +214,25 @@ impl Backup {
         has_new_top: &dyn Fn(),
         record: &mut dyn BackupRecord,
     ) -> Result<()> {
-        let mut target = Target::open(self, image, watch)?;
+        let mut target = Target::default();
+        let opened = target.open(self, image, watch, record);
+        let result = opened.and_then(|()| self.run_to(&mut target, image, watch, has_new_top, record));
+        target.close();
+        match target.made.take() {
+            // One that could not be removed stays on record: the next daemon removes it.
+            Some(name) if target.is_removed => result.and(record.is_given_up(&name)),
+            _ => result,
+        }
+    }
+
+    fn run_to(
+        &self,
+        target: &mut Target,
+        image: &Image,
+        watch: &CopyWatch,
+        has_new_top: &dyn Fn(),
+        record: &mut dyn BackupRecord,
+    ) -> Result<()> {
         if watch.is_cancelled() {
             return Err(Error::new(ErrorKind::Cancelled, "cancelled: nothing was copied"));
         }
@@ -169,14 +245,17 @@ impl Backup {
         let (point, fleece) = match begun {
             Ok(begun) => begun,
             Err(error) => {
-                drop(made);
-                record.is_removed(path)?;
+                if let Err(second) = record.is_removed(path) {
+                    // The record may name it as the top of the disk: it stays, and is empty.
+                    made.keep();
+                    tracing::error!("the record may name the fleece '{}', which stays: {second}", path.display());
+                }
                 return Err(error);
             }
         };
         made.keep();
         has_new_top();
-        let copy = self.copy_of(image, &point, &mut target);
+        let copy = self.copy_of(image, &point, target);
         let (copied, ended) = std::thread::scope(|scope| {
             // The copy is moved into the thread, so its files are closed when it ends.
             let copying = copy.and_then(|(copy, what)| {
@@ -185,7 +264,7 @@ impl Backup {
                 started.map_err(|error| Error::io("cannot start a thread for a backup", error))
             });
             let copied = copying.and_then(|copying| watched(copying, &fleece, watch));
-            let copied = copied.and_then(|()| target.is_done());
+            let copied = copied.and_then(|()| self.is_whole(image, target, record));
             // The copy ends where it is. Guests must not wait for it.
             watch.cancel();
             target.give_up_unless(copied.is_ok());
@@ -201,13 +280,37 @@ impl Backup {
             };
             (copied.and(cleared), self.take_back(image, point, has_new_top, record))
         });
-        drop(target);
+        target.close();
         fleece.let_go(ended.is_ok());
         match (copied, ended) {
             (copied, Ok(())) => copied,
             (Ok(()), Err(error)) => Err(error.in_context("the backup is whole")),
             (Err(copied), Err(error)) => Err(Error::new(copied.kind(), format!("{copied}; {error}"))),
         }
+    }
+
+    /// Notes that the copy is complete and durable, before the bitmap is cleared of what it holds.
+    fn is_whole(&self, image: &Image, target: &mut Target, record: &mut dyn BackupRecord) -> Result<()> {
+        let bitmap = self.options.bitmap.as_deref();
+        let made = target.made.as_ref();
+        if let Some(path) = made.and_then(FileName::path) {
+            engine::sync_directory_of(path)?;
+        }
+        if made.is_none() && bitmap.is_none() {
+            return Ok(());
+        }
+        let is_recording = match bitmap {
+            None => false,
+            Some(name) => {
+                image.online_bitmaps()?.iter().find(|bitmap| bitmap.name == name).is_some_and(|bitmap| bitmap.recording)
+            }
+        };
+        // The next backup names the file it rests on by its path.
+        let base_of_next = made.and_then(FileName::path);
+        let base_of_next = base_of_next.filter(|_| is_recording && self.options.format == Format::Qcow2);
+        record.is_whole(&WholeBackup { bitmap, base_of_next })?;
+        target.made = None;
+        Ok(())
     }
 
     /// Returns the copy to make, and what it copies.
@@ -236,9 +339,8 @@ impl Backup {
         record: &mut dyn BackupRecord,
     ) -> Result<()> {
         let path = &self.fleece;
-        let below = image.layer_file_names().nth(1).map(|(file, _)| file);
-        let below = below.ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
-        point.end(&self.ending, || record.is_off(&below)).map_err(|error| {
+        let layers = TakenOff::of(image).ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
+        point.end(&self.ending, || record.is_off(&layers)).map_err(|error| {
             let what = format!(
                 "what guests have written since stays in '{}', which is the top of the disk; 'ctl commit {}' takes it back",
                 path.display(),
@@ -278,40 +380,43 @@ enum Opened {
 }
 
 /// The target of the copy. If it was made here and is not complete, it is removed again.
+#[derive(Default)]
 struct Target {
     opened: Option<Opened>,
     /// Set while a thread copies to it.
     copied_to: Option<Arc<Image>>,
     is_blank: bool,
+    /// Its name, as long as it is half a backup.
     made: Option<FileName>,
+    /// Half a backup was removed.
+    is_removed: bool,
 }
 
 impl Target {
-    fn open(backup: &Backup, image: &Image, watch: &CopyWatch) -> Result<Self> {
+    /// Opens it, and makes it before if it is to be new.
+    fn open(&mut self, backup: &Backup, image: &Image, watch: &CopyWatch, record: &mut dyn BackupRecord) -> Result<()> {
         let options = &backup.options;
         let name = &options.target;
-        let mut target = Self { opened: None, copied_to: None, is_blank: false, made: None };
-        if !options.existing {
+        let create = if options.existing { None } else { Some(new_target(backup, image)?) };
+        if create.is_some() {
             if options.format == Format::Raw && matches!(name, FileName::Nbd(_)) {
                 let what = format!("'{name}' exists: a raw image is all of a server's disk (--existing)");
                 return Err(Error::new(ErrorKind::BadOption, what));
             }
-            make_file(name, 0)?;
-            target.made = Some(name.clone());
+            self.make(name, record)?;
         }
         let buffers = image.buffers();
         let direct = direct_opener_for(name, &backup.found.options).map(|opener| opener.with_buffers(buffers.clone()));
         let cached = EngineOpener::default().writing_behind().with_buffers(buffers);
         let opener = direct.as_ref().unwrap_or(&cached);
-        if !options.existing {
+        if let Some(create) = create {
             let file: Arc<dyn File> = opener.open(name, Role::Writable)?;
-            let create = new_target(backup, image)?;
-            target.is_blank = !matches!(&create, CreateOptions::Qcow2(new) if new.backing_file.is_some());
+            self.is_blank = !matches!(&create, CreateOptions::Qcow2(new) if new.backing_file.is_some());
             check_room(&*file, &create)?;
             image::create(&file, &create)?;
-            if options.mode == BackupMode::Top && !target.is_blank {
-                target.opened = Some(Opened::Overlay(OpenedOverlay::open(name, file)?));
-                return Ok(target);
+            if options.mode == BackupMode::Top && !self.is_blank {
+                self.opened = Some(Opened::Overlay(OpenedOverlay::open(name, file)?));
+                return Ok(());
             }
         }
         refuse_own_layer(image, name)?;
@@ -321,8 +426,21 @@ impl Target {
             open.listed.clone_from(&backup.policy.1);
         });
         let watch = options.existing.then_some(watch);
-        target.opened = Some(Opened::Image(open_target(&open, opener, &cached, watch)?));
-        Ok(target)
+        self.opened = Some(Opened::Image(open_target(&open, opener, &cached, watch)?));
+        Ok(())
+    }
+
+    /// Makes its file, which the record names before.
+    fn make(&mut self, name: &FileName, record: &mut dyn BackupRecord) -> Result<()> {
+        if name.path().is_none_or(|path| path.try_exists().is_ok_and(|exists| !exists)) {
+            record.will_make_target(name)?;
+        }
+        if let Err(error) = make_file(name, 0) {
+            record.is_given_up(name)?;
+            return Err(error);
+        }
+        self.made = Some(name.clone());
+        record.has_made_target(name)
     }
 
     /// Unless the copy is done, cancels the target's requests, so that a thread returns whose storage hangs.
@@ -332,21 +450,24 @@ impl Target {
         }
     }
 
-    /// Notes that all of the target is durable, and makes its name durable, too.
-    fn is_done(&mut self) -> Result<()> {
-        let made = self.made.take();
-        made.as_ref().and_then(FileName::path).map_or(Ok(()), engine::sync_directory_of)
+    /// Closes it, and removes it if it is half a backup.
+    fn close(&mut self) {
+        (self.opened, self.copied_to) = (None, None);
+        let Some(name) = self.made.as_ref().filter(|_| !self.is_removed) else { return };
+        if name.path().is_some_and(|path| path.try_exists().is_ok_and(|exists| !exists)) {
+            self.is_removed = true;
+            return;
+        }
+        match unmake_file(name) {
+            Ok(()) => self.is_removed = true,
+            Err(error) => tracing::warn!("cannot remove '{name}', which is half a backup: {error}"),
+        }
     }
 }
 
 impl Drop for Target {
     fn drop(&mut self) {
-        (self.opened, self.copied_to) = (None, None);
-        if let Some(name) = &self.made
-            && let Err(error) = unmake_file(name)
-        {
-            tracing::warn!("cannot remove '{name}', which is half a backup: {error}");
-        }
+        self.close();
     }
 }
 
@@ -395,23 +516,21 @@ fn new_target(backup: &Backup, image: &Image) -> Result<CreateOptions> {
         let text = path.to_str().map(str::to_owned);
         text.ok_or_else(|| Error::new(ErrorKind::Unsupported, format!("'{}' is not UTF-8", path.display())))
     };
-    let below = image.layer_file_names().nth(1).and_then(|(file, _)| name_in_images(&file));
-    let (base, format) = match (backup.options.mode, &backup.options.base, below) {
-        (BackupMode::Top, _, Some(below)) => (Some(below), image.formats().nth(1)),
-        (_, Some(base), _) => {
+    let base = match (backup.options.mode, &backup.options.base) {
+        (BackupMode::Top, _) => image.layer_in_header(1)?,
+        (_, Some(base)) => {
             let file = EngineOpener::default().open(&FileName::from(base.as_path()), Role::Backing)?;
             let found = image::inspect(base.as_path(), &file, None)?;
-            (Some(named(base)?), Some(found.format))
+            Some(Backing { file: named(base)?, format: Some(found.format.to_string()) })
         }
-        _ => (None, None),
+        _ => None,
     };
     match backup.options.format {
         Format::Raw => Ok(CreateOptions::raw(size_bytes)),
         Format::Qcow2 => {
             let options = format_qcow2::CreateOptions::default().with(|options| {
                 options.size_bytes = size_bytes;
-                options.backing_file = base;
-                options.backing_format = format.map(|format| format.to_string());
+                options.rest_on(base);
             });
             Ok(CreateOptions::Qcow2(options))
         }

@@ -5,7 +5,7 @@ use crate::status::NodeId;
 use crate::table::{Found, Table, Work};
 use block::{Disk, Error, ErrorKind, File, Result};
 use drive::{EngineOpener, check_room, make_file, unmake_file};
-use image::{CopyWatch, CreateOptions, FileName, Image, OpenedOverlay, Opener, Role, put_overlay};
+use image::{CopyWatch, CreateOptions, FileName, Format, Image, OpenedOverlay, Opener, Role, put_overlay};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -36,16 +36,18 @@ impl Daemon {
     /// If only one disk fails after all have switched, the others' former tops are safe, and the error says so.
     pub fn put_overlays(&self, overlays: &[(NodeId, &Path)]) -> Result<()> {
         let overlays: Vec<_> = overlays.iter().map(|(node, path)| (*node, FileName::from(*path))).collect();
-        self.put_overlays_with(&overlays, || Ok(()))
+        self.put_overlays_with(&overlays, || Ok(()), || Ok(()))
     }
 
-    /// As [`Daemon::put_overlays`], and calls `commit` before anything is written to the new layers, while guests are
-    /// held. There the caller makes its record of the disks durable. If `commit` fails, all goes on as before. A layer can
-    /// also be made in a cluster, or on the empty disk of an NBD server.
+    /// As [`Daemon::put_overlays`], and calls `commit` when the files are made, before they are layers. There the caller
+    /// makes its record of the disks durable, while guests go on. If all goes on as before after an error, `undo` is
+    /// called. If that fails, the record may name the files, so they stay. A layer can also be made in a cluster, or on
+    /// the empty disk of an NBD server.
     pub fn put_overlays_with(
         &self,
         overlays: &[(NodeId, FileName)],
         commit: impl FnOnce() -> Result<()>,
+        undo: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let mut made = Made::default();
         let mut disks = Vec::new();
@@ -57,11 +59,21 @@ impl Daemon {
             works.push((work, *node));
         }
         let images: Vec<Arc<Image>> = disks.iter().map(|(image, _)| Arc::clone(image)).collect();
-        // From here on the new files may hold guests' data.
         let results = put_overlay(disks, commit);
-        if results.is_ok() {
-            made.keep();
-            works.iter().zip(&images).for_each(|((_, node), image)| self.table.has_new_top(*node, top_of(image)));
+        match &results {
+            // The new files may hold guests' data.
+            Ok(_) => {
+                made.keep();
+                works.iter().zip(&images).for_each(|((_, node), image)| self.table.has_new_top(*node, top_of(image)));
+            }
+            Err(failed) => {
+                if let Err(error) = undo() {
+                    made.keep();
+                    tracing::error!(
+                        "after '{failed}': the record may name new layers, which stay and are empty: {error}"
+                    );
+                }
+            }
         }
         results?.into_iter().fold(Ok(()), Result::and)
     }
@@ -93,16 +105,50 @@ impl Daemon {
     }
 }
 
-pub(crate) fn top_of(image: &Image) -> Option<FileName> {
-    image.file_names().next()
+/// The two top layers of a disk, of which the upper one is taken off.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TakenOff {
+    /// The file of the layer that is taken off, by its canonical name.
+    pub top: FileName,
+    /// The file of the layer below, which becomes the top.
+    pub below: FileName,
+    /// The format of the layer below; `None` if it was guessed.
+    pub below_format: Option<Format>,
 }
 
-/// Returns the name of a layer as an image above it names it: its path, or its place at a server.
-pub(crate) fn name_in_images(layer: &FileName) -> Option<String> {
-    match layer.path() {
-        Some(path) => path.to_str().map(str::to_owned),
-        None => layer.address().map(|address| address.into_owned()),
+impl TakenOff {
+    /// Returns those of a disk; `None` if it has one layer.
+    pub(crate) fn of(image: &Image) -> Option<Self> {
+        let mut names = image.layer_file_names().map(|(own, _)| own);
+        let (top, below) = names.next().zip(names.next())?;
+        Some(Self { top, below, below_format: image.said_formats().nth(1).flatten() })
     }
+}
+
+/// Keeps a record of what a disk rests on, while that changes.
+pub trait BaseRecord: Send {
+    /// Notes, durably, that so many layers below the top will go. Until [`BaseRecord::has_moved`] or
+    /// [`BaseRecord::stays`] is called, the image may name either base. On an error it keeps the old one.
+    fn will_move(&mut self, gone: usize) -> Result<()>;
+    /// Notes that the image names its new base.
+    fn has_moved(&mut self);
+    /// Notes that the image keeps its old base.
+    fn stays(&mut self);
+}
+
+/// Keeps no record.
+impl BaseRecord for () {
+    fn will_move(&mut self, _gone: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn has_moved(&mut self) {}
+
+    fn stays(&mut self) {}
+}
+
+pub(crate) fn top_of(image: &Image) -> Option<FileName> {
+    image.file_names().next()
 }
 
 /// Files that were made. They are removed again unless they are kept.
@@ -129,14 +175,10 @@ impl Made {
         name: &FileName,
         change: impl FnOnce(&mut format_qcow2::CreateOptions),
     ) -> Result<OpenedOverlay> {
-        let Some(below) = top_of(image).as_ref().and_then(name_in_images) else {
-            let message = format!("the disk '{}' has no path that an image could name", found.name);
-            return Err(Error::new(ErrorKind::Unsupported, message));
-        };
+        let below = image.layer_in_header(0)?;
         let options = format_qcow2::CreateOptions::default().with(|options| {
             options.size_bytes = image.info().size_bytes;
-            options.backing_file = Some(below);
-            options.backing_format = image.format().map(|format| format.to_string());
+            options.rest_on(below);
             change(options);
         });
         self.file(name, 0)?;

@@ -128,22 +128,26 @@ impl Fleece {
         Ok(())
     }
 
-    /// Returns a free name for a new fleece, beside the disk's image or in `directory`.
-    pub(crate) fn path_for(image: &Image, directory: Option<&Path>) -> Result<PathBuf> {
+    /// Returns a free name for a new fleece of the disk `name`: beside the disk's image, or in `directory`.
+    pub(crate) fn path_for(image: &Image, name: &str, directory: Option<&Path>) -> Result<PathBuf> {
         let top = top_of(image);
-        // What lies at a server has no path.
         let top = top.as_ref().and_then(|top| top.path());
-        let is_device = |top: &Path| std::fs::metadata(top).is_ok_and(|meta| meta.file_type().is_block_device());
-        if directory.is_none() && top.is_none_or(is_device) {
-            let what = match top {
-                Some(top) => format!("'{}' is a device, beside which no fleece can lie", top.display()),
-                None => "the disk has no path beside which a fleece could lie".to_owned(),
-            };
-            return Err(Error::new(ErrorKind::Unsupported, format!("{what}: say where (--fleece-dir)")));
-        }
-        let directory = directory.or(top.and_then(Path::parent)).unwrap_or(Path::new("/"));
-        let stem =
-            top.and_then(Path::file_name).map_or_else(|| "disk".into(), |stem| stem.to_string_lossy().into_owned());
+        let beside = match (directory, top) {
+            (Some(directory), _) => directory,
+            (None, Some(top)) if std::fs::metadata(top).is_ok_and(|meta| meta.file_type().is_block_device()) => {
+                let what = format!("'{}' is a device, beside which no fleece can lie", top.display());
+                return Err(Error::new(ErrorKind::Unsupported, format!("{what}: say where (--fleece-dir)")));
+            }
+            (None, Some(top)) => top.parent().unwrap_or(Path::new("/")),
+            (None, None) => {
+                let what = "the disk's image is no file beside which a fleece could lie: say where (--fleece-dir)";
+                return Err(Error::new(ErrorKind::Unsupported, what));
+            }
+        };
+        // A disk's name may hold a slash.
+        let own = top.and_then(Path::file_name).map(|own| own.to_string_lossy().into_owned());
+        let stem = own.unwrap_or_else(|| name.replace('/', "-"));
+        let directory = beside;
         let name = |number: u32| directory.join(format!("{stem}.fleece{number}"));
         let free = (0..u32::MAX).map(name).find(|path| !path.exists());
         free.ok_or_else(|| Error::new(ErrorKind::Io, "no name is free for a fleece"))

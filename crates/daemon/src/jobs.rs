@@ -8,7 +8,7 @@
 //! the disk's layers, what it has reserved in them, and their files with their locks. So nothing is used by others that
 //! its last write may hit, and it ends in order when the storage answers.
 
-use crate::change::top_of;
+use crate::change::{BaseRecord, TakenOff, top_of};
 use crate::daemon::Daemon;
 use crate::hang::HOPELESS_PATIENCE;
 use crate::status::{JobId, JobKind, JobState, JobStatus, NodeId};
@@ -16,8 +16,9 @@ use crate::table::Table;
 use block::{Error, ErrorKind, Result};
 use drive::EngineOpener;
 use image::{
-    Aim, CopyWatch, FileName, Format, Image, ImageOptions, NewBelow, OpenedBase, compact, move_onto, take_back,
+    Aim, CopyWatch, FileName, Format, Image, ImageOptions, NewBelow, OpenedBase, compact, move_onto_or_stay, take_back,
 };
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -342,17 +343,17 @@ impl Daemon {
         self.start_take_overlay_back_with(node, |_| Ok(()))
     }
 
-    /// As [`Daemon::start_take_overlay_back`]. When the layer below holds all data, `commit` is called with its name,
-    /// while guests go on and write to both layers. There the caller makes its record of the disks durable. If `commit`
-    /// fails, the disk keeps its layers.
+    /// As [`Daemon::start_take_overlay_back`]. When the layer below holds all data, `commit` is called, while guests go
+    /// on and write to both layers. There the caller makes its record of the disks durable. If `commit` fails, the disk
+    /// keeps its layers.
     pub fn start_take_overlay_back_with(
         &self,
         node: NodeId,
-        commit: impl FnOnce(Option<&FileName>) -> Result<()> + Send + 'static,
+        commit: impl FnOnce(&TakenOff) -> Result<()> + Send + 'static,
     ) -> Result<JobId> {
         let mut commit = Some(commit);
-        self.start_take_layers_back_with(node, 1, None, Aim::default(), move |below| {
-            commit.take().map_or(Ok(()), |commit| commit(below))
+        self.start_take_layers_back_with(node, 1, None, Aim::default(), move |layers| {
+            commit.take().map_or(Ok(()), |commit| commit(layers))
         })
     }
 
@@ -365,7 +366,7 @@ impl Daemon {
         layers: usize,
         bytes_per_second: Option<u64>,
         aim: Aim,
-        mut commit: impl FnMut(Option<&FileName>) -> Result<()> + Send + 'static,
+        mut commit: impl FnMut(&TakenOff) -> Result<()> + Send + 'static,
     ) -> Result<JobId> {
         self.start_job(JobKind::TakeOverlayBack, node, bytes_per_second, move |image, watch, has_new_top| {
             watch.set_aim(aim);
@@ -375,8 +376,8 @@ impl Daemon {
                 return Err(Error::new(ErrorKind::BadOption, what));
             }
             for _ in 0..layers {
-                let below = image.layer_file_names().nth(1).map(|(file, _)| file);
-                take_back(image, watch, || commit(below.as_ref()))?;
+                let layers = TakenOff::of(image);
+                take_back(image, watch, || layers.as_ref().map_or(Ok(()), &mut commit))?;
                 has_new_top();
             }
             Ok(())
@@ -384,13 +385,13 @@ impl Daemon {
     }
 
     /// Starts to copy what lower layers hold into the top layer of a disk, which then rests on the layer `base` of its
-    /// chain, or on nothing. Before the image names its new base, `commit` is called with the number of layers that go.
+    /// chain, or on nothing.
     pub fn start_stream_with(
         &self,
         node: NodeId,
         base: Option<&Path>,
         bytes_per_second: Option<u64>,
-        commit: impl FnOnce(usize) -> Result<()> + Send + 'static,
+        record: impl BaseRecord + 'static,
     ) -> Result<JobId> {
         let (below, gone) = match base {
             None => (NewBelow::Nothing, usize::MAX),
@@ -403,8 +404,30 @@ impl Daemon {
                 (NewBelow::Layer(index), index - 1)
             }
         };
+        self.start_move(node, below, gone, bytes_per_second, record)
+    }
+
+    fn start_move(
+        &self,
+        node: NodeId,
+        below: NewBelow,
+        gone: usize,
+        bytes_per_second: Option<u64>,
+        record: impl BaseRecord + 'static,
+    ) -> Result<JobId> {
         self.start_job(JobKind::MoveOnto, node, bytes_per_second, move |image, watch, _| {
-            move_onto(image, below, watch, || commit(gone))
+            let record = RefCell::new(record);
+            let moved = move_onto_or_stay(
+                image,
+                below,
+                watch,
+                || record.borrow_mut().will_move(gone),
+                || record.borrow_mut().stays(),
+            );
+            if moved.is_ok() {
+                record.borrow_mut().has_moved();
+            }
+            moved
         })
     }
 
@@ -415,11 +438,11 @@ impl Daemon {
         base: &Path,
         format: Option<Format>,
         bytes_per_second: Option<u64>,
-        commit: impl FnOnce(usize) -> Result<()> + Send + 'static,
+        record: impl BaseRecord + 'static,
     ) -> Result<JobId> {
         let (_work, found, image) = self.image_for("a look at its layers".to_owned(), node, None)?;
         if layer_named(&image, base).is_some() {
-            return self.start_stream_with(node, Some(base), bytes_per_second, commit);
+            return self.start_stream_with(node, Some(base), bytes_per_second, record);
         }
         let options = ImageOptions::new(base).with(|options| {
             options.format = format;
@@ -429,9 +452,7 @@ impl Daemon {
         let opener = EngineOpener::of_disk(&found.options).with_buffers(image.buffers());
         let below = NewBelow::Base(OpenedBase::open(&options, &opener)?);
         drop((found, image));
-        self.start_job(JobKind::MoveOnto, node, bytes_per_second, move |image, watch, _| {
-            move_onto(image, below, watch, || commit(usize::MAX))
-        })
+        self.start_move(node, below, usize::MAX, bytes_per_second, record)
     }
 
     /// Starts to make the file of a disk's top layer shorter. Clusters at its end move down into holes while guests go

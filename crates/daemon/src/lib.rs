@@ -43,8 +43,9 @@ mod table;
 
 pub use self::daemon::{Daemon, DaemonConfig, GIVE_UP_AFTER};
 pub use attach::{Attachment, absolute, attach_flags, quote};
-pub use backup::{BackupMode, BackupOptions, BackupRecord};
+pub use backup::{BackupMode, BackupOptions, BackupRecord, WholeBackup};
 pub use block::Part;
+pub use change::{BaseRecord, TakenOff};
 pub use engine::sync_directory_of;
 pub use export_vhost_user::{KindLatency, LatencyHistogram, QueueLatency, RingStats};
 pub use mirror::{MirrorOptions, MirrorSwitch};

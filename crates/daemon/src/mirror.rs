@@ -1,6 +1,6 @@
 //! Copies a disk in use to another image, by a job.
 
-use crate::change::{Made, name_in_images};
+use crate::change::Made;
 use crate::daemon::Daemon;
 use crate::status::{JobId, JobKind, NodeId};
 use block::{Disk, Error, ErrorKind, File, Result};
@@ -40,19 +40,21 @@ pub struct MirrorSwitch {
 type OpenedTarget = (Made, Arc<dyn File>, MirrorTarget, MirrorSwitch);
 
 impl Daemon {
-    /// Starts to copy a disk to another image, which then takes its place, or stays a copy. When the image holds all
-    /// data, before it takes the disk's place, `record` is called while guests go on. There the caller makes its record
-    /// of the disks durable. If the image stays a copy, `kept` is called when it is whole. On an error the disk stays
-    /// as it is, and a target that was made for it is removed.
+    /// Starts to copy a disk to another image, which then takes its place, or stays a copy. If the target's file is made
+    /// here, `has_made` is called before anything is written to it. When the image holds all data, before it takes the
+    /// disk's place, `record` is called while guests go on. There the caller makes its record of the disks durable. If
+    /// the image stays a copy, `kept` is called when it is whole. On an error the disk stays as it is, and a target that
+    /// was made for it is removed.
     pub fn start_mirror_with(
         &self,
         node: NodeId,
         options: &MirrorOptions,
+        has_made: impl FnOnce() -> Result<()>,
         record: impl FnOnce(&MirrorSwitch) -> Result<()> + Send + 'static,
         kept: impl FnOnce() -> Result<()> + Send + 'static,
     ) -> Result<JobId> {
         let MirrorOptions { scope, end, aim, bytes_per_second, existing, .. } = *options;
-        let (mut made, file, target, switch) = self.mirror_target(node, options)?;
+        let (mut made, file, target, switch) = self.mirror_target(node, options, has_made)?;
         self.start_job(JobKind::Mirror, node, bytes_per_second, move |image, watch, has_new_top| {
             watch.set_aim(aim);
             if existing {
@@ -81,7 +83,12 @@ impl Daemon {
     }
 
     /// Opens the target, and makes it before if it is new. Returns its file, too.
-    fn mirror_target(&self, node: NodeId, options: &MirrorOptions) -> Result<OpenedTarget> {
+    fn mirror_target(
+        &self,
+        node: NodeId,
+        options: &MirrorOptions,
+        has_made: impl FnOnce() -> Result<()>,
+    ) -> Result<OpenedTarget> {
         let MirrorOptions { target, format, existing, scope, .. } = options;
         let (_work, found, image) = self.image_for("a look at its layers".to_owned(), node, None)?;
         let bad = |what: &str| Err(Error::new(ErrorKind::BadOption, format!("'{target}': {what}")));
@@ -92,8 +99,7 @@ impl Daemon {
             (None, _, false) => image.format().filter(|format| *format != Format::Scratch).unwrap_or(Format::Qcow2),
             (None, _, true) => return bad("say the format of an image that exists, which is written over"),
         };
-        let below = image.layer_file_names().nth(1).map(|(own, _)| own);
-        let below = below.zip(image.formats().nth(1)).filter(|_| *scope == MirrorScope::Top);
+        let below = if *scope == MirrorScope::Top { image.layer_in_header(1)? } else { None };
         if *scope == MirrorScope::Top && (below.is_none() || format != Format::Qcow2) {
             return bad("only the top layer of a disk with several is copied so, to a qcow2 image");
         }
@@ -109,18 +115,14 @@ impl Daemon {
         if !existing {
             let length_bytes = if format == Format::Raw { image.info().size_bytes } else { 0 };
             made.file(target, length_bytes)?;
+            has_made()?;
         }
         let opener = EngineOpener::of_disk(&found.options).with_buffers(image.buffers());
         let file: Arc<dyn File> = opener.open(target, Role::Writable)?;
         if !existing && format == Format::Qcow2 {
-            let named = below.as_ref().map(|(below, _)| name_in_images(below));
-            if named == Some(None) {
-                return bad("the layer below has no path that an image could name");
-            }
             let options = format_qcow2::CreateOptions::default().with(|options| {
                 options.size_bytes = image.info().size_bytes;
-                options.backing_file = named.flatten();
-                options.backing_format = below.as_ref().map(|(_, format)| format.to_string());
+                options.rest_on(below);
             });
             let options = CreateOptions::Qcow2(options);
             check_room(&*file, &options)?;

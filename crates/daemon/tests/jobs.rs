@@ -243,7 +243,7 @@ fn jobs_and_reopening_use_the_bases_that_the_user_named_for_the_disk() {
     create_over(&other, &base);
     let daemon =
         Daemon::start(DaemonConfig::default().with(|config| config.allow_backing = BackingPolicy::Listed)).unwrap();
-    let rebase = |disk| daemon.start_rebase_with(disk, &other, Some(Format::Qcow2), None, |_| Ok(()));
+    let rebase = |disk| daemon.start_rebase_with(disk, &other, Some(Format::Qcow2), None, ());
     options.bases = vec![given.clone()];
     let disk = daemon.add_disk(&options).unwrap();
     assert!(rebase(disk).is_err(), "nobody has named the base");

@@ -39,7 +39,7 @@ pub use edit::header_edit::{Backing, set_backing};
 pub use edit::look_first::look_before_writing;
 pub use edit::measure::Measure;
 pub use edit::preallocate::{Preallocation, preallocate};
-pub use edit::resize::{GrowBy, ResizeOptions, resize};
+pub use edit::resize::{GrowBy, ResizeOptions, resize, resize_looked_at};
 pub use edit::snapshots::{NewSnapshot, apply_snapshot, create_snapshot, create_snapshot_with_state, delete_snapshot};
 pub use edit::vm_state::VmState;
 pub use layout::bitmap::{Bitmap, BitmapBits, bitmaps, read_bitmap};

@@ -53,6 +53,13 @@ pub enum GuestWork {
     /// Copies that tree within its file system, from the disk to the disk, and compares the two. The fact `copy-ms` says how
     /// long the copy took, until it was durable, on the guest's clock.
     CopyTree,
+    /// Makes a file system with files, and writes and verifies others until the host makes the disk larger. Then all is
+    /// checked, also mounted anew. The step "DISK is at work" says that the files are there, and the fact `passes` how often
+    /// the others were written.
+    WorkUntilGrown {
+        /// How much each of the four writers of fio writes and verifies in each pass.
+        fio_mib: u32,
+    },
     /// Overwrites the disk and reads back what it wrote, everything checked, until the host has made it so large. A step
     /// "DISK has N sectors" tells of each size that the guest's kernel sees.
     Grow {

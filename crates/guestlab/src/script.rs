@@ -52,6 +52,7 @@ pub(crate) fn init(options: &GuestOptions, tools: &GuestTools, places: &Places<'
         GuestWork::MakeTree { .. } => ("make_tree", 0, 0, 0),
         GuestWork::CopyTree => ("copy_tree", 0, 0, 0),
         GuestWork::Grow { .. } => ("grow_under_load", 0, 0, 0),
+        GuestWork::WorkUntilGrown { fio_mib } => ("work_until_grown", 0, 0, fio_mib),
         GuestWork::Measure { seconds, mib, .. } => (":", seconds, mib, 0),
     };
     set("work", &work);
@@ -249,6 +250,26 @@ copy_tree() {
     say "fact name=$1 copy-ms=$(echo "$begun $ended" | $bb awk '{ print int(($2 - $1) * 1000) }')"
     echo 3 > /proc/sys/vm/drop_caches
     $bb diff -r $scratch/$1/tree $scratch/$1/copy > /dev/null || fail "$1: the copy differs from the tree"
+    unmount_disk $1
+}
+
+work_until_grown() {
+    say "step making a file system on $1"
+    $mke2fs -q -F -t ext4 /dev/$1 || fail "$1: mke2fs failed"
+    mount_disk $1
+    write_files $1
+    say "step $1 is at work"
+    first=$($bb cat /sys/block/$1/size)
+    passes=0
+    while [ $passes -eq 0 ] || [ "$($bb cat /sys/block/$1/size)" -eq $first ]; do
+        verify_with_fio $1
+        passes=$((passes + 1))
+    done
+    say "fact name=$1 passes=$passes"
+    check_files $1 "at the end"
+    unmount_disk $1
+    mount_disk $1
+    check_files $1 "mounted again"
     unmount_disk $1
 }
 

@@ -112,6 +112,16 @@ impl FileName {
         }
     }
 
+    /// Returns the name by which an image that rests on this file can keep it in its header: its path, or the name that
+    /// its server knows. `None` if it has no such name, or one with a secret in it: headers are readable.
+    #[must_use]
+    pub fn in_header(&self) -> Option<Cow<'_, str>> {
+        match self.path() {
+            Some(path) => path.to_str().map(Cow::Borrowed),
+            None => self.address().filter(|address| without_secrets(address) == **address),
+        }
+    }
+
     /// Returns where this program can look at the file: its path, its descriptor's path under `/proc`, or its server's
     /// socket. A URI comes back unchanged.
     #[must_use]
@@ -363,6 +373,22 @@ mod tests {
             ("nbd://h/x", false),
         ] {
             assert_eq!(image.is_same_file(&name(other)), is_same, "{other}");
+        }
+    }
+
+    #[test]
+    fn a_header_gets_a_path_or_what_the_server_knows_and_no_secret() {
+        for (text, kept) in [
+            ("/a:b", Some("/a:b")),
+            ("host_device:/dev/sdb", Some("/dev/sdb")),
+            ("nbd+unix:///a?socket=/s", Some("nbd+unix:///a?socket=/s")),
+            ("https://h/a#cache=/c", Some("https://h/a")),
+            ("https://h/a?key=secret", None),
+            ("https://me:secret@h/a", None),
+            ("rbd:p/i@s:id=a:key=secret", Some("rbd:p/i@s")),
+            ("fd:3", None),
+        ] {
+            assert_eq!(FileName::parse(text).unwrap().in_header().as_deref(), kept, "{text}");
         }
     }
 

@@ -41,6 +41,8 @@ pub use chain::closed_edit::{ClosedEdit, StateSource};
 pub use chain::compressed_writer::CompressedWriter;
 pub use chain::copy_offload::CopyOffload;
 pub use chain::image::Image;
+#[doc(hidden)]
+pub use chain::job_calls::overlap_calls_for_test;
 pub use chain::table_cache::TableCacheStats;
 pub use file_name::{FileName, options_without_secrets, shown, without_secrets};
 pub use filters::delay::{Delay, DelayOptions};
@@ -66,7 +68,7 @@ pub use online::compact::{Compacted, compact, compact_async};
 pub use online::copy_out::{Copied, CopyOut};
 pub use online::edit::OnlineBitmap;
 pub use online::mirror::{MirrorEnd, MirrorScope, MirrorTarget, mirror, mirror_async};
-pub use online::move_onto::{NewBelow, OpenedBase, move_onto, move_onto_async};
+pub use online::move_onto::{NewBelow, OpenedBase, move_onto, move_onto_async, move_onto_or_stay};
 pub use online::overlay::{OpenedOverlay, put_overlay, put_overlay_async};
 pub use online::point_in_time::PointInTime;
 pub use online::take_back::{take_back, take_back_async};

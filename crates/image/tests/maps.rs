@@ -5,8 +5,8 @@ use block::{Disk, Error, File, IoResult, ReactorHandle, Result, StatusQuery};
 use engine::{CacheMode, OpenOptions, Reactor, ReactorConfig, ReactorThread};
 use format_qcow2::CreateOptions as Qcow2Options;
 use ringdisk_image::{
-    ClosedEdit, CreateOptions, FileName, Format, HostSpace, Image, ImageOptions, NewSnapshot, Opener, Role,
-    ScratchFiles, Space, TemporaryFiles,
+    ClosedEdit, CopyWatch, CreateOptions, FileName, Format, HostSpace, Image, ImageOptions, NewSnapshot, OpenedOverlay,
+    Opener, PointInTime, Role, ScratchFiles, Space, TemporaryFiles,
 };
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
@@ -436,6 +436,46 @@ fn a_map_that_outlives_the_layer_it_was_made_in_fails_and_is_made_again() {
         assert_eq!(bytes, [2; 65536]);
         drop(harness);
         threads.into_iter().for_each(|thread| thread.stop().unwrap());
+    }
+}
+
+/// The space of a layer that was taken off goes back to the host, so it reads as zeros.
+#[test]
+fn a_map_of_a_layer_that_was_taken_off_fails_and_a_walk_goes_on_with_the_layers_that_stay() {
+    for directory in directories() {
+        let disk = make(directory.path(), Kind::Qcow2, false);
+        let threads = reactors(1);
+        let mut harness = harness(&threads);
+        let shared = Arc::clone(&disk) as Arc<dyn Disk>;
+        let queue = harness.open(&shared, 0).unwrap();
+        let (below, path) = (disk.layer_in_header(0).unwrap(), directory.path().join("fleece"));
+        let options = Qcow2Options::default().with(|options| {
+            options.size_bytes = SIZE;
+            options.rest_on(below);
+        });
+        engine::create(&path, 0).unwrap();
+        let opener = HostOpener(directory.path().to_owned(), None);
+        let file = opener.open(&(&*path).into(), Role::Writable).unwrap();
+        ringdisk_image::create(&file, &CreateOptions::Qcow2(options)).unwrap();
+        let overlay = OpenedOverlay::open(&(&*path).into(), file).unwrap();
+        let point = PointInTime::begin(&disk, overlay, || Ok(())).unwrap();
+        call(&mut harness, queue, Request::write(0, vec![7; 65536]));
+        let map = disk.map_read(0, 65536).expect("it lies in memory");
+        map.read_at(0, &mut [0; 512]).unwrap();
+        let mut walk = disk.block_status(&StatusQuery::all()).unwrap();
+        walk.next().unwrap().unwrap();
+        point.end(&CopyWatch::default(), || Ok(())).unwrap();
+        std::fs::File::options().write(true).open(&path).unwrap().write_all_at(&[0; 1 << 16], 0).unwrap();
+        map.read_at(0, &mut [0; 512]).unwrap_err();
+        map.commit().unwrap_err();
+        walk.for_each(|run| assert!(run.unwrap().length_bytes > 0));
+        let mut bytes = vec![0; 65536];
+        disk.map_read(0, 65536).expect("maps are made anew").read_at(0, &mut bytes).unwrap();
+        assert_eq!(bytes, [7; 65536]);
+        drop(harness);
+        threads.into_iter().for_each(|thread| thread.stop().unwrap());
+        disk.close().unwrap();
+        std::fs::remove_file(path).unwrap();
     }
 }
 

@@ -10,8 +10,8 @@ use block::{
 use common::{Chain, Layer, SimOpener, name};
 use format_qcow2::CreateOptions as Qcow2Options;
 use ringdisk_image::{
-    BitmapAction, ClosedEdit, CopyWatch, CreateOptions, Format, Image, ImageOptions, MirrorEnd, MirrorScope,
-    MirrorTarget, NewBelow, NewSnapshot, OpenedBase, OpenedOverlay,
+    BitmapAction, ClosedEdit, Copied, CopyWatch, CreateOptions, Format, Image, ImageOptions, MirrorEnd, MirrorScope,
+    MirrorTarget, NewBelow, NewSnapshot, OpenedBase, OpenedOverlay, PointInTime,
 };
 use std::cell::Cell;
 use std::rc::Rc;
@@ -54,19 +54,26 @@ fn add_targets(storage: &SimStorage, size_bytes: u64, cluster_size: u64) {
         ringdisk_image::create(&file, &options).unwrap();
     }
     let file: Arc<dyn File> = storage.create("overlay0", 0, SimFileOptions::default());
-    let options = Qcow2Options::default().with(|options| {
-        options.size_bytes = size_bytes;
-        options.cluster_size = cluster_size;
-        options.backing_file = Some(name(0));
-        options.backing_format = Some("qcow2".to_owned());
-    });
-    ringdisk_image::create(&file, &CreateOptions::Qcow2(options)).unwrap();
+    add_overlay(file, size_bytes).unwrap();
     // It holds something else than what the disk rests on.
     let other = storage.create(OTHER_BASE, 0, SimFileOptions::default());
     let bytes = memory::AlignedBuf::copy_of(&stamped(5, 0, OTHER_BASE_BYTES));
     block::block_on(MetaIo::new(other.open_blocking().unwrap()).write(0, bytes)).unwrap();
     storage.create(RECORD, 512, SimFileOptions::default());
     record(storage, &name(0)).unwrap();
+}
+
+/// Makes an empty layer over the disk, whatever the file held.
+fn add_overlay(file: Arc<dyn File>, size_bytes: u64) -> Result<()> {
+    let failed = |error| Error::with_source(ErrorKind::Io, "cannot empty it", error);
+    block::block_on(MetaIo::new(file.open_blocking()?).set_length(0)).map_err(failed)?;
+    let options = Qcow2Options::default().with(|options| {
+        options.size_bytes = size_bytes;
+        options.cluster_size = 4096;
+        options.backing_file = Some(name(0));
+        options.backing_format = Some("qcow2".to_owned());
+    });
+    ringdisk_image::create(&file, &CreateOptions::Qcow2(options))
 }
 
 fn record(storage: &SimStorage, top: &str) -> Result<()> {
@@ -98,6 +105,8 @@ enum Does {
     Rebase,
     /// Its file is made shorter.
     Compact,
+    /// It is copied as it is at one moment, below a layer that takes what guests write.
+    Backup,
 }
 
 struct Changing {
@@ -114,6 +123,9 @@ struct Changing {
 
 impl Changing {
     async fn next(&self, ctx: &Rc<dyn ReactorCtx>) {
+        // Every other job has one call in flight.
+        let overlaps = (self.requests.load(Ordering::Relaxed) / self.every).is_multiple_of(2);
+        ringdisk_image::overlap_calls_for_test(overlaps.then(|| Rc::clone(ctx)));
         let result = match self.does {
             Does::MoveOn => self.mirror(MirrorEnd::Switch).await,
             Does::Copy => self.mirror(MirrorEnd::Keep).await,
@@ -128,9 +140,10 @@ impl Changing {
                 })
             }
             Does::Rebase => self.rebase().await,
+            Does::Backup => self.back_up().await,
             Does::Stream => {
                 let watch = CopyWatch::default();
-                ringdisk_image::move_onto_async(&self.image, NewBelow::Nothing, &watch, || Ok(())).await
+                ringdisk_image::move_onto_async(&self.image, NewBelow::Nothing, &watch, || Ok(()), || ()).await
             }
         };
         let count = if result.is_ok() { &self.done } else { &self.failed };
@@ -164,7 +177,34 @@ impl Changing {
         let options = ImageOptions::new(base.as_str()).with(|options| options.format = Some(Format::Raw));
         let base = OpenedBase::open(&options, &SimOpener(self.storage.clone()))?;
         let watch = CopyWatch::default();
-        ringdisk_image::move_onto_async(&self.image, NewBelow::Base(base), &watch, || Ok(())).await
+        ringdisk_image::move_onto_async(&self.image, NewBelow::Base(base), &watch, || Ok(()), || ()).await
+    }
+
+    async fn back_up(&self) -> Result<()> {
+        if self.image.layer_file_names().count() > 1 {
+            // One that was broken off left its layer on the disk.
+            let watch = CopyWatch::default();
+            return ringdisk_image::take_back_async(&self.image, &watch, || record(&self.storage, &name(0))).await;
+        }
+        let fleece = self.storage.file("overlay0").unwrap();
+        add_overlay(fleece.clone(), self.image.info().size_bytes)?;
+        let overlay = OpenedOverlay::open(&"overlay0".into(), fleece)?;
+        let to = ImageOptions::new("target0").with(|options| options.format = Some(Format::Qcow2));
+        let to = Arc::new(ringdisk_image::open(&to, &SimOpener(self.storage.clone()))?);
+        let named = || record(&self.storage, "overlay0");
+        let point = match PointInTime::begin_async(&self.image, overlay, named).await {
+            Ok(point) => point,
+            Err(error) => {
+                record(&self.storage, &name(0))?;
+                return Err(error);
+            }
+        };
+        let copied = match point.copy_out(to, false) {
+            Ok(copy) => copy.run_async(&Copied::All, &CopyWatch::default()).await,
+            Err(error) => Err(error),
+        };
+        let ended = point.end_async(&CopyWatch::default(), || record(&self.storage, &name(0))).await;
+        copied.and(ended)
     }
 
     async fn commit(&self) -> Result<()> {
@@ -372,6 +412,42 @@ fn the_power_may_be_cut_while_a_disk_goes_over_to_a_copy() {
     }
 }
 
+#[test]
+fn the_power_may_be_cut_while_the_top_gets_what_lies_below_or_another_base_or_the_disk_is_backed_up() {
+    for (does, least) in [(Does::Stream, 1), (Does::Rebase, 3), (Does::Backup, 2)] {
+        let below = (does != Does::Backup).then_some(Layer::Raw(100 << 10));
+        let chain = Chain::of(std::iter::once(Layer::qcow2(128 << 10, 4096)).chain(below).collect());
+        for seed in common::seeds(2) {
+            let case = Case::new(&chain, does, seed);
+            let summary = PowerCutTest {
+                storage: case.storage(),
+                open: &|storage| case.open(storage),
+                check: &|storage| case.check(storage),
+                workload: case.workload(),
+                queues: 2,
+                outcomes: 2,
+                stride: if does == Does::Stream { 1 } else { 2 },
+            }
+            .run();
+            let summary = summary.unwrap_or_else(|wrong| panic!("{does:?}, RINGDISK_SEED={seed}: {wrong}"));
+            let done = case.done.load(Ordering::Relaxed);
+            eprintln!("{does:?}: the power was cut at {} moments, {done} done", summary.moments);
+            assert!(done >= least, "{does:?}: {done} done, {} failed", case.failed.load(Ordering::Relaxed));
+        }
+    }
+}
+
+/// The layer below runs full while it is copied, or while what guests wrote meanwhile is taken back.
+#[test]
+fn a_full_layer_below_a_backup_leaves_the_disk_whole() {
+    runs_full(Does::Backup, &name(0), 2);
+}
+
+#[test]
+fn a_full_target_breaks_the_backup_and_not_the_disk() {
+    runs_full(Does::Backup, "target0", 2);
+}
+
 /// Fills the file that a job copies to at each of its writes. Guests notice nothing, and the disk stays whole.
 fn runs_full(does: Does, file: &str, stride: u64) {
     let no_space = FaultAction::Fail(IoError::new(IoErrorKind::NoSpace));
@@ -398,7 +474,7 @@ fn runs_full(does: Does, file: &str, stride: u64) {
         moments += summary.moments;
         done += case.done.load(Ordering::Relaxed);
         failed += case.failed.load(Ordering::Relaxed);
-        if does == Does::Copy {
+        if does == Does::Copy || (does == Does::Backup && file == "target0") {
             assert_eq!(summary.errors, 0);
         }
     }

@@ -5,7 +5,9 @@ mod live;
 
 use block::{ErrorKind, File, FileInfo, FileIo, FileQueue, ReactorCtx, Result};
 use live::{Bench, HostOpener, Shape, create, open};
-use ringdisk_image::{CopyWatch, FileName, Format, ImageOptions, NewBelow, OpenedBase, Opener, Role, move_onto};
+use ringdisk_image::{
+    CopyWatch, FileName, Format, ImageOptions, NewBelow, OpenedBase, Opener, Role, move_onto, move_onto_or_stay,
+};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,14 +16,19 @@ use testkit::HistoryLoad;
 const OPERATIONS: u64 = 100_000;
 const SIZE: u64 = 4 << 20;
 
-/// Under load; the layers that go are deleted afterwards, so whoever still needs them fails.
+/// Under load, with several pieces at once, and with a limit one after the other.
 fn streams(shape: &Shape, keep: Option<usize>) {
+    [None, Some(16 << 20)].into_iter().for_each(|limit| streams_at(shape, keep, limit));
+}
+
+/// The layers that go are deleted afterwards, so whoever still needs them fails.
+fn streams_at(shape: &Shape, keep: Option<usize>, bytes_per_second: Option<u64>) {
     let bench = Bench::new(shape);
     let before = bench.files();
     let load = bench.start(HistoryLoad { write_percent: 20, ..HistoryLoad::default() });
     load.wait_for_more(500);
-    let watch = CopyWatch::default();
-    watch.set_rate(16 << 20);
+    let watch = CopyWatch::that_can_give_up();
+    watch.set_rate(bytes_per_second.unwrap_or(0));
     bench.move_onto(keep.map_or(NewBelow::Nothing, NewBelow::Layer), &watch).unwrap();
     assert_eq!(watch.done_bytes(), watch.total_bytes());
     let kept = keep.map_or(before.len(), |keep| keep);
@@ -29,7 +36,7 @@ fn streams(shape: &Shape, keep: Option<usize>) {
     let stays = before.iter().enumerate().filter(|(at, _)| *at == 0 || *at >= kept);
     let after: Vec<_> = stays.map(|(_, file)| file.clone()).collect();
     assert_eq!(bench.files(), after);
-    while load.operations() < OPERATIONS / 4 {
+    while load.operations() < OPERATIONS / 8 {
         load.wait_for_more(1000);
     }
     assert_eq!(load.finish(), [""; 0]);
@@ -42,6 +49,22 @@ fn streams(shape: &Shape, keep: Option<usize>) {
 fn a_chain_becomes_one_image() {
     streams(&Shape::qcow2(SIZE, &[4096, 65536]), None);
     streams(&Shape::qcow2(SIZE - 1536, &[65536, 512, 16384, 4096]), None);
+}
+
+/// What one allocation of a piece leaves is copied as well: clusters in flight and ends of tables cut allocations short.
+#[test]
+fn all_of_a_piece_is_copied_though_an_allocation_ends_within_it() {
+    let bench = Bench::new(&Shape::qcow2(SIZE, &[65536]));
+    let load = HistoryLoad { write_percent: 100, sectors_max: 512, ..HistoryLoad::default() };
+    let load = bench.start(load);
+    load.wait_for_more(2000);
+    assert_eq!(load.finish(), [""; 0]);
+    // One of its tables maps 32 KiB.
+    bench.put_overlay(512);
+    let watch = CopyWatch::that_can_give_up();
+    bench.move_onto(NewBelow::Nothing, &watch).unwrap();
+    assert_eq!((watch.done_bytes(), bench.files().len()), (SIZE, 1));
+    bench.assert_sound_and_as_written();
 }
 
 #[test]
@@ -91,8 +114,9 @@ fn a_cancelled_or_refused_move_leaves_the_chain_as_it_is() {
     canceller.join().unwrap();
     assert_eq!(error.kind(), ErrorKind::Cancelled);
     let refuse = || Err(block::Error::new(ErrorKind::Io, "no room for the record"));
-    let error = ringdisk_image::move_onto(&bench.image, NewBelow::Nothing, &CopyWatch::default(), refuse).unwrap_err();
-    assert!(error.to_string().contains("no room for the record"));
+    let (watch, mut has_stayed) = (CopyWatch::default(), false);
+    let moved = move_onto_or_stay(&bench.image, NewBelow::Nothing, &watch, refuse, || has_stayed = true);
+    assert!(moved.unwrap_err().to_string().contains("no room for the record") && has_stayed);
     assert!(bench.move_onto(NewBelow::Layer(2), &CopyWatch::default()).is_err());
     assert_eq!(bench.files(), before);
     load.wait_for_more(2000);

@@ -3,7 +3,7 @@
 
 mod live;
 
-use block::{ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, ReactorCtx, Result};
+use block::{DirtyBitmaps, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, ReactorCtx, Result};
 use live::{Bench, HostOpener, Shape, create};
 use ringdisk_image::{
     BitmapAction, ClosedEdit, Copied, CopyWatch, Format, Image, ImageOptions, MirrorEnd, MirrorScope, NewSnapshot,
@@ -72,7 +72,17 @@ fn open_over(path: &Path) -> Image {
 
 #[test]
 fn a_chain_of_backups_has_the_disk_at_each_moment_while_queues_work() {
-    let bench = Bench::new(&Shape::qcow2(SIZE, &[4096, 65536]));
+    backups_follow(&Shape::qcow2(SIZE, &[4096, 65536]));
+}
+
+/// Its bitmaps are in memory. What guests write during a backup is noted when that is taken back.
+#[test]
+fn a_chain_of_backups_has_a_raw_disk_at_each_moment() {
+    backups_follow(&Shape::raw(SIZE));
+}
+
+fn backups_follow(shape: &Shape) {
+    let bench = Bench::new(shape);
     bench.image.edit_online(&bitmap("b", BitmapAction::Add { granularity_bytes: Some(4096) })).unwrap();
     let load = bench.start(HistoryLoad { write_percent: 20, ..HistoryLoad::default() });
     let mut last = back_up(&bench, None, Some("b"));
@@ -84,10 +94,56 @@ fn a_chain_of_backups_has_the_disk_at_each_moment_while_queues_work() {
     let last = back_up(&bench, Some(&last), Some("b"));
     let dirty = bench.image.online_bitmaps().unwrap()[0].dirty_bytes;
     assert_eq!(dirty, Some(0), "nobody has written since");
-    let top = bench.top();
+    let (top, format) = (bench.top(), bench.image.format());
     let restored = bytes(&last);
     bench.image.close().unwrap();
-    assert!(bytes(&top) == restored);
+    let own = if format == Some(Format::Raw) { std::fs::read(&top).unwrap() } else { bytes(&top) };
+    assert!(own == restored);
+    bench.assert_sound_and_as_written();
+}
+
+#[test]
+fn guests_go_on_while_a_new_layer_is_recorded() {
+    let bench = Bench::new(&Shape::qcow2(SIZE, &[65536]));
+    let load = bench.start(HistoryLoad::default());
+    let overlay = bench.overlay(&bench.new_path(), 65536);
+    let recorded = || {
+        load.wait_for_more(500);
+        Ok(())
+    };
+    let point = PointInTime::begin(&bench.image, overlay, recorded).unwrap();
+    load.wait_for_more(100);
+    point.end(&CopyWatch::default(), recorded).unwrap();
+    assert_eq!(load.finish(), [""; 0]);
+    bench.assert_sound_and_as_written();
+}
+
+/// Also what guests write through a layer that is put on the disk and taken back.
+#[test]
+fn a_bitmap_of_a_raw_disk_has_all_that_was_written() {
+    let bench = Bench::new(&Shape::raw(SIZE));
+    for round in 0..3 {
+        let name = format!("b{round}");
+        bench.image.edit_online(&bitmap(&name, BitmapAction::Add { granularity_bytes: Some(512) })).unwrap();
+        let before = std::fs::read(bench.top()).unwrap();
+        let load = bench.start(HistoryLoad { seed: round, write_percent: 60, ..HistoryLoad::default() });
+        load.wait_for_more(200);
+        bench.put_overlay(4096);
+        load.wait_for_more(50);
+        assert!(bench.image.edit_online(&bitmap(&name, BitmapAction::Clear)).is_err(), "it is in a lower layer");
+        bench.take_back();
+        load.wait_for_more(50);
+        assert_eq!(load.finish(), [""; 0]);
+        let mut at = 0;
+        let after = std::fs::read(bench.top()).unwrap();
+        for (length_bytes, is_dirty) in bench.image.dirty_bitmap(&name).unwrap().runs(0..SIZE, usize::MAX) {
+            let range = at as usize..(at + length_bytes) as usize;
+            assert!(is_dirty || before[range.clone()] == after[range], "something from byte {at} on is not noted");
+            at += length_bytes;
+        }
+        assert_eq!(at, SIZE);
+        bench.image.edit_online(&bitmap(&name, BitmapAction::Remove)).unwrap();
+    }
     bench.assert_sound_and_as_written();
 }
 

@@ -26,6 +26,8 @@ pub struct DirtyBitmap {
     pub recording: bool,
     /// Whether it is inconsistent, because its user did not end cleanly. It can then only be removed.
     pub inconsistent: bool,
+    /// Whether it is kept in the file. One of a raw image is in memory, and gone when the disk is closed.
+    pub persistent: bool,
     /// Bytes of the disk that it calls dirty; none if it is inconsistent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dirty_bytes: Option<u64>,
@@ -141,7 +143,9 @@ pub struct BackupDisk {
     /// Its format; qcow2 by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,
-    /// What is copied; by default incremental with a bitmap, and full without one.
+    /// What is copied. Without a bitmap, the default is full. With one, it is what was written since the last backup with
+    /// that bitmap, and the new target rests on that backup; the first such backup is full. With `base` or `existing`, it
+    /// is incremental.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<BackupMode>,
     /// The bitmap that says what has changed. It is cleared on success.

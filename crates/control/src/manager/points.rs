@@ -19,6 +19,7 @@ impl Manager {
             granularity: bitmap.granularity_bytes,
             recording: bitmap.recording,
             inconsistent: bitmap.inconsistent,
+            persistent: bitmap.persistent,
             dirty_bytes: bitmap.dirty_bytes,
         });
         Ok(Bitmaps { bitmaps: bitmaps.collect() })
@@ -30,6 +31,16 @@ impl Manager {
         if actions.is_empty() {
             return Err(Error::new(ErrorKind::BadOption, "no change is asked for"));
         }
+        // A backup rests on the last one only if its bitmap has noted all that was written since.
+        let record = self.record_of(name, self.node(name)?);
+        let stays = |change: &&BitmapChange| change.action == BitmapVerb::Merge;
+        record.change(|disk| {
+            request
+                .actions
+                .iter()
+                .filter(|change| !stays(change))
+                .for_each(|change| disk.forget_last_backup(&change.bitmap));
+        })?;
         self.edit(name, &ClosedEdit::Bitmaps(actions))?;
         self.bitmaps(name)
     }
@@ -73,6 +84,9 @@ impl Manager {
 
     /// Returns a disk that no guest uses to its contents when the snapshot was taken.
     pub fn apply_internal_snapshot(&self, name: &str, snapshot: &str) -> Result<InternalSnapshots> {
+        // Bitmaps do not note what that changes.
+        let record = self.record_of(name, self.node(name)?);
+        record.change(|disk| disk.last_backups.clear())?;
         self.edit(name, &ClosedEdit::ApplySnapshot(SnapshotName::Any(snapshot.to_owned())))?;
         self.internal_snapshots(name)
     }

@@ -23,7 +23,7 @@ use crate::api::AddExport;
 use crate::options::Options;
 use crate::record::{Record, RecordedDisk};
 use block::{Error, ErrorKind, Result};
-use daemon::absolute;
+use daemon::{NodeId, absolute};
 use drive::{DiskOptions, ExportOptions};
 use std::collections::BTreeMap;
 
@@ -125,7 +125,7 @@ impl Manager {
             drive.export.clone_from(&given.drive.export);
             keep_usual_socket(&mut drive.export, &given.drive.disk);
         }
-        let node = self.daemon.add_disk(&drive.disk)?;
+        let node = self.add_with_its_base(disk, &mut drive.disk)?;
         self.records.is_of(&disk.name, node);
         if given.is_some() {
             lock(&self.configured).insert(disk.name.clone(), node);
@@ -138,6 +138,28 @@ impl Manager {
         self.restore_exports(node, disk);
         self.take_fleece_off(node, &disk.name);
         Ok(())
+    }
+}
+
+impl Manager {
+    /// Opens a recorded disk. If it died while its image was to get another base, the image says which one it names.
+    fn add_with_its_base(&self, disk: &RecordedDisk, options: &mut DiskOptions) -> Result<NodeId> {
+        let node = self.daemon.add_disk(options)?;
+        if disk.leaving_tops.is_empty() {
+            return Ok(node);
+        }
+        let layers = self.daemon.layer_files(node).inspect_err(|_| self.undo_add(node))?;
+        let is_old = disk.names_old_base(layers.get(1));
+        let noted =
+            self.records.change_disk(&disk.name, if is_old { RecordedDisk::stays } else { RecordedDisk::has_moved });
+        noted.inspect_err(|_| self.undo_add(node))?;
+        if !is_old {
+            return Ok(node);
+        }
+        // The former tops are opened for writing.
+        self.daemon.remove_disk(node, true)?;
+        options.former_tops = disk.former_tops.len().saturating_add(disk.leaving_tops.len());
+        self.daemon.add_disk(options)
     }
 }
 

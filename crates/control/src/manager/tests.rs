@@ -113,11 +113,12 @@ fn what_ends_late_changes_no_other_disk_of_the_same_name() {
     old.change(|disk| disk.put_on("/fleece")).unwrap();
     assert_eq!(managed.recorded().unwrap().options.get("file"), Some("/fleece"));
     managed.manager.remove_disk("web", true).unwrap();
-    old.change(|disk| disk.take_off("/one")).unwrap();
+    let layers = daemon::TakenOff { top: "/fleece".into(), below: "/one".into(), below_format: None };
+    old.change_if_it_can(|disk| disk.take_off(&layers)).unwrap();
     assert_eq!(managed.recorded(), None);
     managed.add(&other, &[]).unwrap();
     let before = managed.recorded();
-    old.change(|disk| disk.take_off("/one")).unwrap();
+    old.change_if_it_can(|disk| disk.take_off(&layers)).unwrap();
     assert_eq!(managed.recorded(), before);
 }
 
@@ -436,4 +437,88 @@ fn a_reload_removes_an_export_whose_disk_was_opened_anew() {
     assert_eq!((reloaded.changed, reloaded.failed), (vec!["web".to_owned()], Vec::new()));
     assert!(managed.manager.exports().is_empty() && managed.recorded().unwrap().exports.is_empty());
     assert!(lock(&managed.manager.exports).is_empty());
+}
+
+#[test]
+fn a_disk_that_was_to_get_another_base_has_its_former_tops_if_its_image_still_names_them() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    let [middle, top] = ["middle", "top"].map(|name| root.with_file_name(name));
+    managed.add(&root, &[]).unwrap();
+    [&middle, &top].into_iter().for_each(|overlay| drop(managed.snapshot("web", overlay).unwrap()));
+    // The daemon dies before the image names its new base.
+    let record = managed.manager.record_of("web", managed.manager.node("web").unwrap());
+    record.change(|disk| disk.rest_on(1, None)).unwrap();
+    drop(record);
+    let managed = managed.again();
+    managed.manager.restore(&[]).unwrap();
+    let recorded = managed.recorded().unwrap();
+    assert_eq!((recorded.former_tops.len(), recorded.leaving_tops.len()), (2, 0));
+    let node = managed.manager.node("web").unwrap();
+    let record = managed.manager.record_of("web", node);
+    let (its, daemon) = (record.clone(), &managed.manager.daemon);
+    let take_off = move |layers: &daemon::TakenOff| its.change_if_it_can(|disk| disk.take_off(layers));
+    let aim = image::Aim::default();
+    daemon.wait_job(daemon.start_take_layers_back_with(node, 2, None, aim, take_off).unwrap()).unwrap();
+    assert_eq!(managed.manager.disk("web").unwrap().file, root.display().to_string());
+
+    // It dies after that.
+    managed.snapshot("web", &root.with_file_name("last")).unwrap();
+    daemon.wait_job(daemon.start_stream_with(node, None, None, ()).unwrap()).unwrap();
+    record.change(|disk| disk.rest_on(usize::MAX, None)).unwrap();
+    drop(record);
+    let managed = managed.again();
+    managed.manager.restore(&[]).unwrap();
+    let recorded = managed.recorded().unwrap();
+    assert_eq!((recorded.former_tops.len(), recorded.leaving_tops.len()), (0, 0));
+    assert!(recorded.uses(root.to_str().unwrap()) && managed.manager.disk("web").unwrap().layers.len() == 1);
+}
+
+#[test]
+fn half_a_copy_is_removed_by_the_next_daemon_and_no_other_file_of_its_name() {
+    for is_replaced in [false, true] {
+        let managed = Managed::new();
+        let root = managed.image("root", None);
+        managed.add(&root, &[]).unwrap();
+        let copy = root.with_file_name("copy");
+        let record = managed.manager.record_of("web", managed.manager.node("web").unwrap());
+        record.will_make(&FileName::from(copy.as_path())).unwrap();
+        std::fs::write(&copy, "half").unwrap();
+        record.has_made(&FileName::from(copy.as_path())).unwrap();
+        if is_replaced {
+            std::fs::write(root.with_file_name("other"), "somebody's").unwrap();
+            std::fs::rename(root.with_file_name("other"), &copy).unwrap();
+        }
+        drop(record);
+        let managed = managed.again();
+        managed.manager.restore(&[]).unwrap();
+        assert_eq!(copy.exists(), is_replaced);
+        assert_eq!(managed.recorded().unwrap().unfinished, None);
+    }
+    // One that was to be made, and that somebody else has made since.
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    managed.add(&root, &[]).unwrap();
+    let copy = root.with_file_name("copy");
+    managed
+        .manager
+        .record_of("web", managed.manager.node("web").unwrap())
+        .will_make(&FileName::from(copy.as_path()))
+        .unwrap();
+    std::fs::write(&copy, "somebody's").unwrap();
+    let managed = managed.again();
+    managed.manager.restore(&[]).unwrap();
+    assert!(copy.exists());
+}
+
+#[test]
+fn a_snapshot_that_fails_leaves_the_record_and_no_file() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    managed.add(&root, &[]).unwrap();
+    let before = managed.recorded();
+    std::fs::create_dir(managed.directory.path().join("state/disks.json.new")).unwrap();
+    managed.snapshot("web", &root.with_file_name("top")).unwrap_err();
+    assert_eq!(managed.recorded(), before);
+    assert_eq!(managed.manager.disk("web").unwrap().layers.len(), 1);
 }

@@ -3,7 +3,7 @@
 use crate::api::{AddExport, FormerTop};
 use crate::options::Options;
 use block::{Error, ErrorKind, Result};
-use daemon::absolute;
+use daemon::{TakenOff, absolute};
 use drive::{FilterOptions, ThrottleOptions};
 use image::{FileName, ThrottleLimits};
 use serde::{Deserialize, Serialize};
@@ -32,6 +32,15 @@ pub(crate) struct RecordedDisk {
     /// A file that a job is making for it, and that is useless if the job does not finish.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) unfinished: Option<String>,
+    /// The device and inode of that file, once it is made: another file may get its name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) unfinished_inode: Option<(u64, u64)>,
+    /// Former tops that go from below the top, the last on top, while its image may still name them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) leaving_tops: Vec<Top>,
+    /// The last backups that the next ones with their bitmaps can rest on.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) last_backups: Vec<LastBackup>,
     /// Fleeces of backups, from before they are made until they are gone.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) fleeces: Vec<String>,
@@ -52,16 +61,33 @@ pub(crate) struct Top {
     format: Option<String>,
 }
 
+/// A backup with a bitmap that notes what was written since.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct LastBackup {
+    bitmap: String,
+    /// The layer that has the bitmap.
+    layer: String,
+    /// The backup's file.
+    backup: String,
+}
+
 impl From<&FormerTop> for Top {
     fn from(top: &FormerTop) -> Self {
         Self { file: whole_name(&top.file), format: top.format.clone() }
     }
 }
 
+impl Top {
+    pub(crate) fn file(&self) -> &str {
+        &self.file
+    }
+}
+
 impl RecordedDisk {
     /// Returns the files of its tops, former ones included, and its bases.
     pub(crate) fn files(&self) -> impl Iterator<Item = &str> {
-        let former = self.former_tops.iter().map(|top| top.file.as_str());
+        let former = self.former_tops.iter().chain(&self.leaving_tops).map(|top| top.file.as_str());
         self.options.get("file").into_iter().chain(former).chain(self.bases.iter().map(String::as_str))
     }
 
@@ -174,28 +200,58 @@ impl RecordedDisk {
         self.options.set("format", "scratch");
     }
 
-    /// Removes the layer that was put on last, which does not exist.
+    /// Removes the layer that was put on last, which nothing was written to.
     pub(crate) fn undo_put_on(&mut self) {
-        if let Some(former) = self.former_tops.last().map(|top| top.file.clone()) {
-            self.take_off(&former);
+        if let Some(former) = self.former_tops.pop() {
+            self.set_top(&former.file, former.format.as_deref());
+        }
+    }
+
+    fn set_top(&mut self, file: &str, format: Option<&str>) {
+        self.options.set("file", file);
+        match format {
+            Some(format) => self.options.set("format", format),
+            None => self.options.remove(&["format"]),
+        }
+    }
+
+    fn may_name(&mut self, files: impl IntoIterator<Item = String>) {
+        for file in files {
+            if !self.bases.contains(&file) {
+                self.bases.push(file);
+            }
         }
     }
 
     /// Records that the top will rest on `base`, unless that is one of its layers, and that the `gone` layers above
-    /// that will go. Until the image names the new base, it may be opened with its old layers.
+    /// that will go. Until [`RecordedDisk::has_moved`] or [`RecordedDisk::stays`], the image may name either base.
     pub(crate) fn rest_on(&mut self, gone: usize, base: Option<String>) {
+        self.has_moved();
         let stay = self.former_tops.len().saturating_sub(gone);
         if stay == 0 {
             // It was added with this file.
             let first = self.former_tops.first().map(|first| first.file.clone());
             self.moved_from = self.moved_from.take().or(first);
         }
-        let gone = self.former_tops.split_off(stay).into_iter().map(|top| top.file);
-        for file in gone.chain(base).collect::<Vec<_>>() {
-            if !self.bases.contains(&file) {
-                self.bases.push(file);
-            }
-        }
+        self.leaving_tops = self.former_tops.split_off(stay);
+        self.may_name(base);
+    }
+
+    /// Records that the image names its new base.
+    pub(crate) fn has_moved(&mut self) {
+        let gone = std::mem::take(&mut self.leaving_tops);
+        self.may_name(gone.into_iter().map(|top| top.file));
+    }
+
+    /// Records that the image keeps its old base.
+    pub(crate) fn stays(&mut self) {
+        self.former_tops.append(&mut self.leaving_tops);
+    }
+
+    /// Whether its image still names its old base, if it was to get another one: `below` is the layer below its top.
+    pub(crate) fn names_old_base(&self, below: Option<&FileName>) -> bool {
+        let last = self.leaving_tops.last();
+        last.zip(below).is_some_and(|(last, below)| is_same_file(&last.file, &recorded_name(below)))
     }
 
     /// Moves the disk to a copy of itself. A copy of its top layer rests on the same layers, `below`; a full copy rests
@@ -205,27 +261,64 @@ impl RecordedDisk {
         let given = first.or_else(|| self.options.get("file").map(str::to_owned));
         self.moved_from = self.moved_from.take().or(given);
         match below {
-            Some(below) => below.into_iter().for_each(|file| {
-                if !self.bases.contains(&file) {
-                    self.bases.push(file);
-                }
-            }),
-            None => (self.former_tops, self.bases) = (Vec::new(), Vec::new()),
+            Some(below) => self.may_name(below),
+            None => (self.former_tops, self.bases, self.leaving_tops) = (Vec::new(), Vec::new(), Vec::new()),
         }
+        // Its bitmaps stay in the former image.
+        self.last_backups.clear();
         self.options.set("file", target);
         self.options.set("format", format);
-        self.unfinished = None;
+        self.is_finished();
     }
 
-    /// Records that the top layer was taken off, and that `below` is the new top.
-    pub(crate) fn take_off(&mut self, below: &str) {
-        let former = self.former_tops.pop().filter(|former| is_same_file(&former.file, below));
-        // The record keeps the name that the user gave: layers are compared by their canonical name.
-        self.options.set("file", former.as_ref().map_or(below, |former| &former.file));
-        match former.and_then(|former| former.format) {
-            Some(format) => self.options.set("format", format),
-            None => self.options.remove(&["format"]),
+    /// Records that no job makes a file for it, or that the file is whole.
+    pub(crate) fn is_finished(&mut self) {
+        (self.unfinished, self.unfinished_inode) = (None, None);
+    }
+
+    /// Returns the last backup with this bitmap of its top layer.
+    pub(crate) fn last_backup(&self, bitmap: &str) -> Option<&str> {
+        let is_it = |last: &&LastBackup| last.bitmap == bitmap && self.has_top(&last.layer);
+        self.last_backups.iter().find(is_it).map(|last| last.backup.as_str())
+    }
+
+    /// Records the last backup with a bitmap, which notes what is written from then on.
+    pub(crate) fn set_last_backup(&mut self, bitmap: &str, layer: &str, backup: &str) {
+        self.forget_last_backup(bitmap);
+        let [bitmap, layer, backup] = [bitmap, layer, backup].map(str::to_owned);
+        self.last_backups.push(LastBackup { bitmap, layer, backup });
+    }
+
+    /// Records that a bitmap, in whichever layer, says nothing of a backup any more.
+    pub(crate) fn forget_last_backup(&mut self, bitmap: &str) {
+        self.last_backups.retain(|last| last.bitmap != bitmap);
+    }
+
+    /// Records that the top layer was taken off. Fails if the record names another top.
+    pub(crate) fn take_off(&mut self, layers: &TakenOff) -> Result<()> {
+        let (off, below) = (recorded_name(&layers.top), recorded_name(&layers.below));
+        let top = self.options.get("file").unwrap_or_default().to_owned();
+        if !is_same_file(&top, &off) {
+            let (name, top) = (&self.name, image::without_secrets(&top));
+            let what = format!("the record names '{top}' as the top of the disk '{name}', and not '{}'", layers.top);
+            return Err(Error::new(ErrorKind::Locked, what));
         }
+        match self.former_tops.iter().rposition(|former| is_same_file(&former.file, &below)) {
+            Some(index) => {
+                let mut gone = self.former_tops.split_off(index).into_iter();
+                // The record keeps the name that the user gave: layers are compared by their canonical name.
+                if let Some(former) = gone.next() {
+                    self.set_top(&former.file, former.format.as_deref());
+                }
+                self.may_name(gone.map(|former| former.file));
+            }
+            None => {
+                let first = self.former_tops.first().map_or(top, |first| first.file.clone());
+                self.moved_from = self.moved_from.take().or(Some(first));
+                self.set_top(&below, layers.below_format.map(|format| format.to_string()).as_deref());
+            }
+        }
+        Ok(())
     }
 }
 

@@ -2,7 +2,8 @@ use super::directory::{FILE, NEW_FILE};
 use super::*;
 use crate::api::{AddExport, FormerTop};
 use crate::options::Options;
-use daemon::absolute;
+use daemon::{TakenOff, absolute};
+use image::{FileName, Format};
 
 fn disk(file: &str) -> RecordedDisk {
     let options = Options::parse(&format!("file={file},format=raw")).unwrap();
@@ -15,10 +16,19 @@ fn disk(file: &str) -> RecordedDisk {
         bases: Vec::new(),
         moved_from: None,
         unfinished: None,
+        unfinished_inode: None,
+        leaving_tops: Vec::new(),
+        last_backups: Vec::new(),
         fleeces: Vec::new(),
         kept_in: None,
         configured: None,
     }
+}
+
+/// The top layer that goes, the layer below, and its format if somebody has said it.
+fn off(top: &str, below: &str, format: Option<Format>) -> TakenOff {
+    let [top, below] = [top, below].map(|name| FileName::parse(name).unwrap());
+    TakenOff { top, below, below_format: format }
 }
 
 #[test]
@@ -31,7 +41,7 @@ fn a_layer_on_a_kept_overlay_rests_on_that_whatever_the_configuration_says() {
     assert!(disk.has_layers_on(Some("/a.raw")));
     disk.set_options(given.clone());
     assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2,name=a,cache=none");
-    disk.take_off("/kept/a.scratch");
+    disk.take_off(&off("/b.qcow2", "/kept/a.scratch", None)).unwrap();
     disk.set_options(given);
     assert_eq!(disk.options.to_text(), "file=/kept/a.scratch,format=scratch,name=a,cache=none");
 }
@@ -72,10 +82,76 @@ fn layers_go_on_and_come_off_with_their_formats() {
     disk.put_on("/b.qcow2");
     assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2");
     disk.put_on("/c.qcow2");
-    disk.take_off("/b.qcow2");
+    disk.take_off(&off("/c.qcow2", "/b.qcow2", None)).unwrap();
     assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2");
-    disk.take_off("/a.raw");
+    disk.take_off(&off("/b.qcow2", "/a.raw", None)).unwrap();
     assert_eq!(disk.options.to_text(), "file=/a.raw,format=raw");
+}
+
+#[test]
+fn a_layer_that_comes_off_leaves_a_record_of_the_layers_that_are_there() {
+    let mut disk = disk("/a.raw");
+    disk.put_on("/b.qcow2");
+    disk.put_on("/c.qcow2");
+    let before = disk.clone();
+    let error = disk.take_off(&off("/b.qcow2", "/a.raw", None)).unwrap_err();
+    assert!(error.to_string().contains("'/c.qcow2' as the top of the disk 'a', and not '/b.qcow2'"), "{error}");
+    assert_eq!(disk, before);
+    // It was to rest on the lowest layer, and the daemon died before its image named that.
+    disk.rest_on(1, None);
+    disk.take_off(&off("/c.qcow2", "/b.qcow2", Some(Format::Qcow2))).unwrap();
+    assert_eq!(disk.options.to_text(), "file=/b.qcow2,format=qcow2");
+    assert!(disk.has_left("/a.raw") && disk.has_layers_on(Some("/a.raw")), "nobody else writes below it");
+    // From two layers down.
+    let mut disk = before;
+    disk.options.set("file", "/d.qcow2");
+    disk.take_off(&off("/d.qcow2", "/a.raw", None)).unwrap();
+    assert_eq!((disk.options.to_text(), disk.former_tops.len()), ("file=/a.raw,format=raw".to_owned(), 0));
+    assert!(disk.uses("/b.qcow2"));
+}
+
+#[test]
+fn a_layer_comes_off_a_disk_at_a_server_and_leaves_the_users_name_of_it() {
+    let given = "rbd:p/i:conf=/c:id=me";
+    let mut disk = disk(given);
+    let before = disk.clone();
+    disk.put_on("/b.qcow2");
+    assert!(disk.files().eq(["/b.qcow2", given]));
+    disk.take_off(&off("/b.qcow2", "rbd:p/i:conf=/c:id=other", None)).unwrap();
+    assert_eq!(disk, before);
+}
+
+#[test]
+fn former_tops_that_were_to_go_are_there_again_if_the_image_still_names_them() {
+    let mut disk = disk("/a.raw");
+    ["/b.qcow2", "/c.qcow2", "/d.qcow2"].into_iter().for_each(|overlay| disk.put_on(overlay));
+    let before = disk.clone();
+    disk.rest_on(2, None);
+    assert_eq!((disk.former_tops.len(), disk.leaving_tops.len()), (1, 2));
+    assert!(before.files().all(|file| disk.uses(file)));
+    let [gone, stays] = ["/c.qcow2", "/a.raw"].map(|name| FileName::parse(name).unwrap());
+    assert!(disk.names_old_base(Some(&gone)) && !disk.names_old_base(Some(&stays)) && !disk.names_old_base(None));
+    let mut moved = disk.clone();
+    moved.has_moved();
+    assert!(!moved.names_old_base(Some(&gone)) && moved.files().any(|file| file == "/c.qcow2"));
+    disk.stays();
+    assert_eq!(disk, before);
+}
+
+#[test]
+fn a_last_backup_is_one_of_a_bitmap_of_the_top_layer() {
+    let mut disk = disk("/a.qcow2");
+    disk.set_last_backup("b", "/a.qcow2", "/monday");
+    disk.set_last_backup("c", "/a.qcow2", "/other");
+    disk.set_last_backup("b", "/a.qcow2", "/tuesday");
+    assert_eq!((disk.last_backup("b"), disk.last_backup("d")), (Some("/tuesday"), None));
+    disk.put_on("/top.qcow2");
+    assert_eq!(disk.last_backup("b"), None, "the bitmap is in a lower layer");
+    disk.undo_put_on();
+    disk.forget_last_backup("b");
+    assert_eq!((disk.last_backup("b"), disk.last_backup("c")), (None, Some("/other")));
+    disk.move_to("/copy", "qcow2", None);
+    assert_eq!(disk.last_backup("c"), None, "the bitmap is in the former image");
 }
 
 #[test]
@@ -92,7 +168,7 @@ fn a_disk_that_went_over_to_a_copy_keeps_it_whatever_else_its_options_say() {
     assert_eq!(moved.options.get("file"), Some("/c.qcow2"));
 
     top.move_to("/d.qcow2", "qcow2", Some(vec!["/a.raw".to_owned()]));
-    top.take_off("/a.raw");
+    top.take_off(&off("/d.qcow2", "/a.raw", None)).unwrap();
     assert_eq!(top.options.to_text(), "file=/a.raw,format=raw");
 }
 
@@ -118,7 +194,7 @@ fn a_layer_comes_off_a_disk_that_was_given_by_a_link_and_leaves_it_as_it_was_giv
     let mut disk = disk(link.to_str().unwrap());
     let given = disk.clone();
     disk.put_on("/fleece");
-    disk.take_off(own.to_str().unwrap());
+    disk.take_off(&off("/fleece", own.to_str().unwrap(), None)).unwrap();
     assert_eq!(disk, given);
     disk.put_on("/b.qcow2");
     assert!(disk.uses(own.to_str().unwrap()) && !disk.uses("/other"));
@@ -147,6 +223,19 @@ fn a_record_that_is_none_is_refused_with_its_path() {
 }
 
 #[test]
+fn a_change_that_cannot_be_written_changes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let records = Records::in_directory(dir.path()).unwrap();
+    std::fs::create_dir(dir.path().join(NEW_FILE)).unwrap();
+    assert!(records.change(|record| record.disks.push(disk("/a.raw"))).is_err());
+    assert!(records.current().disks.is_empty());
+    // Whatever the directory holds, the next change writes the current record.
+    std::fs::remove_dir(dir.path().join(NEW_FILE)).unwrap();
+    records.change(|_| ()).unwrap();
+    assert!(dir.path().join(FILE).exists());
+}
+
+#[test]
 fn the_disks_of_a_group_have_the_same_limits_in_the_record() {
     let with = |filter: &str| {
         let options = Options::parse(&format!("format=null,size=1M,filter=delay:ms=1,filter={filter}")).unwrap();
@@ -165,17 +254,4 @@ fn the_disks_of_a_group_have_the_same_limits_in_the_record() {
     }
     record.set_group_limits("g", ThrottleLimits::default());
     assert!(record.disks[0].options.to_text().ends_with("filter=throttle:group=g"));
-}
-
-#[test]
-fn a_change_that_cannot_be_written_changes_nothing() {
-    let dir = tempfile::tempdir().unwrap();
-    let records = Records::in_directory(dir.path()).unwrap();
-    std::fs::create_dir(dir.path().join(NEW_FILE)).unwrap();
-    assert!(records.change(|record| record.disks.push(disk("/a.raw"))).is_err());
-    assert!(records.current().disks.is_empty());
-    // Whatever the directory holds, the next change writes the current record.
-    std::fs::remove_dir(dir.path().join(NEW_FILE)).unwrap();
-    records.change(|_| ()).unwrap();
-    assert!(dir.path().join(FILE).exists());
 }

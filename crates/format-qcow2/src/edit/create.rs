@@ -1,5 +1,6 @@
 //! Making a new image, as `qemu-img create` does.
 
+use crate::edit::header_edit::Backing;
 use crate::edit::preallocate::Preallocation;
 use crate::layout::file_text::os_name;
 use crate::layout::geometry::{Geometry, MAX_FILE_BYTES};
@@ -88,6 +89,11 @@ impl CreateOptions {
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
         self
+    }
+
+    /// It will rest on this image, or on none.
+    pub fn rest_on(&mut self, below: Option<Backing>) {
+        (self.backing_file, self.backing_format) = below.map_or((None, None), |below| (Some(below.file), below.format));
     }
 
     /// What does not go together, in qemu's words.

@@ -68,6 +68,9 @@ impl Layer {
 
     /// Refuses `edit` if the layer's format cannot store what it changes.
     pub(crate) fn refuse_edit(&self, edit: &ClosedEdit) -> Result<()> {
+        if self.has_bitmaps_in_memory() && matches!(edit, ClosedEdit::Bitmaps(_)) {
+            return Ok(());
+        }
         self.needs_qcow2(match edit {
             ClosedEdit::Bitmaps(_) => "bitmaps",
             ClosedEdit::Shorten(_) => "clusters that can move",
@@ -75,10 +78,16 @@ impl Layer {
         })
     }
 
+    /// Whether its bitmaps are in memory only: its format has no room for them.
+    pub(crate) fn has_bitmaps_in_memory(&self) -> bool {
+        matches!(self.mapping, Mapping::Raw(_))
+    }
+
     /// Changes the layer durably. The layer is closed and nobody uses it. A power cut leaves it before or after the
     /// change.
     pub(crate) async fn edit_closed(&self, edit: &ClosedEdit) -> Result<()> {
         self.refuse_edit(edit)?;
+        self.needs_qcow2("tables")?;
         let (io, file, name) = (self.open_blocking()?, &*self.file, self.name.to_string());
         let (io, name, go_on) = (&io, name.as_str(), &mut |_, _| true);
         match edit {
@@ -108,8 +117,11 @@ impl Layer {
         }
     }
 
-    /// Reads a bitmap's bits from the file.
+    /// Returns a bitmap's bits, from the file where they are persistent.
     pub(crate) async fn read_bitmap(&self, bitmap: &str) -> Result<BitmapBits> {
+        if let Some(found) = self.memory_bitmaps.find(bitmap) {
+            return Ok(found.bits());
+        }
         self.needs_qcow2("bitmaps")?;
         format_qcow2::read_bitmap(&self.open_blocking()?, &self.name.to_string(), bitmap).await
     }

@@ -74,6 +74,12 @@ impl Image {
         chain.layers.iter().map(|layer| layer.said.clone()).collect::<Vec<_>>().into_iter()
     }
 
+    /// Returns how an image that is to rest on this layer names it in its header. 0 is the top layer; `None` if there
+    /// is no such layer. Fails if the layer has no name that a header can keep.
+    pub fn layer_in_header(&self, index: usize) -> Result<Option<format_qcow2::Backing>> {
+        self.chain().layers.get(index).map(|layer| layer.in_header()).transpose()
+    }
+
     /// Returns the formats of the chain's layers, top first.
     pub fn formats(&self) -> impl Iterator<Item = Format> + use<> {
         let chain = self.chain();

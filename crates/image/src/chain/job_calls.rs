@@ -10,15 +10,15 @@
 use super::give_up::{Ends, GiveUp, given_up};
 use super::layer::Layer;
 use block::{
-    Done, Error, ErrorKind, File, FileIo, FileOp, FileQueue, IoError, IoResult, MetaIo, PastEnd, Result, Waiter,
-    block_on, reclaim,
+    Done, Error, ErrorKind, File, FileIo, FileOp, FileQueue, IoError, IoResult, MetaIo, PastEnd, ReactorCtx, Result,
+    Waiter, block_on, reclaim,
 };
 use memory::{AlignedBuf, IoBuf, Window};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
 use std::future::Future;
 use std::pin::pin;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
@@ -30,13 +30,31 @@ const THREADS_MAX: usize = 8;
 
 /// The calls of one job that have not ended. It stays on the job's thread.
 pub(crate) struct JobCalls {
+    /// A simulated reactor, where calls are in flight at the same time.
+    on: Option<Rc<dyn ReactorCtx>>,
     give_up: Option<Arc<GiveUp>>,
     in_flight: RefCell<BTreeMap<u64, InFlight>>,
     next: Cell<u64>,
     ended: Arc<Ended>,
     /// Somebody awaits the ends, so pushes return at once.
     is_awaited: Cell<bool>,
+    /// What is open.
+    opened: RefCell<Vec<Opened>>,
 }
+
+thread_local! {
+    static OVERLAPPING: RefCell<Option<Rc<dyn ReactorCtx>>> = const { RefCell::new(None) };
+}
+
+/// For tests: jobs that this thread begins from now on, and that nobody can give up, have several calls in flight on this
+/// reactor, as others have on threads.
+#[doc(hidden)]
+pub fn overlap_calls_for_test(ctx: Option<Rc<dyn ReactorCtx>>) {
+    OVERLAPPING.set(ctx);
+}
+
+/// A file, which of its calls end if they are given up, and its calls.
+type Opened = (Arc<dyn File>, Ends, Weak<dyn FileQueue>);
 
 /// A call that a thread makes, or will make.
 struct InFlight {
@@ -83,25 +101,53 @@ impl Ended {
 impl JobCalls {
     /// Without `give_up`, files are opened without threads: each push carries its call out.
     pub(crate) fn new(give_up: Option<&Arc<GiveUp>>) -> Rc<Self> {
+        let on = if give_up.is_none() { OVERLAPPING.with_borrow(Clone::clone) } else { None };
+        Self::with(give_up, on)
+    }
+
+    /// Each push carries its call out.
+    pub(crate) fn blocking() -> Rc<Self> {
+        Self::with(None, None)
+    }
+
+    fn with(give_up: Option<&Arc<GiveUp>>, on: Option<Rc<dyn ReactorCtx>>) -> Rc<Self> {
         Rc::new(Self {
+            on,
             give_up: give_up.cloned(),
             in_flight: RefCell::default(),
             next: Cell::new(0),
             ended: Arc::default(),
             is_awaited: Cell::new(false),
+            opened: RefCell::default(),
         })
     }
 
     /// Opens a layer's files. `ends` says which calls end if they are given up.
     pub(crate) fn open(self: &Rc<Self>, layer: &Layer, ends: Ends) -> Result<MetaIo> {
+        if let Some(ctx) = &self.on {
+            return layer.open_queues(ctx).map(|(_, meta)| meta);
+        }
         if self.give_up.is_none() {
             return layer.open_blocking();
         }
-        let meta = MetaIo::new(Calls::begin(self, &layer.file, ends)?);
+        let meta = MetaIo::new(self.queue_of(&layer.file, ends)?);
         match &layer.data {
-            Some(data) => Ok(meta.with_data(Calls::begin(self, &data.file, ends)?)),
+            Some(data) => Ok(meta.with_data(self.queue_of(&data.file, ends)?)),
             None => Ok(meta),
         }
+    }
+
+    /// A file has the same threads, however often the job opens it.
+    fn queue_of(self: &Rc<Self>, file: &Arc<dyn File>, ends: Ends) -> Result<Rc<dyn FileQueue>> {
+        let is_it = |(known, its, _): &&Opened| Arc::ptr_eq(known, file) && *its == ends;
+        if let Some(queue) = self.opened.borrow().iter().find(is_it).and_then(|(_, _, queue)| queue.upgrade()) {
+            return Ok(queue);
+        }
+        let queue = Calls::begin(self, file, ends)?;
+        let mut opened = self.opened.borrow_mut();
+        opened.retain(|(_, _, queue)| queue.strong_count() > 0);
+        opened.push((Arc::clone(file), ends, Rc::downgrade(&queue)));
+        Ok(queue)
     }
 
     /// Awaits `future`, which may have several calls in flight.

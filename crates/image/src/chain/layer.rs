@@ -1,10 +1,11 @@
 //! One layer of a chain: its files, and the mapping that says where the guest's bytes lie.
 
 use super::mapping::Mapping;
+use super::memory_bitmap::MemoryBitmaps;
 use crate::file_name::FileName;
 use crate::guess::Format;
 use block::{Error, ErrorKind, File, FileInfo, FileQueue, IoError, MetaIo, ReactorCtx, Result};
-use format_qcow2::{EditWatch, ResizeOptions};
+use format_qcow2::{Backing, EditWatch, ResizeOptions};
 use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 
@@ -31,12 +32,14 @@ pub(crate) struct Layer {
     pub(crate) data: Option<DataFile>,
     pub(crate) mapping: Mapping,
     pub(crate) size_bytes: u64,
+    /// Bitmaps of a raw layer. Persistent ones belong to the mapping.
+    pub(crate) memory_bitmaps: Arc<MemoryBitmaps>,
     /// See [`Layer::has_empty_clusters`].
     pub(crate) empty_clusters: OnceLock<bool>,
 }
 
 impl Layer {
-    /// Returns a layer with the same files and another mapping.
+    /// Returns a layer with the same files and another mapping. No request is in flight.
     pub(crate) fn with_mapping(&self, mapping: Mapping) -> Self {
         let data = self.data.as_ref();
         let data = data.map(|DataFile { name, said, file }| DataFile {
@@ -52,6 +55,10 @@ impl Layer {
             file: Arc::clone(&self.file),
             data,
             size_bytes: mapping.size_bytes(),
+            memory_bitmaps: match self.memory_bitmaps.is_empty() {
+                true => Arc::clone(&self.memory_bitmaps),
+                false => Arc::new(self.memory_bitmaps.of_size(mapping.size_bytes())),
+            },
             empty_clusters: OnceLock::new(),
             mapping,
         }
@@ -90,8 +97,37 @@ impl Layer {
 
     /// Changes the size of the layer. The layer is closed and nobody uses it.
     pub(crate) async fn resize_closed(&self, options: &ResizeOptions, watch: &mut EditWatch<'_>) -> Result<()> {
+        self.look_before_edit(watch).await?;
+        self.resize_looked_at(options, watch).await
+    }
+
+    /// As [`Layer::resize_closed`]. Its references are not looked at, which takes long in a large image: that was done, or
+    /// the layer was in use and has just been closed.
+    pub(crate) async fn resize_looked_at(&self, options: &ResizeOptions, watch: &mut EditWatch<'_>) -> Result<()> {
         let io = self.open_blocking()?;
-        self.mapping.resize_closed(&io, self.file.as_ref(), &self.name.to_string(), options, watch).await
+        self.mapping.resize_looked_at(&io, self.file.as_ref(), &self.name.to_string(), options, watch).await
+    }
+
+    /// Refuses a layer whose refcounts deny data that are there. Nobody writes to it meanwhile.
+    pub(crate) async fn look_before_edit(&self, watch: &mut EditWatch<'_>) -> Result<()> {
+        match self.mapping.qcow2() {
+            None => Ok(()),
+            Some(_) => {
+                let (io, name) = (self.open_blocking()?, self.name.to_string());
+                format_qcow2::look_before_writing(&io, self.file.as_ref(), &name, watch).await
+            }
+        }
+    }
+
+    /// How the header of an image that rests on this layer names it: by its whole path, because the two may lie in
+    /// different directories.
+    pub(crate) fn in_header(&self) -> Result<Backing> {
+        let file = self.name.in_header().ok_or_else(|| {
+            let what = "has no name that an image could keep in its header: it is no file and no server's, or its name \
+                        has a password or a query";
+            Error::new(ErrorKind::Unsupported, format!("'{}' {what}", self.name))
+        })?;
+        Ok(Backing { file: file.into_owned(), format: Some(self.format().to_string()) })
     }
 
     pub(crate) fn format(&self) -> Format {

@@ -7,6 +7,7 @@ use super::give_up::{GiveUp, LateCalls};
 use super::layer::Layer;
 use super::lower_map::{Known, LowerMap};
 use super::mapping::Plain;
+use super::memory_bitmap::MemoryBitmaps;
 use super::table_cache::{Hits, lower_map};
 use block::{Extent, IoError, IoErrorKind, IoResult, Mapped, MetaIo, PastEnd};
 use memory::BufferAccount;
@@ -64,6 +65,8 @@ pub(crate) struct Chain {
     handover: Option<Arc<Over>>,
     /// Notes what is written.
     pub(crate) log: Option<ChangeLog>,
+    /// Bitmaps of the top layer that note it, too.
+    bitmaps: Option<Arc<MemoryBitmaps>>,
     /// Another chain that gets all writes, too.
     pub(crate) both: Option<BothSides>,
 }
@@ -90,7 +93,8 @@ impl Chain {
         // This includes a layer that may be the top again: data from above it go there then.
         let guessed_raw = layers.iter().any(|layer| layer.writable && layer.guessed && !layer.mapping.has_tables());
         let disk = Arc::clone(disk);
-        let looks_at_writes = disk.read_only;
+        let bitmaps = top.map(|top| &top.memory_bitmaps).filter(|bitmaps| bitmaps.is_recording()).cloned();
+        let looks_at_writes = disk.read_only || bitmaps.is_some();
         let limit_bytes = size_bytes;
         Self {
             layers,
@@ -102,6 +106,7 @@ impl Chain {
             below: None,
             handover: None,
             log: None,
+            bitmaps,
             both: None,
         }
     }
@@ -173,7 +178,15 @@ impl Chain {
         if let Some(log) = &self.log {
             log.note(offset, length_bytes);
         }
+        self.note_in_bitmaps(offset, length_bytes);
         Ok(())
+    }
+
+    /// Notes what will be written to the top layer, by a guest or by a copy to it.
+    pub(crate) fn note_in_bitmaps(&self, offset: u64, length_bytes: u64) {
+        if let Some(bitmaps) = &self.bitmaps {
+            bitmaps.note(offset, length_bytes);
+        }
     }
 
     /// Logs a refused header each time their number has doubled: a guest must not fill the log.

@@ -364,7 +364,7 @@ impl Mapping {
     }
 
     /// Changes the size of a closed image that nobody uses. Open the image again afterwards, even if this fails.
-    pub(crate) async fn resize_closed(
+    pub(crate) async fn resize_looked_at(
         &self,
         io: &MetaIo,
         file: &dyn File,
@@ -377,7 +377,7 @@ impl Mapping {
                 let space = raw_space(options.preallocation)?;
                 format_raw::resize(io, file, options.size_bytes, options.shrink, space, watch).await
             }
-            Self::Qcow2(_) => format_qcow2::resize(io, file, name, options, watch).await,
+            Self::Qcow2(_) => format_qcow2::resize_looked_at(io, file, name, options, watch).await,
             Self::Scratch(_) => Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(

@@ -18,6 +18,7 @@ pub(crate) mod layer;
 pub(crate) mod layers;
 mod lower_map;
 pub(crate) mod mapping;
+pub(crate) mod memory_bitmap;
 mod pieces;
 pub(crate) mod queue;
 mod slow_path;

@@ -160,6 +160,7 @@ impl Shared {
     pub(crate) async fn write(&self, offset: u64, data: Window, priority: Priority) -> IoResult<Written> {
         let mapping = &self.chain.top()?.mapping;
         let meta = self.metas.first().ok_or(IoError::EIO)?;
+        self.chain.note_in_bitmaps(offset, data.length_bytes() as u64);
         mapping.pad(meta, offset.saturating_add(data.length_bytes() as u64)).await?;
         let (mut done, mut written) = (0usize, Written::InPlace);
         while done < data.length_bytes() {
@@ -393,11 +394,13 @@ impl Shared {
 
     async fn discard(&self, offset: u64, length: u64) -> IoResult {
         let meta = self.metas.first().ok_or(IoError::EIO)?;
+        self.chain.note_in_bitmaps(offset, length);
         self.chain.top()?.mapping.discard(meta, offset, length).await
     }
 
     pub(crate) async fn write_zeroes(&self, offset: u64, length: u64, may_unmap: bool) -> IoResult {
         let meta = self.metas.first().ok_or(IoError::EIO)?;
+        self.chain.note_in_bitmaps(offset, length);
         for range in self.chain.top()?.mapping.write_zeroes(meta, offset, length, may_unmap).await? {
             self.zero_by_writing(range.start, range.end).await?;
         }

@@ -60,11 +60,17 @@ impl CopyOut {
 
     /// Copies, and makes the copy durable. Blocks; not to be called on a reactor's thread.
     pub fn run(&self, what: &Copied, watch: &CopyWatch) -> Result<()> {
+        block_on(self.run_async(what, watch))
+    }
+
+    /// As [`CopyOut::run`], as a future that makes calls that block.
+    #[doc(hidden)]
+    pub async fn run_async(&self, what: &Copied, watch: &CopyWatch) -> Result<()> {
         let calls = JobCalls::new(watch.given_up_by());
-        block_on(self.copy(what, watch, &calls))?;
+        self.copy(what, watch, &calls).await?;
         let chain = self.to.chain();
         let top = chain.layers.first().ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
-        block_on(top.close_by(&calls.open(top, Ends::All)?))
+        top.close_by(&calls.open(top, Ends::All)?).await
     }
 
     async fn copy(&self, what: &Copied, watch: &CopyWatch, calls: &Rc<JobCalls>) -> Result<()> {

@@ -4,13 +4,13 @@
 //! again. One header sector makes the change valid, so a power cut leaves the image before it or after it.
 
 use crate::chain::closed_edit::ClosedEdit;
-use crate::chain::exchange::hold_quiet;
+use crate::chain::exchange::{Barrier, hold_quiet};
 use crate::chain::image::Image;
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
 use crate::file_name::FileName;
 use block::{DirtyBitmaps, DirtyMap, Error, ErrorKind, Result, block_on};
-use format_qcow2::{Snapshot, SnapshotName};
+use format_qcow2::{BitmapAction, Snapshot, SnapshotName};
 use std::sync::Arc;
 
 /// How often a list is read anew that was changed while it was read.
@@ -18,7 +18,7 @@ const TRIES: usize = 5;
 /// The most bits of a bitmap that somebody is told, in bytes.
 const DIRTY_BYTES_MAX: u64 = 64 << 20;
 
-/// A persistent bitmap of an image that is open.
+/// A bitmap of an image that is open.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OnlineBitmap {
@@ -32,6 +32,8 @@ pub struct OnlineBitmap {
     pub recording: bool,
     /// Whoever used it did not come to an end: its bits mean nothing, it can only be removed.
     pub inconsistent: bool,
+    /// It is kept in the layer's file. That of a raw image is in memory, and gone when the image is closed.
+    pub persistent: bool,
     /// Bytes that were written according to it, in whole granules; `None` where nobody can say.
     pub dirty_bytes: Option<u64>,
 }
@@ -75,6 +77,9 @@ impl Image {
             return refuse("what is written to a disk with snapshot=on is thrown away");
         }
         let barrier = hold_quiet(&self.board).await?;
+        if let (true, ClosedEdit::Bitmaps(actions)) = (layer.has_bitmaps_in_memory(), edit) {
+            return edit_in_memory(&chain, index, actions, barrier).await;
+        }
         if let Err(error) = layer.close().await {
             barrier.give_up().await;
             return Err(error);
@@ -115,7 +120,15 @@ impl Image {
 
     async fn read_dirty_bitmap(&self, name: &str) -> Result<DirtyMap> {
         for (index, layer) in self.chain().layers.iter().enumerate() {
-            let Some(bitmap) = layer.bitmaps().await?.into_iter().find(|bitmap| bitmap.name == name) else { continue };
+            let in_memory = layer.memory_bitmaps.find(name).map(|found| (found.granularity_bytes(), found.enabled));
+            let found = match in_memory {
+                Some(found) => Some(found),
+                None => {
+                    let found = layer.bitmaps().await?.into_iter().find(|bitmap| bitmap.name == name);
+                    found.map(|found| (found.granularity_bytes(), found.enabled))
+                }
+            };
+            let Some((granularity_bytes, is_enabled)) = found else { continue };
             if index > 0 {
                 let what = format!(
                     "bitmap '{name}' is in a lower layer ('{}'), and does not note what is written now: commit the layers \
@@ -124,7 +137,7 @@ impl Image {
                 );
                 return Err(Error::new(ErrorKind::Unsupported, what));
             }
-            let bits_bytes = layer.size_bytes.div_ceil(bitmap.granularity_bytes().max(1)).div_ceil(8);
+            let bits_bytes = layer.size_bytes.div_ceil(granularity_bytes.max(1)).div_ceil(8);
             if bits_bytes > DIRTY_BYTES_MAX {
                 let what = format!(
                     "the bitmap '{name}' of '{}' has {bits_bytes} bytes, and at most {DIRTY_BYTES_MAX} are kept in memory: \
@@ -134,7 +147,7 @@ impl Image {
                 return Err(Error::new(ErrorKind::Unsupported, what));
             }
             let noted = layer.mapping.qcow2().and_then(|qcow2| qcow2.noted_bits(name));
-            let is_recording = noted.is_some() || bitmap.enabled && layer.writable;
+            let is_recording = noted.is_some() || is_enabled && layer.writable;
             let bits = match noted {
                 Some(bits) => bits,
                 None => layer.read_bitmap(name).await?,
@@ -151,6 +164,37 @@ impl Image {
             let top = self.chain().layers.first().cloned();
             top.map(|top| block_on(top.internal_snapshots())).transpose().map(Option::unwrap_or_default)
         })
+    }
+}
+
+/// Changes bitmaps that are in memory only, of a layer that nobody writes to now.
+async fn edit_in_memory(
+    chain: &Arc<Chain>,
+    index: usize,
+    actions: &[(String, BitmapAction)],
+    barrier: Barrier,
+) -> Result<()> {
+    let edit = || {
+        let layer = chain.layers.get(index).ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
+        let lower = Chain::plain(chain.layers.get(index..).unwrap_or_default().to_vec(), &chain.disk);
+        let edited = layer.memory_bitmaps.edited(actions, layer.size_bytes)?;
+        let mut next = lower.reopened(layer)?;
+        next.memory_bitmaps = Arc::new(edited);
+        Ok(Arc::new(next))
+    };
+    match edit() {
+        Ok(edited) => {
+            let mut layers = chain.layers.clone();
+            if let Some(layer) = layers.get_mut(index) {
+                *layer = edited;
+            }
+            barrier.release(vec![Arc::new(Chain::new(layers, &chain.disk))]).await;
+            Ok(())
+        }
+        Err(error) => {
+            barrier.give_up().await;
+            Err(error)
+        }
     }
 }
 
@@ -175,6 +219,18 @@ fn again<T>(read: impl Fn() -> Result<T>) -> Result<T> {
 }
 
 async fn bitmaps_of(layer: &Layer) -> Result<Vec<OnlineBitmap>> {
+    if layer.has_bitmaps_in_memory() {
+        let found = layer.memory_bitmaps.iter().map(|bitmap| OnlineBitmap {
+            file: layer.name.clone(),
+            name: bitmap.name.clone(),
+            granularity_bytes: bitmap.granularity_bytes(),
+            recording: bitmap.enabled,
+            inconsistent: false,
+            persistent: false,
+            dirty_bytes: Some(bitmap.dirty_bytes()),
+        });
+        return Ok(found.collect());
+    }
     let noting = layer.mapping.qcow2().map(format_qcow2::Qcow2::noting_bitmaps).unwrap_or_default();
     let mut found = Vec::new();
     for bitmap in layer.bitmaps().await? {
@@ -195,6 +251,7 @@ async fn bitmaps_of(layer: &Layer) -> Result<Vec<OnlineBitmap>> {
             recording: bitmap.enabled && !inconsistent,
             name: bitmap.name,
             inconsistent,
+            persistent: true,
             dirty_bytes,
         });
     }

@@ -15,7 +15,7 @@ use std::sync::Arc;
 impl Image {
     /// Makes the disk larger while guests use it; what is added reads as zeros, whatever lies below. Durable when this
     /// returns, and whoever subscribed has been told. Requests are held while the layer's header and tables change, which
-    /// takes as long as what is in flight, some flushes, and opening the image. Refused where the disk would become smaller:
+    /// takes as long as what is in flight, some flushes, and opening the image: not longer the more data it has. Refused where the disk would become smaller:
     /// its guest may be using what would be lost. Blocks; not to be called on a reactor's thread.
     pub fn grow(&self, size_bytes: u64) -> Result<()> {
         block_on(self.grow_async(size_bytes))
@@ -77,7 +77,8 @@ pub(super) struct Grown {
 }
 
 impl Chain {
-    /// Makes the top layer larger, which is closed, and which nobody uses.
+    /// Makes the top layer larger. It was in use and has just been closed, or it was looked at
+    /// ([`Layer::look_before_edit`]).
     pub(super) async fn grown_top(self: &Arc<Self>, size_bytes: u64) -> Grown {
         let Some(top) = self.layers.first() else {
             return Grown { layer: None, result: Err(Error::new(ErrorKind::Io, "an image without layers")) };
@@ -94,7 +95,7 @@ impl Chain {
 
     async fn grow_top(self: &Arc<Self>, top: &Arc<Layer>, size_bytes: u64) -> Result<()> {
         let options = self.resize_options(size_bytes, false, GrowBy::Nothing).await?;
-        top.resize_closed(&options, &mut |_, _| true).await
+        top.resize_looked_at(&options, &mut |_, _| true).await
     }
 
     /// The layer with a mapping as the file has it now.

@@ -116,11 +116,13 @@ pub async fn mirror_async(
         go_over(&image.board, Chain::new(chain.layers.clone(), &chain.disk)).await?;
         return Err(error);
     }
-    if end == MirrorEnd::Switch
-        && let Some(former) = chain.layers.first()
-        && let Err(error) = former.close().await
-    {
+    let Some(former) = chain.layers.first().filter(|_| end == MirrorEnd::Switch) else { return Ok(()) };
+    if let Err(error) = former.close().await {
         tracing::warn!("the disk has gone over to another image, and its former one is not closed in order: {error}");
+    }
+    // Nobody needs the former image any more. Whoever still looks at it without a request fails, or asks the next chain.
+    if let Some(epochs) = former.mapping.epochs() {
+        epochs.close();
     }
     Ok(())
 }

@@ -2,13 +2,14 @@
 //!
 //! What the guest sees never changes. A range of which the top layer says nothing is compared: what lies below now, with
 //! what will lie below. Where the two differ, the top gets a copy of what the guest sees (see
-//! [`Shared::copy_up`](crate::chain::queue::Shared)). The layers below are only read, so one round is enough: what guests
+//! [`Shared::copy_up`](crate::chain::queue::Shared)), several pieces at once ([`super::lanes`]). The layers below are only read, so one round is enough: what guests
 //! write meanwhile goes to the top, and stays there.
 //!
 //! Then requests are held until none is in flight. The top is closed, its header names the new backing file, and it is
 //! opened again. Until that one sector of the header has changed, the old chain is valid, and from then on the new one. So
 //! a crash at any moment leaves a chain with the same contents.
 
+use super::lanes::{InEpochs, Pieces, copy_in_lanes};
 use super::watch::CopyWatch;
 use crate::chain::exchange::hold_quiet_for;
 use crate::chain::give_up::Ends;
@@ -16,7 +17,6 @@ use crate::chain::image::Image;
 use crate::chain::job_calls::JobCalls;
 use crate::chain::layer::Layer;
 use crate::chain::layers::{Chain, Place};
-
 use crate::chain::queue::Shared;
 use crate::file_name::FileName;
 use crate::open::gate::Opener;
@@ -24,10 +24,12 @@ use crate::open::layers::ImageOptions;
 use block::{Error, ErrorKind, Extent, IoError, IoResult, MetaIo, Participant, Priority, Result, block_on};
 use format_qcow2::Backing;
 use memory::IoBuf;
+use std::cell::RefCell;
+use std::rc::Rc;
 use std::sync::Arc;
 
-/// Compared and copied at once.
-const PIECE_BYTES: u64 = 1 << 20;
+/// Compared and copied at once, but at least a cluster of the top layer.
+const PIECE_BYTES: u64 = 256 << 10;
 
 /// A chain that is open for reading, and on which the top layer of a running disk may come to rest.
 pub struct OpenedBase {
@@ -68,48 +70,67 @@ pub enum NewBelow {
 /// is refused: its tables do not tell zeros from what was never written. Blocks; not to be called on a
 /// reactor's thread.
 pub fn move_onto(image: &Image, below: NewBelow, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
-    block_on(move_onto_async(image, below, watch, commit))
+    move_onto_or_stay(image, below, watch, commit, || ())
 }
 
-/// As [`move_onto`], as a future that makes calls that block.
+/// As [`move_onto`]. If the image keeps its base after `commit` was called, `stay` is called: the caller takes back what
+/// that did.
+pub fn move_onto_or_stay(
+    image: &Image,
+    below: NewBelow,
+    watch: &CopyWatch,
+    commit: impl FnOnce() -> Result<()>,
+    stay: impl FnOnce(),
+) -> Result<()> {
+    block_on(move_onto_async(image, below, watch, commit, stay))
+}
+
+/// As [`move_onto_or_stay`], as a future that makes calls that block.
 #[doc(hidden)]
 pub async fn move_onto_async(
     image: &Image,
     below: NewBelow,
     watch: &CopyWatch,
     commit: impl FnOnce() -> Result<()>,
+    stay: impl FnOnce(),
 ) -> Result<()> {
     let _turn = image.board.try_turn()?;
     watch.check()?;
     let chain = image.chain();
     let below = check(&chain, below).await?;
-    let backing = below.first().map(|base| named(base)).transpose()?;
+    let backing = below.first().map(|base| base.in_header()).transpose()?;
     let Some(top) = chain.layers.first() else { return Ok(()) };
     watch.more(chain.size_bytes);
-    Pulling::new(&chain, &below, watch)?.pull().await?;
+    Pulling::new(&chain, &below, watch)?.pull(chain.size_bytes, watch).await?;
     top.flush().await?;
     watch.check()?;
     let is_new = |layer: &&Arc<Layer>| !chain.layers.iter().any(|known| Arc::ptr_eq(known, layer));
     let new = below.iter().filter(is_new).cloned().collect();
     let barrier = hold_quiet_for(&image.board, new).await?;
     // Storage may have hung since the last look.
+    let mut is_asked = false;
     let decide = || {
         watch.check()?;
         watch.set_decided(true);
+        is_asked = true;
         commit()
     };
     if let Err(error) = top.close().await.and_then(|()| decide()) {
         watch.set_decided(false);
         barrier.give_up().await;
+        if is_asked {
+            stay();
+        }
         return Err(error);
     }
     let result = set_backing(top, backing.as_ref()).await;
+    let stays;
     let next = match chain.reopened(top) {
         // What it rests on, its header says, also where changing that failed on the way.
         Ok(layer) => {
             let has_moved = layer.mapping.backing().map(|(name, _)| name) == backing.as_ref().map(|new| &*new.file);
-            let old = chain.layers.get(1..).unwrap_or_default();
-            let rest = if result.is_ok() || has_moved { &*below } else { old };
+            stays = result.is_err() && !has_moved;
+            let rest = if stays { chain.layers.get(1..).unwrap_or_default() } else { &*below };
             Chain::new(std::iter::once(Arc::new(layer)).chain(rest.iter().cloned()).collect(), &chain.disk)
         }
         Err(error) => {
@@ -119,6 +140,9 @@ pub async fn move_onto_async(
         }
     };
     barrier.release(vec![Arc::new(next)]).await;
+    if stays {
+        stay();
+    }
     result
 }
 
@@ -161,17 +185,6 @@ async fn check(chain: &Chain, below: NewBelow) -> Result<Vec<Arc<Layer>>> {
     Ok(layers)
 }
 
-/// How a header names a layer: by its whole path, because the two may lie in different directories.
-fn named(base: &Layer) -> Result<Backing> {
-    let file = match base.name.path() {
-        Some(path) => path.to_str().map(str::to_owned),
-        None => Some(base.name.to_string()),
-    };
-    let unnamed =
-        || Error::new(ErrorKind::Unsupported, format!("'{}' has no name that an image could keep", base.name));
-    Ok(Backing { file: file.ok_or_else(unnamed)?, format: Some(base.format().to_string()) })
-}
-
 async fn set_backing(top: &Layer, backing: Option<&Backing>) -> Result<()> {
     format_qcow2::set_backing(&top.open_blocking()?, &*top.file, &top.name.to_string(), backing).await
 }
@@ -192,22 +205,31 @@ impl Below {
     }
 }
 
-/// Copies up, by calls that block.
+/// Copies up, by the calls of a job.
 struct Pulling<'a> {
-    size_bytes: u64,
     top: &'a Layer,
+    calls: Rc<JobCalls>,
     top_meta: MetaIo,
     /// The chain that guests use.
     seen: Shared,
     /// What lies below the top, now and afterwards; `None` where nothing does.
     now: Option<Shared>,
     next: Option<Shared>,
-    in_top: Option<Participant>,
-    watch: &'a CopyWatch,
+    in_top: Option<RefCell<Participant>>,
+    piece_bytes: u64,
+}
+
+/// A piece on its way.
+enum Found<'a> {
+    /// The top says what it is, or nothing changes below.
+    Skip,
+    /// What lies below now may differ from what will. The top does not use space again meanwhile: guests' data that are
+    /// next to the piece are read, too.
+    Compare(Option<InEpochs<'a>>),
 }
 
 impl<'a> Pulling<'a> {
-    fn new(chain: &'a Chain, below: &[Arc<Layer>], watch: &'a CopyWatch) -> Result<Self> {
+    fn new(chain: &'a Chain, below: &[Arc<Layer>], watch: &CopyWatch) -> Result<Self> {
         let nothing = || Error::new(ErrorKind::Io, "an image without layers");
         let top = chain.layers.first().ok_or_else(nothing)?;
         let calls = JobCalls::new(watch.given_up_by());
@@ -219,60 +241,90 @@ impl<'a> Pulling<'a> {
             }
         };
         Ok(Self {
-            size_bytes: chain.size_bytes,
             top,
             top_meta: calls.open(top, Ends::Reads)?,
             seen: of(&chain.layers)?.ok_or_else(nothing)?,
             now: of(chain.layers.get(1..).unwrap_or_default())?,
             next: of(below)?,
-            in_top: top.mapping.epochs().map(block::Epochs::join),
-            watch,
+            calls,
+            in_top: top.mapping.epochs().map(|epochs| RefCell::new(epochs.join())),
+            piece_bytes: PIECE_BYTES.max(u64::from(top.mapping.cluster_bytes().unwrap_or(1))),
         })
     }
 
-    async fn pull(&mut self) -> Result<()> {
-        let mut at = 0;
-        while at < self.size_bytes {
-            self.watch.check()?;
-            let ticket = match (&mut self.in_top, self.top.mapping.epochs()) {
-                (Some(participant), Some(epochs)) => Some(participant.begin(epochs)),
-                _ => None,
-            };
-            let pulled = self.piece(at, self.size_bytes.saturating_sub(at)).await;
-            if let (Some(participant), Some(ticket)) = (&mut self.in_top, ticket) {
-                participant.end(ticket);
-            }
-            let failed = |error| self.top.failed(&format!("cannot copy to it from byte {at} on"), error);
-            let (length_bytes, moved_bytes) = pulled.map_err(failed)?;
-            at = at.saturating_add(length_bytes);
-            self.watch.done(length_bytes);
-            self.watch.pace(moved_bytes);
-        }
-        Ok(())
+    async fn pull(&self, size_bytes: u64, watch: &CopyWatch) -> Result<()> {
+        let all: Vec<_> = std::iter::once(0..size_bytes).collect();
+        copy_in_lanes(self, &self.calls, &all, watch).await.map(drop)
     }
 
-    /// Deals with the first part of a range; its length, and how many bytes were moved.
-    async fn piece(&self, at: u64, length_bytes: u64) -> IoResult<(u64, u64)> {
+    fn failed(&self, at: u64, error: IoError) -> Error {
+        self.top.failed(&format!("cannot copy to it from byte {at} on"), error)
+    }
+
+    /// Whether the first part of a range may have to be copied, and the length of that part.
+    async fn look(&self, at: u64, length_bytes: u64) -> IoResult<(bool, u64)> {
         let mapped = self.top.mapping.resolve(&self.top_meta, at, length_bytes).await?;
         let length_bytes = mapped.length_bytes.min(length_bytes);
         if length_bytes == 0 {
             return Err(IoError::EIO);
         }
         if mapped.extent != Extent::Backing {
-            return Ok((length_bytes, 0));
+            return Ok((false, length_bytes));
         }
         let (now, length_bytes) = place(self.now.as_ref(), at, length_bytes).await?;
         let (next, length_bytes) = place(self.next.as_ref(), at, length_bytes).await?;
         if now.is_same(&next) {
-            return Ok((length_bytes, 0));
+            return Ok((false, length_bytes));
         }
-        let length_bytes = length_bytes.min(PIECE_BYTES);
+        // Pieces end where clusters of the top do: no two share one.
+        let rest = at.checked_rem(self.piece_bytes).unwrap_or(0);
+        Ok((true, length_bytes.min(self.piece_bytes.saturating_sub(rest))))
+    }
+
+    /// Whether a range holds the same in both chains below.
+    async fn is_same_below(&self, at: u64, length_bytes: u64) -> IoResult<bool> {
         let now = bytes(self.now.as_ref(), at, length_bytes).await?;
-        if now == bytes(self.next.as_ref(), at, length_bytes).await? {
-            return Ok((length_bytes, length_bytes));
+        match &self.next {
+            None => Ok(now.iter().all(|byte| *byte == 0)),
+            next => Ok(now == bytes(next.as_ref(), at, length_bytes).await?),
         }
-        let copied = self.seen.copy_up(at, length_bytes).await?;
-        Ok((copied, copied))
+    }
+
+    /// Compares a range, and copies it if it differs.
+    async fn copy_range(&self, at: u64, length_bytes: u64) -> IoResult {
+        if self.is_same_below(at, length_bytes).await? {
+            return Ok(());
+        }
+        let (mut at, end) = (at, at.saturating_add(length_bytes));
+        // One call deals with what one allocation takes, and nobody else comes back to the rest.
+        while at < end {
+            at = at.saturating_add(self.seen.copy_up(at, end.saturating_sub(at)).await?);
+        }
+        Ok(())
+    }
+}
+
+impl Pieces for Pulling<'_> {
+    type Found<'a>
+        = Found<'a>
+    where
+        Self: 'a;
+
+    async fn find(&self, at: u64, length_bytes: u64) -> Result<(Found<'_>, u64)> {
+        let in_top = InEpochs::enter(self.in_top.as_ref(), self.top.mapping.epochs());
+        let looked = self.look(at, length_bytes).await.map_err(|error| self.failed(at, error))?;
+        let (differs, length_bytes) = looked;
+        Ok((if differs { Found::Compare(in_top) } else { Found::Skip }, length_bytes))
+    }
+
+    async fn copy<'a>(&'a self, at: u64, length_bytes: u64, found: Found<'a>) -> Result<u64> {
+        let Found::Compare(_in_top) = found else { return Ok(0) };
+        self.copy_range(at, length_bytes).await.map_err(|error| self.failed(at, error))?;
+        Ok(length_bytes)
+    }
+
+    fn goes_on(&self, _left_bytes: u64) -> bool {
+        true
     }
 }
 

@@ -52,11 +52,12 @@ pub(super) fn refuse_unless_named(layer: &Layer, below: &Layer) -> Result<()> {
     };
     let named = layer.mapping.backing().map(|(name, _)| backing_path(&layer.name, name)).transpose()?;
     let named = named.map(canonical).transpose()?;
-    // An image names what lies at a server without its user's options.
-    let is_it = |named: &FileName, below: &FileName| {
-        named.is_same_file(below) || named.is_remote() && named.address() == below.address()
+    let is_below = |named: &FileName| match below.name.is_remote() {
+        // The header leaves out what is for this program only.
+        true => named.address() == below.name.address(),
+        false => canonical(below.name.clone()).is_ok_and(|below| named.is_same_file(&below)),
     };
-    if named.as_ref().is_some_and(|named| canonical(below.name.clone()).is_ok_and(|below| is_it(named, &below))) {
+    if named.as_ref().is_some_and(is_below) {
         return Ok(());
     }
     let named = named.map_or_else(|| "nothing".to_owned(), |named| format!("'{named}'"));
@@ -85,9 +86,10 @@ async fn is_empty(layer: &Layer) -> Result<bool> {
 /// Puts a new layer on top of each of these disks while guests use them. All disks pass one barrier: what is submitted to
 /// any of them after a write to any of them was acknowledged on the new layers goes to the new layers.
 ///
-/// When all requests are held, `commit` is called: whoever keeps a record of what a disk consists of makes it durable
-/// there, because nothing has been written to a new layer before. If it fails, or a queue cannot open a new layer, all goes
-/// on as before, and so says the error.
+/// First `commit` is called, while guests go on: whoever keeps a record of what a disk consists of makes it durable there.
+/// The new layers are empty, so a disk that is opened by that record before they are in place is the same. Then requests
+/// are held for the barrier only. If `commit` fails, or a queue cannot open a new layer, all goes on as before, and so says
+/// the error: the caller takes back what it has recorded, before it removes the new layers.
 ///
 /// Returns when the former tops are closed: no byte of theirs changes any more. The results say, disk by disk, whether
 /// that has succeeded. Where it has not, the new layer is in place all the same; every flush of the guest tries again to
@@ -122,11 +124,9 @@ pub(super) async fn put_overlay_in_turn(
 async fn put_on(mut exchanges: Vec<Exchange>, commit: impl FnOnce() -> Result<()>) -> Result<Vec<Result<()>>> {
     let prepared =
         exchanges.iter().map(|disk| (Arc::clone(&disk.board), disk.layers.iter().take(1).cloned().collect()));
-    let barrier = Barrier::prepare(prepared.collect(), Hold::Requests).await?;
-    if let Err(error) = commit() {
-        barrier.give_up().await;
-        return Err(error);
-    }
+    let prepared = prepared.collect();
+    commit()?;
+    let barrier = Barrier::prepare(prepared, Hold::Requests).await?;
     barrier.release(exchanges.iter_mut().map(Exchange::handing_over).collect()).await;
     let mut results = Vec::new();
     for disk in exchanges {

@@ -32,8 +32,18 @@ impl<'a> PointInTime<'a> {
     /// Puts the overlay on top, as [`crate::put_overlay`] does, and calls `commit` as that does. On an error nothing has
     /// changed. Blocks; not to be called on a reactor's thread.
     pub fn begin(image: &'a Image, overlay: OpenedOverlay, commit: impl FnOnce() -> Result<()>) -> Result<Self> {
+        block_on(Self::begin_async(image, overlay, commit))
+    }
+
+    /// As [`PointInTime::begin`], as a future that makes calls that block.
+    #[doc(hidden)]
+    pub async fn begin_async(
+        image: &'a Image,
+        overlay: OpenedOverlay,
+        commit: impl FnOnce() -> Result<()>,
+    ) -> Result<Self> {
         let turn = image.board.try_turn()?;
-        let settled = block_on(put_overlay_in_turn(image, overlay, commit))?;
+        let settled = put_overlay_in_turn(image, overlay, commit).await?;
         let below = image.chain().layers.get(1..).unwrap_or_default().to_vec();
         let view = Arc::new(Image::new(Chain::new(below, &constants(true))));
         Ok(Self { image, view, settled, _turn: turn })
@@ -76,7 +86,13 @@ impl<'a> PointInTime<'a> {
 
     /// Takes the temporary layer back, as [`crate::take_back`] does. On an error it stays on top, and can be taken back later.
     pub fn end(self, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
-        block_on(take_back_in_turn(self.image, watch, commit))
+        block_on(self.end_async(watch, commit))
+    }
+
+    /// As [`PointInTime::end`], as a future that makes calls that block.
+    #[doc(hidden)]
+    pub async fn end_async(self, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
+        take_back_in_turn(self.image, watch, commit).await.map(drop)
     }
 
     fn former_top(&self) -> Result<Arc<Layer>> {

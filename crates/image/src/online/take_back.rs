@@ -11,13 +11,19 @@ use crate::chain::layers::Chain;
 use block::{Error, ErrorKind, Result, block_on};
 use std::sync::Arc;
 
+/// A layer that was taken off is emptied in parts of this size.
+const EMPTIED_BYTES: u64 = 1 << 30;
+/// More clusters than this do not wait for a flush that frees them.
+const UNFREED_CLUSTERS_MAX: u64 = 1 << 14;
+
 /// Copies what the top layer holds into the layer below while guests use the disk, and takes the top layer off. The layer
 /// below has to have been the top before: it is open for writing. A top layer with internal snapshots is refused.
 ///
 /// At the end guests write to both layers, and are held for the barrier only. Before that `commit` is called, while guests go
-/// on: whoever keeps a record of what the disk consists of makes it durable there. From then on the layer that was taken off
-/// is of no use to anybody: it rests on a layer that changes. On an error the disk stays as it is; so it does when the `watch` cancels, which is an error of the kind
-/// [`ErrorKind::Cancelled`]. Blocks; not to be called on a reactor's thread.
+/// on: whoever keeps a record of what the disk consists of makes it durable there. After that nobody may use the layer that
+/// was taken off, because the layer below it changes. It is emptied, as `qemu-img commit` does, so its space goes back to
+/// the host. On an error the disk stays as it was. A cancel gives an error of the kind [`ErrorKind::Cancelled`]. Blocks; not
+/// to be called on a reactor's thread.
 pub fn take_back(image: &Image, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
     block_on(take_back_async(image, watch, commit))
 }
@@ -26,29 +32,65 @@ pub fn take_back(image: &Image, watch: &CopyWatch, commit: impl FnOnce() -> Resu
 #[doc(hidden)]
 pub async fn take_back_async(image: &Image, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
     let _turn = image.board.try_turn()?;
-    take_back_in_turn(image, watch, commit).await
+    let former = take_back_in_turn(image, watch, commit).await?;
+    if let Err(error) = empty(&former, watch).await {
+        tracing::warn!("'{}' was taken off its disk, and keeps its space: {error}", former.name);
+    }
+    Ok(())
 }
 
-/// As [`take_back_async`], by whoever has the turn to change the chain.
+/// As [`take_back_async`], for a caller that holds the right to change the chain. Returns the layer that was taken off,
+/// as it was.
 pub(super) async fn take_back_in_turn(
     image: &Image,
     watch: &CopyWatch,
     commit: impl FnOnce() -> Result<()>,
-) -> Result<()> {
+) -> Result<Arc<Layer>> {
     watch.check()?;
     watch.set_decided(false);
     let chain = image.chain();
     check(&chain).await?;
-    let layers = below_made_as_large(image, &chain).await?;
-    let result = take_back_to(image, &chain, &layers, watch, commit).await;
-    if result.is_err() {
+    let former = chain.layers.first().cloned().ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
+    let layers = below_made_as_large(image, &chain, watch).await?;
+    if let Err(error) = take_back_to(image, &chain, &layers, watch, commit).await {
         // Both layers hold the data now, as far as they were copied. Nothing is noted any more.
-        go_over(&image.board, Chain::new(layers.clone(), &chain.disk)).await?;
-        if let Some(below) = layers.get(1) {
-            below.close().await?;
+        if let Err(second) = stay_on(image, &chain, &layers).await {
+            tracing::error!("after a commit that failed ({error}): {second}");
+        }
+        return Err(error);
+    }
+    // No request is in flight. Whoever still looks at the layer without one fails, or asks the next chain.
+    if let Some(epochs) = former.mapping.epochs() {
+        epochs.close();
+    }
+    Ok(former)
+}
+
+async fn stay_on(image: &Image, chain: &Chain, layers: &[Arc<Layer>]) -> Result<()> {
+    go_over(&image.board, Chain::new(layers.to_vec(), &chain.disk)).await?;
+    match layers.get(1) {
+        Some(below) => below.close().await,
+        None => Ok(()),
+    }
+}
+
+/// Empties a layer that no disk uses any more: its space goes back to the host. It stays a valid image, which shows what the
+/// layer below holds. Goes on until the `watch` cancels.
+async fn empty(former: &Layer, watch: &CopyWatch) -> Result<()> {
+    let Some(qcow2) = former.mapping.qcow2().filter(|_| former.mapping.data_file().is_none()) else { return Ok(()) };
+    let io = former.open_blocking()?;
+    let mut at = 0;
+    while at < former.size_bytes && !watch.is_cancelled() {
+        let length_bytes = EMPTIED_BYTES.min(former.size_bytes.saturating_sub(at));
+        let emptied = former.mapping.reveal(&io, at, length_bytes).await;
+        emptied.map_err(|error| former.failed("cannot empty it", error))?;
+        at = at.saturating_add(length_bytes);
+        // A flush frees what was unlinked, so that little of it waits in memory.
+        if qcow2.unfreed_clusters() > UNFREED_CLUSTERS_MAX {
+            former.flush_by(&io).await?;
         }
     }
-    result
+    former.close_by(&io).await
 }
 
 async fn check(chain: &Chain) -> Result<()> {
@@ -85,12 +127,15 @@ async fn check(chain: &Chain) -> Result<()> {
 }
 
 /// The layers, the one below the top made as large as the disk where that has grown.
-async fn below_made_as_large(image: &Image, chain: &Chain) -> Result<Vec<Arc<Layer>>> {
+async fn below_made_as_large(image: &Image, chain: &Chain, watch: &CopyWatch) -> Result<Vec<Arc<Layer>>> {
     let [top, below, rest @ ..] = &*chain.layers else { return Ok(chain.layers.clone()) };
     if below.size_bytes >= chain.size_bytes {
         return Ok(chain.layers.clone());
     }
     let lower = Arc::new(Chain::new(chain.layers.get(1..).unwrap_or_default().to_vec(), &chain.disk));
+    // Nobody writes to the layer below, so this look takes its time while guests go on.
+    below.look_before_edit(&mut |_, _| !watch.is_cancelled()).await?;
+    watch.check()?;
     let barrier = hold_quiet(&image.board).await?;
     let Grown { layer, result } = lower.grown_top(chain.size_bytes).await;
     let Some(layer) = layer else {

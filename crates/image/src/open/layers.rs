@@ -254,6 +254,7 @@ pub(crate) fn open_layer(
         data: None,
         mapping,
         size_bytes,
+        memory_bitmaps: Arc::default(),
         empty_clusters: OnceLock::new(),
     })
 }

@@ -71,6 +71,7 @@ fn scratch_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {
         data: None,
         mapping,
         size_bytes,
+        memory_bitmaps: Arc::default(),
         empty_clusters: OnceLock::new(),
     })
 }

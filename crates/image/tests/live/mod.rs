@@ -58,6 +58,7 @@ pub(crate) struct Shape {
     clusters: Vec<u64>,
     extended_top: bool,
     direct: bool,
+    is_raw: bool,
 }
 
 impl Shape {
@@ -72,9 +73,19 @@ impl Shape {
         self
     }
 
-    pub(crate) fn qcow2(size_bytes: u64, clusters: &[u64]) -> Self {
-        Self { size_bytes, clusters: clusters.to_vec(), extended_top: false, direct: false }
+    /// One raw image.
+    pub(crate) fn raw(size_bytes: u64) -> Self {
+        Self { is_raw: true, ..Self::qcow2(size_bytes, &[512]) }
     }
+
+    pub(crate) fn qcow2(size_bytes: u64, clusters: &[u64]) -> Self {
+        Self { size_bytes, clusters: clusters.to_vec(), extended_top: false, direct: false, is_raw: false }
+    }
+}
+
+fn format_of(path: &Path) -> Format {
+    let is_qcow2 = std::fs::read(path).unwrap().starts_with(b"QFI\xfb");
+    if is_qcow2 { Format::Qcow2 } else { Format::Raw }
 }
 
 pub(crate) fn create(path: &Path, size_bytes: u64, cluster_size: u64, below: Option<&Path>, extended: bool) {
@@ -83,7 +94,7 @@ pub(crate) fn create(path: &Path, size_bytes: u64, cluster_size: u64, below: Opt
         options.cluster_size = cluster_size;
         options.extended_l2 = extended;
         options.backing_file = below.map(|below| below.display().to_string());
-        options.backing_format = below.map(|_| "qcow2".to_owned());
+        options.backing_format = below.map(|below| format_of(below).to_string());
     });
     engine::create(path, 0).unwrap();
     let file = HostOpener.open_path(path, false).unwrap();
@@ -97,7 +108,7 @@ pub(crate) fn open(path: &Path) -> Arc<Image> {
 
 /// Opens an image whose last user is just letting it go.
 fn open_soon(path: &Path, direct: bool) -> Arc<Image> {
-    let options = ImageOptions::new(path).with(|options| options.format = Some(Format::Qcow2));
+    let options = ImageOptions::new(path).with(|options| options.format = Some(format_of(path)));
     let opener: &dyn Opener = if direct { &DirectOpener } else { &HostOpener };
     loop {
         match ringdisk_image::open(&options, opener) {
@@ -133,13 +144,13 @@ impl Bench {
         for (index, cluster) in shape.clusters.iter().enumerate() {
             let path = directory.path().join(format!("layer{index}"));
             let is_top = index + 1 == shape.clusters.len();
-            create(
-                &path,
-                shape.size_bytes,
-                *cluster,
-                layers.last().map(PathBuf::as_path),
-                is_top && shape.extended_top,
-            );
+            match shape.is_raw {
+                true => engine::create(&path, shape.size_bytes).unwrap(),
+                false => {
+                    let below = layers.last().map(PathBuf::as_path);
+                    create(&path, shape.size_bytes, *cluster, below, is_top && shape.extended_top);
+                }
+            }
             layers.push(path.clone());
             let opened = open_soon(&path, shape.direct);
             if !is_top {
@@ -242,7 +253,11 @@ impl Bench {
 
     pub(crate) fn take_back(&self) {
         ringdisk_image::take_back(&self.image, &CopyWatch::default(), || Ok(())).unwrap();
-        std::fs::remove_file(self.layers.lock().unwrap().pop().unwrap()).unwrap();
+        let gone = self.layers.lock().unwrap().pop().unwrap();
+        qcow2_check(&std::fs::read(&gone).unwrap()).unwrap().sound().unwrap();
+        let bytes = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&gone).unwrap()) * 512;
+        assert!(bytes < self.size_bytes / 4, "{bytes} bytes of a layer that was taken off stay in use");
+        std::fs::remove_file(gone).unwrap();
     }
 
     /// Closes the disk. Its files are sound, and another program reads from them what was written.

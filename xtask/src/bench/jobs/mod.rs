@@ -43,10 +43,12 @@ enum Job {
     Commit,
     Mirror,
     Backup,
+    /// To a target that takes 1 MB/s.
+    SlowBackup,
 }
 
 impl Job {
-    const ALL: [Self; 4] = [Self::Snapshot, Self::Commit, Self::Mirror, Self::Backup];
+    const ALL: [Self; 5] = [Self::Snapshot, Self::Commit, Self::Mirror, Self::Backup, Self::SlowBackup];
 
     fn name(self) -> &'static str {
         match self {
@@ -54,6 +56,7 @@ impl Job {
             Self::Commit => "commit",
             Self::Mirror => "mirror",
             Self::Backup => "backup",
+            Self::SlowBackup => "slow-backup",
         }
     }
 
@@ -179,8 +182,10 @@ impl Files {
 fn measure(job: Job, side: Side, tools: &Tools, files: &Files) -> Result<Course> {
     let directory = files.fresh()?;
     let mut server = Server::start(side, tools, directory.path())?;
-    if job == Job::Commit {
-        server.snapshot()?;
+    match job {
+        Job::Commit => server.snapshot()?,
+        Job::SlowBackup => server.start_slow_target()?,
+        _ => {}
     }
     let (socket, series) = (server.socket().to_owned(), directory.path().join("series"));
     let seconds = (LEAD + job.limit() + TAIL).as_secs_f64();

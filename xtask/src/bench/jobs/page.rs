@@ -20,6 +20,8 @@ pub(super) fn text(rows: &[Row], rounds: usize, size_mib: u64) -> Result<String>
          * Figures are medians of the rounds. The stall is the longest request that completed during the job: the median, and\n  \
          the worst round; in brackets, the longest before the job.\n\
          * p99 is that of ten milliseconds, the median over them; in brackets, before the job.\n\
+         * `slow-backup` has an NBD server for its target that takes 1 MB/s. It is cancelled, and says what the guest\n  \
+         notices meanwhile.\n\
          * The rate kept is the guest's rate during the job, of its rate before.\n",
         version("qemu-storage-daemon"),
         LEAD.as_secs(),

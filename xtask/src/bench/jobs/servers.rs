@@ -42,6 +42,8 @@ pub(super) struct Server {
     ringdisk: PathBuf,
     child: Child,
     qmp: Option<Qmp>,
+    /// The server of a slow target, if one was started.
+    target: Option<Child>,
 }
 
 impl Server {
@@ -72,7 +74,7 @@ impl Server {
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let child = command.spawn().with_context(|| format!("cannot run {command:?}"))?;
         let (directory, ringdisk) = (directory.to_owned(), tools.ringdisk().to_owned());
-        let mut server = Self { side, directory, ringdisk, child, qmp: None };
+        let mut server = Self { side, directory, ringdisk, child, qmp: None, target: None };
         server.wait()?;
         Ok(server)
     }
@@ -111,6 +113,25 @@ impl Server {
         self.qmp.as_mut().context("there is no monitor")
     }
 
+    /// Starts an NBD server as large as the disk that takes 1 MB/s.
+    pub(super) fn start_slow_target(&mut self) -> Result<()> {
+        let (socket, size) = (self.at("slow"), self.size_bytes()?.to_string());
+        let mut command = Command::new("nbdkit");
+        command.arg("-f").arg("-U").arg(&socket).args(["--filter=rate", "memory", &size, "rate=8M"]);
+        self.target =
+            Some(command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().context("nbdkit does not start")?);
+        let deadline = Instant::now() + PATIENCE;
+        while !socket.exists() {
+            ensure!(Instant::now() < deadline, "nbdkit does not listen");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+
+    fn slow_target(&self) -> String {
+        format!("nbd+unix:///?socket={}", self.at("slow").display())
+    }
+
     /// Puts an empty layer on the disk.
     pub(super) fn snapshot(&mut self) -> Result<()> {
         let overlay = self.at("overlay.qcow2").display().to_string();
@@ -147,9 +168,10 @@ impl Server {
     }
 
     fn carry_out_by_ctl(&self, job: Job, deadline: Instant) -> Result<bool> {
-        let target = self.at("target.qcow2").display().to_string();
+        let (target, slow) = (self.at("target.qcow2").display().to_string(), self.slow_target());
         let started = match job {
             Job::Commit => self.ctl(&["commit", "disk", "--no-wait"])?,
+            Job::SlowBackup => self.ctl(&["backup", "disk", &slow, "--existing", "--format", "raw", "--no-wait"])?,
             _ => self.ctl(&[job.name(), "disk", &target, "--no-wait"])?,
         };
         let id = started["id"].as_u64().context("ringdisk names no job")?;
@@ -172,7 +194,11 @@ impl Server {
     fn carry_out_by_qmp(&mut self, job: Job, deadline: Instant) -> Result<bool> {
         let size_bytes = self.size_bytes()?;
         let target = self.at("target.qcow2").display().to_string();
-        if job != Job::Commit {
+        if job == Job::SlowBackup {
+            let server = json!({ "type": "unix", "path": self.at("slow") });
+            let raw = json!({ "driver": "nbd", "server": server });
+            self.qmp()?.call("blockdev-add", &json!({ "driver": "raw", "node-name": "target", "file": raw }))?;
+        } else if job != Job::Commit {
             let create = Program::new("qemu-img").args(["create", "-q", "-f", "qcow2"]);
             create.args([&target, &size_bytes.to_string()]).output_text()?;
             self.qmp()?.call("blockdev-add", &node("target", &target))?;
@@ -183,7 +209,7 @@ impl Server {
                 "blockdev-mirror",
                 json!({ "job-id": "job", "device": "disk", "target": "target", "sync": "full", "copy-mode": "write-blocking" }),
             ),
-            Job::Backup | Job::Snapshot => {
+            Job::Backup | Job::SlowBackup | Job::Snapshot => {
                 ("blockdev-backup", json!({ "job-id": "job", "device": "disk", "target": "target", "sync": "full" }))
             }
         };
@@ -229,6 +255,10 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
+        if let Some(target) = &mut self.target {
+            let _ = target.kill();
+            let _ = target.wait();
+        }
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -31,7 +31,8 @@ pub(super) struct BackupArgs {
     /// The persistent bitmap that says what has changed. It is cleared on success.
     #[arg(long, value_name = "BITMAP")]
     bitmap: Option<String>,
-    /// What is copied [default: incremental with --bitmap, else full].
+    /// What is copied [default: full; with --bitmap, what was written since the last backup with it, on which the new
+    /// image then rests].
     #[arg(long, value_enum)]
     mode: Option<Mode>,
     /// Overwrite an existing image, a device or all of an NBD server's disk.

@@ -165,8 +165,9 @@ pub(super) fn bitmaps(answer: &Bitmaps) -> String {
             (false, true) => "recording",
             (false, false) => "disabled",
         };
+        let state = if bitmap.persistent { state.to_owned() } else { format!("{state}, in memory") };
         let dirty = bitmap.dirty_bytes.map_or_else(String::new, drive::human_size);
-        vec![bitmap.name.clone(), drive::human_size(bitmap.granularity), dirty, state.to_owned(), bitmap.file.clone()]
+        vec![bitmap.name.clone(), drive::human_size(bitmap.granularity), dirty, state, bitmap.file.clone()]
     });
     table(&["name", "granularity", "dirty", "state", "file"], rows, 1..3)
 }

@@ -37,7 +37,7 @@ impl Shared {
 
     /// Opens a chain for calls that block.
     pub(crate) fn blocking(chain: &Arc<Chain>) -> Result<Self> {
-        Self::for_job(chain, &JobCalls::new(None), Ends::Reads)
+        Self::for_job(chain, &JobCalls::blocking(), Ends::Reads)
     }
 
     /// Opens a chain for the calls of a job.
