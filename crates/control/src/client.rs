@@ -11,8 +11,14 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use tokio::net::UnixStream;
 use tokio::runtime::Runtime;
+
+/// How long to wait for a place among those that connect.
+const CONNECT_PATIENCE: Duration = Duration::from_secs(10);
+/// How often to try.
+const CONNECT_PERIOD: Duration = Duration::from_millis(20);
 
 /// Why a call failed.
 #[derive(Debug)]
@@ -137,7 +143,7 @@ impl Client {
 
     /// Returns the answer to a call; an error if the daemon refused it.
     async fn request(&self, method: Method, path: &str, body: Bytes) -> Result<Response<Incoming>, CallError> {
-        let stream = UnixStream::connect(&self.socket).await.map_err(|error| {
+        let stream = self.connect().await.map_err(|error| {
             let what = format!("cannot reach a daemon at '{}' (is it served with --control?)", self.socket.display());
             Error::io(what, error)
         })?;
@@ -163,6 +169,19 @@ impl Client {
         match serde_json::from_slice::<ErrorBody>(&bytes) {
             Ok(body) => Err(CallError::Refused(body.error)),
             Err(_) => Err(self.no_answer(format!("status {status}"))),
+        }
+    }
+
+    /// Connects. A daemon that has too many connections waiting is asked again for a while.
+    async fn connect(&self) -> std::io::Result<UnixStream> {
+        let deadline = tokio::time::Instant::now() + CONNECT_PATIENCE;
+        loop {
+            match UnixStream::connect(&self.socket).await {
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock && deadline.elapsed().is_zero() => {
+                    tokio::time::sleep(CONNECT_PERIOD).await;
+                }
+                result => return result,
+            }
         }
     }
 

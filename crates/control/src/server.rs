@@ -24,6 +24,8 @@ const SOCKET_MODE: u32 = 0o600;
 /// Threads for calls that may block: enough for those that storage may keep, and for others beside them.
 const THREADS_MAX: usize = 128;
 const _: () = assert!(HELD_THREADS_MAX + 32 <= THREADS_MAX && HELD_CONNECTIONS_MAX + 32 <= CONNECTIONS_MAX);
+/// Connections that wait to be accepted. Connecting fails beyond that. The kernel's own limit is 4096.
+const BACKLOG: i32 = 4096;
 /// How long connections may stay open when the server ends.
 const END_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -50,6 +52,8 @@ impl ControlServer {
             .build()
             .map_err(failed)?;
         socket.listener().set_nonblocking(true).map_err(failed)?;
+        // A monitor's socket has a short one.
+        rustix::net::listen(socket.listener(), BACKLOG).map_err(|error| failed(error.into()))?;
         let listener = socket.listener().try_clone().map_err(failed)?;
         let listener = {
             let _inside = runtime.enter();

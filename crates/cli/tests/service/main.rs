@@ -101,10 +101,12 @@ impl Confinement {
         notices.set_read_timeout(Some(PATIENCE)).unwrap();
         let log = std::fs::File::create(at(&self.dir, "log")).unwrap();
         let child = self.command(&words).stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap();
-        let mut daemon = Daemon { child, confinement: self };
+        let mut daemon = Daemon { child, confinement: self, pid: None };
         let mut said = [0; 256];
         let ready = notices.recv(&mut said).map(|length| text(&said[..length]));
         assert!(ready.as_ref().is_ok_and(|said| said.contains("READY=1")), "{ready:?}: {}", daemon.fail());
+        let info: serde_json::Value = serde_json::from_slice(&std::fs::read(at(&self.dir, "child")).unwrap()).unwrap();
+        daemon.pid = info["child-pid"].as_i64().and_then(|pid| Pid::from_raw(pid as i32));
         daemon
     }
 }
@@ -112,6 +114,8 @@ impl Confinement {
 struct Daemon<'a> {
     child: Child,
     confinement: &'a Confinement,
+    /// Its number outside.
+    pid: Option<Pid>,
 }
 
 impl Daemon<'_> {
@@ -131,10 +135,7 @@ impl Daemon<'_> {
 
     /// Ends it as systemd does.
     fn stop(mut self) {
-        let info: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(at(&self.confinement.dir, "child")).unwrap()).unwrap();
-        let pid = info["child-pid"].as_i64().and_then(|pid| Pid::from_raw(pid as i32)).unwrap();
-        kill_process(pid, Signal::TERM).unwrap();
+        kill_process(self.pid.unwrap(), Signal::TERM).unwrap();
         let deadline = std::time::Instant::now() + PATIENCE;
         let status = loop {
             if let Some(status) = self.child.try_wait().unwrap() {
