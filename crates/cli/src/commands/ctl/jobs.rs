@@ -130,7 +130,8 @@ impl Ctl {
                     output::warn(&format!("{error}"));
                 }
             }
-            (control.progress)(Progress { done_bytes: job.done_bytes, total_bytes: job.total_bytes });
+            let total_bytes = job.total_bytes;
+            (control.progress)(Progress { done_bytes: job.done_bytes.min(total_bytes), total_bytes });
             std::thread::sleep(Duration::from_millis(100));
             job = self.client.get(&format!("/v1/jobs/{}", job.id))?;
         }
