@@ -247,7 +247,7 @@ fn a_disk_that_lies_elsewhere_is_written_to_as_little() {
     let copied = with_cluster().args(["convert", "-f", "raw", "-O", "raw", path_str(&base), &image]).output().unwrap();
     assert!(copied.status.success(), "{}", text(&copied.stderr));
     let mut nbd = ringdisk();
-    nbd.args(["nbd", "--socket", path_str(&path("nbd")), path_str(&base)]);
+    nbd.args(["nbd", "--read-only", "--socket", path_str(&path("nbd")), path_str(&base)]);
     let nbd = Server::start_command(nbd);
     let uri = format!("nbd+unix:///?socket={}", path("nbd").display());
     let url = web.url("/base.raw");

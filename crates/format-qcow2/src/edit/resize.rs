@@ -141,7 +141,7 @@ impl Edit<'_, '_> {
             l1.resize(needed, 0);
         }
         let kept = sizes.old.guest_clusters().min(sizes.new.guest_clusters());
-        self.drop_behind(&mut l1, kept).await?;
+        self.drop_behind(&mut l1, kept, size_bytes < old_bytes).await?;
         if size_bytes > old_bytes {
             let options = &self.with_raw_data_mapped(options);
             self.grow_data_file(&sizes, options).await?;
@@ -161,7 +161,7 @@ impl Edit<'_, '_> {
 
     /// Drops everything that maps guest clusters from `end` on. That is what a shorter disk loses, and the state of a
     /// virtual machine, which lies behind the disk and must not become part of it.
-    async fn drop_behind(&mut self, l1: &mut [u64], end: u64) -> Result<()> {
+    async fn drop_behind(&mut self, l1: &mut [u64], end: u64, shrinks: bool) -> Result<()> {
         let first = self.geometry.l1_index(end);
         let total = l1.len() as u64;
         for (index, raw) in (0u64..).zip(l1.iter_mut()).skip(usize::try_from(first).unwrap_or(usize::MAX)) {
@@ -175,7 +175,8 @@ impl Edit<'_, '_> {
             }
             let bytes = |tables: u64| self.geometry.start_of(tables.wrapping_shl(self.geometry.l2_bits()));
             let (done, all) = (bytes(index), bytes(total));
-            self.tell(done, all)?;
+            // Where the disk grows, longer steps follow.
+            self.tell(if shrinks { done } else { 0 }, all)?;
         }
         Ok(())
     }
@@ -296,7 +297,9 @@ impl Edit<'_, '_> {
             let mapped = self.change_entries(l1, at..end, change).await;
             mapped.map_err(|error| self.failed(error))?;
             at = end;
-            self.tell(sizes.old.start_of(at.saturating_sub(clusters.start)), bytes)?;
+            // Zeros follow, which take longer.
+            let done = if self.geometry.data_file { at.saturating_sub(clusters.start) } else { 0 };
+            self.tell(sizes.old.start_of(done), bytes)?;
         }
         match self.geometry.data_file {
             // The data file is as long as the disk already.

@@ -74,15 +74,6 @@ impl How {
     }
 }
 
-/// How far a job is: never less than what was told before, also of a total that has grown.
-fn risen(told: Progress, job: &Job) -> Progress {
-    let total_bytes = told.total_bytes.max(job.total_bytes);
-    let before = u128::from(told.done_bytes) * u128::from(total_bytes);
-    let before = before.div_ceil(u128::from(told.total_bytes.max(1)));
-    let done_bytes = u64::try_from(before).unwrap_or(u64::MAX).max(job.done_bytes).min(total_bytes);
-    Progress { done_bytes, total_bytes }
-}
-
 impl Ctl {
     pub(super) fn commit(&self, name: &str, layers: usize, aim: &AimOf, how: &How) -> anyhow::Result<()> {
         let (bytes_per_second, (within_ms, stall_ms)) = (how.bytes_per_second()?, aim.parse()?);
@@ -130,7 +121,7 @@ impl Ctl {
     /// Waits for the end of a job, and shows how far it is. Who interrupts this program cancels the job, and learns what
     /// has become of it.
     fn end_of(&self, mut job: Job, control: &mut Control<'_>) -> anyhow::Result<Job> {
-        let (mut told, mut is_asked) = (Progress { done_bytes: 0, total_bytes: 0 }, false);
+        let mut is_asked = false;
         while matches!(job.state, JobState::Running | JobState::Paused) {
             if control.cancel.load(Ordering::Relaxed) && !is_asked {
                 is_asked = true;
@@ -140,13 +131,13 @@ impl Ctl {
                     output::warn(&format!("{error}"));
                 }
             }
-            told = risen(told, &job);
-            (control.progress)(told);
+            let total_bytes = job.total_bytes;
+            (control.progress)(Progress { done_bytes: job.done_bytes.min(total_bytes), total_bytes });
             std::thread::sleep(Duration::from_millis(100));
             job = self.client.get(&format!("/v1/jobs/{}", job.id))?;
         }
         if job.state == JobState::Done {
-            let total_bytes = told.total_bytes.max(job.total_bytes).max(job.done_bytes);
+            let total_bytes = job.total_bytes.max(job.done_bytes);
             (control.progress)(Progress { done_bytes: total_bytes, total_bytes });
         }
         Ok(job)
