@@ -13,7 +13,7 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio_io_timeout::TimeoutStream;
 
 /// Connections at one time: more than may be at work.
-pub(super) const CONNECTIONS_MAX: usize = 512;
+pub(super) const CONNECTIONS_MAX: usize = 640;
 /// A client that sends its request slower than this is disconnected.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longer requests are refused.
