@@ -37,6 +37,7 @@ use daemon::{Daemon, DaemonConfig, DiskStatus, ExportId, JobId, NodeId, absolute
 use image::FileName;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use tokio::sync::broadcast;
@@ -62,6 +63,8 @@ pub struct Manager {
     holds: Sender<Holding>,
     /// The configuration file, if there is one. Locked while it is read again.
     configuration: Mutex<Option<Configuration>>,
+    /// Whether there is one. Known without the lock, which a reload may keep for as long as storage hangs.
+    has_configuration: AtomicBool,
     /// The machine that the disks belong to.
     pub(crate) domain: OnceLock<String>,
     changes: change::Changing,
@@ -95,6 +98,7 @@ impl Manager {
             events,
             storage_calls: Arc::default(),
             configuration: Mutex::default(),
+            has_configuration: AtomicBool::new(false),
             domain: OnceLock::new(),
             changes: change::Changing::default(),
             ending: Mutex::new(false),

@@ -319,8 +319,11 @@ impl Remote {
             let piece = range.end.saturating_sub(at).min(self.piece_bytes());
             let part = at..at.saturating_add(piece);
             let blocks = self.blocks_around(&part);
-            let _room = self.room(&blocks).await;
-            let mut bytes = PooledBuf::take(to_usize(blocks.end.saturating_sub(blocks.start)))?;
+            let length = to_usize(blocks.end.saturating_sub(blocks.start));
+            // What is there is read beside it.
+            let buffers = if blocks == part { 1 } else { 2 };
+            let _room = self.buffers.grant(BufferUse::Bounce, length.saturating_mul(buffers)).await;
+            let mut bytes = PooledBuf::take(length)?;
             if blocks != part {
                 // Blocks that are written in part keep the rest.
                 let found = IoBuf::from_pool(bytes.len())?.whole();

@@ -39,6 +39,12 @@ pub(crate) struct Agreed {
     pub(crate) allocation: Option<u32>,
 }
 
+impl Agreed {
+    pub(crate) fn is_extended(&self) -> bool {
+        self.style == Style::Extended
+    }
+}
+
 /// Connects, and agrees on as much as the server knows, until `until`.
 pub(crate) fn connect(uri: &NbdUri, until: Instant) -> Result<(Stream, Agreed)> {
     let failed = |error| Error::io(format!("cannot connect to {} for '{uri}'", uri.place), error);

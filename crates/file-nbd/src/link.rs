@@ -8,6 +8,7 @@
 //! all of it can be done twice. Before that, what it had acknowledged and not flushed is written again.
 
 mod outage;
+mod renewal;
 
 use crate::calls::{Answer, Call, Calls, Wish};
 use crate::filled::Filled;
@@ -24,6 +25,7 @@ use nbd_wire::numbers::{command, command_flag, error, export};
 use nbd_wire::reply::{Extent, Style};
 use nbd_wire::request::Request;
 use outage::{Outage, Times};
+use renewal::Renewal;
 use rustix::event::Timespec;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -69,9 +71,9 @@ pub(crate) struct Link {
     outage: Option<Outage>,
     times: Times,
     waiting: VecDeque<Call>,
-    /// Calls that want a new connection, and whether that is being made.
+    /// Calls that want a new connection, and how far that is.
     renewals: Vec<Call>,
-    is_renewing: bool,
+    renewal: Option<Renewal>,
     active: BTreeMap<u64, Active>,
     next_cookie: u64,
     unflushed: Unflushed,
@@ -101,7 +103,7 @@ impl Link {
             times: Times::default(),
             waiting: VecDeque::new(),
             renewals: Vec::new(),
-            is_renewing: false,
+            renewal: None,
             active: BTreeMap::new(),
             next_cookie: 1,
             unflushed: Unflushed::default(),
@@ -136,8 +138,7 @@ impl Link {
             } else if let Err((lane, error)) = self.turn() {
                 self.lose(lane, &error);
                 continue;
-            } else if !self.renewals.is_empty() && !self.is_renewing && self.replay.is_none() {
-                self.renew();
+            } else if self.renew() {
                 continue;
             }
             self.wait();
@@ -150,15 +151,17 @@ impl Link {
     }
 
     fn is_extended(&self) -> bool {
-        self.agreed.style == Style::Extended
+        self.agreed.is_extended()
     }
 
     fn wait(&mut self) {
-        let mut timeout = None;
-        if let (true, Some(outage)) = (self.lanes.is_empty(), &self.outage) {
-            let left = outage.next_try.saturating_duration_since(Instant::now());
-            timeout = Timespec::try_from(left).ok();
-        }
+        let until = match (self.lanes.is_empty(), &self.outage, &self.renewal) {
+            (true, Some(outage), _) => Some(outage.next_try),
+            (false, _, Some(renewal)) => renewal.deadline(),
+            _ => None,
+        };
+        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let timeout = left.and_then(|left| Timespec::try_from(left).ok());
         self.calls.wait(self.lanes.iter().map(Lane::interest).collect(), timeout);
     }
 
@@ -251,6 +254,9 @@ impl Link {
         if self.unflushed.is_too_much() && !self.flushes_itself {
             self.flushes_itself = true;
             self.waiting.push_front(Call { queue: 0, offset: 0, wish: Wish::Flush, reply: None });
+        }
+        if self.holds_calls() {
+            return;
         }
         while self.active.len() < ACTIVE_MAX
             && let Some(call) = self.waiting.pop_front()

@@ -95,8 +95,7 @@ impl Stream {
     /// As [`Self::receive`], at most `left` bytes to memory that is lent, from `at` on; `None` if that was taken back.
     pub(crate) fn receive_to(&mut self, place: &Lent, at: usize, left: usize) -> Option<io::Result<(usize, bool)>> {
         let Self::Tls(secured) = self else {
-            let received = place.receive_into(self.as_fd(), at, left)?;
-            return Some(received.map(|count| (count, count < left)));
+            return place.receive_into(self.as_fd(), at, left);
         };
         (!place.has_ended()).then(|| {
             secured.receive(|plain| {

@@ -12,7 +12,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
@@ -428,4 +428,114 @@ fn a_disk_that_has_grown_at_its_server_is_as_long_when_it_is_asked_to_be() {
     set_length(SIZE_BYTES + 8192).unwrap_err();
     set_length(SIZE_BYTES).unwrap_err();
     assert_eq!(file.length_bytes().unwrap(), SIZE_BYTES + 4096);
+}
+
+/// Where the disk of a test's server is longer than the first connection was told.
+const GROWN_BYTES: u64 = SIZE_BYTES + 4096;
+
+fn set_length(file: &Arc<dyn File>, length: u64) -> IoResult {
+    block_on(file.open_blocking().unwrap().start(FileOp::SetLength { length }))
+}
+
+/// Serves a disk without data. `sees` is told each request, and may take its time.
+fn serve_with(size_bytes: u64, mut stream: UnixStream, sees: impl Fn(&Request)) {
+    let _ = shake_hands_as_long_as(size_bytes, &mut stream, export::SEND_FLUSH, &[]);
+    while let Some(request) = next_request(&mut stream) {
+        sees(&request);
+        let answered = match request.command {
+            command::DISC => false,
+            command::READ => answer_read(&mut stream, &request),
+            _ => reply(&mut stream, request.cookie, 0),
+        };
+        if !answered {
+            break;
+        }
+    }
+}
+
+#[test]
+fn a_write_that_takes_its_time_ends_before_a_connection_that_knows_the_new_size_is_used() {
+    // Longer than a server that has gone gets for what is under way.
+    const HELD: Duration = Duration::from_secs(3);
+    let [is_held, has_ended, is_early] = [(); 3].map(|()| Arc::<AtomicBool>::default());
+    let (holds, ends, earlier) = (Arc::clone(&is_held), Arc::clone(&has_ended), Arc::clone(&is_early));
+    let fake = Fake::start(move |number, stream| {
+        serve_with(if number == 0 { SIZE_BYTES } else { GROWN_BYTES }, stream, |request| match number {
+            0 if request.command == command::WRITE => {
+                holds.store(true, Ordering::SeqCst);
+                std::thread::sleep(HELD);
+                ends.store(true, Ordering::SeqCst);
+            }
+            0 => {}
+            _ if ends.load(Ordering::SeqCst) => {}
+            _ => earlier.store(true, Ordering::SeqCst),
+        });
+    });
+    let file = fake.open("", &BufferAccount::UNLIMITED);
+    std::thread::scope(|scope| {
+        scope.spawn(|| write_mib(&file, 0).unwrap());
+        assert!(becomes(|| is_held.load(Ordering::SeqCst)), "the write does not arrive");
+        // It would be carried out before the one that is held.
+        scope.spawn(|| write_mib(&file, 0).unwrap());
+        set_length(&file, GROWN_BYTES).unwrap();
+    });
+    assert!(has_ended.load(Ordering::SeqCst) && !is_early.load(Ordering::SeqCst), "a write was sent twice at once");
+    assert_eq!(file.length_bytes().unwrap(), GROWN_BYTES);
+}
+
+#[test]
+fn a_server_that_does_not_end_a_write_fails_the_change_of_the_length_and_no_request() {
+    let (release, released) = mpsc::channel::<()>();
+    let released = std::sync::Mutex::new(released);
+    let others = Arc::new(AtomicUsize::new(0));
+    let (is_held, counted) = (Arc::new(AtomicBool::new(false)), Arc::clone(&others));
+    let holds = Arc::clone(&is_held);
+    let fake = Fake::start(move |number, stream| {
+        serve_with(if number == 0 { SIZE_BYTES } else { GROWN_BYTES }, stream, |request| match number {
+            0 if request.command == command::WRITE => {
+                holds.store(true, Ordering::SeqCst);
+                // Also at the end of the test.
+                let _ = released.lock().unwrap().recv();
+            }
+            0 => {}
+            _ => _ = counted.fetch_add(usize::from(request.command != command::DISC), Ordering::SeqCst),
+        });
+    });
+    let file = fake.open("", &BufferAccount::UNLIMITED);
+    std::thread::scope(|scope| {
+        scope.spawn(|| write_mib(&file, 0).unwrap());
+        assert!(becomes(|| is_held.load(Ordering::SeqCst)), "the write does not arrive");
+        let changed = set_length(&file, GROWN_BYTES);
+        drop(release);
+        changed.unwrap_err();
+    });
+    read_block(&file.open_blocking().unwrap()).unwrap();
+    assert_eq!((file.length_bytes().unwrap(), others.load(Ordering::SeqCst)), (SIZE_BYTES, 0));
+    // Now it can be.
+    set_length(&file, GROWN_BYTES).unwrap();
+    read_block(&file.open_blocking().unwrap()).unwrap();
+}
+
+#[test]
+fn a_server_that_ends_with_its_last_client_is_never_left_alone() {
+    let size_bytes = Arc::new(AtomicU64::new(SIZE_BYTES));
+    let (size, clients, is_over) = (Arc::clone(&size_bytes), AtomicUsize::new(0), Arc::new(AtomicBool::new(false)));
+    let ends = Arc::clone(&is_over);
+    let fake = Fake::start(move |_, stream| {
+        if ends.load(Ordering::SeqCst) {
+            return;
+        }
+        clients.fetch_add(1, Ordering::SeqCst);
+        serve_with(size.load(Ordering::SeqCst), stream, |_| {});
+        if clients.fetch_sub(1, Ordering::SeqCst) == 1 {
+            ends.store(true, Ordering::SeqCst);
+        }
+    });
+    let file = fake.open("&reconnect-s=2", &BufferAccount::UNLIMITED);
+    set_length(&file, GROWN_BYTES).unwrap_err();
+    read_block(&file.open_blocking().unwrap()).unwrap();
+    size_bytes.store(GROWN_BYTES, Ordering::SeqCst);
+    set_length(&file, GROWN_BYTES).unwrap();
+    read_block(&file.open_blocking().unwrap()).unwrap();
+    assert!(!is_over.load(Ordering::SeqCst));
 }

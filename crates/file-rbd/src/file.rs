@@ -100,7 +100,7 @@ pub fn open(name: &RbdName, options: &RbdOptions) -> Result<Arc<dyn File>> {
         has_write_zeroes: info.fast_zeroes,
         was_shut_out: AtomicBool::new(false),
         is_cached: options.cached,
-        has_lost: AtomicBool::new(false),
+        has_lost: Arc::default(),
         closes,
     };
     Ok(Arc::new(RbdFile { info, remote: Some(Arc::new(remote)), buffers: options.buffers.clone() }))
@@ -244,7 +244,7 @@ struct Remote {
     /// librbd acknowledges writes before the cluster has them.
     is_cached: bool,
     /// A flush has failed, and may have lost what it covered: no flush is believed any more.
-    has_lost: AtomicBool,
+    has_lost: Arc<AtomicBool>,
     closes: Closes,
 }
 
@@ -273,7 +273,16 @@ impl Remote {
         let image = self.image()?;
         let asked = self.calls.ask(|reply: Reply<(i64, Option<AlignedBuf>)>| {
             let key = Arc::clone(self.closes.key());
+            // librbd tells one flush only that cached writes have failed. The next one, of whoever asks, would succeed without
+            // them. So it is noted whether or not somebody waits.
+            let may_lose = self.is_cached && matches!(request, Request::Flush);
+            let loses = may_lose.then(|| Arc::clone(&self.has_lost));
             let tell = Box::new(move |ended: crate::ffi::Ended| {
+                if let Some(has_lost) = loses.filter(|_| ended.returned < 0)
+                    && !has_lost.swap(true, Ordering::AcqRel)
+                {
+                    tracing::error!("'{key}': a flush has failed: no flush succeeds until the image is opened anew");
+                }
                 // Whoever waited may drop the file at once, and finds nobody else who has the image.
                 let_go(ended.image, &key);
                 reply.give(Ok((ended.returned, ended.buffer)));
@@ -340,16 +349,11 @@ impl Remote {
         self.changes.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// librbd tells one flush only that cached writes have failed. The next one, of whoever asks, would succeed without them.
     async fn flush(&self) -> IoResult {
         if self.has_lost.load(Ordering::Acquire) {
             return Err(IoError::EIO);
         }
         let flushed = self.ask(0, Request::Flush).await.map(|_| ());
-        if flushed.is_err() && self.is_cached && !self.has_lost.swap(true, Ordering::AcqRel) {
-            let name = self.closes.key();
-            tracing::error!("'{name}': a flush has failed: no flush succeeds until the image is opened anew");
-        }
         // Another one may have been told while this one was under way.
         if self.has_lost.load(Ordering::Acquire) { flushed.and(Err(IoError::EIO)) } else { flushed }
     }

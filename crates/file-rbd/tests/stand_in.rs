@@ -177,6 +177,35 @@ fn after_a_failed_flush_of_cached_writes_none_succeeds_until_the_image_is_opened
 }
 
 #[test]
+fn a_failed_flush_is_remembered_if_nobody_waits_for_it_any_more() {
+    let stand_in = stand_in();
+    let name = name_of(&stand_in, "disk");
+    create(&name, SIZE).unwrap();
+    let file = open(&name, &RbdOptions::default().with(|options| options.cached = true)).unwrap();
+    let other = file.open_blocking().unwrap();
+    write(&other, 0, &[1; 4096]).unwrap();
+    stand_in.set_faults("flush hold 0\n");
+    let threads = reactors(1);
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let given = Arc::clone(&file);
+    let pushed = block::run_and_wait(&*threads[0].handle(), move |ctx| {
+        let queue = given.open_queue(ctx).unwrap();
+        drop(queue.start(FileOp::Flush));
+        let data = IoBuf::zeroed(4096).whole();
+        let read = queue.start(FileOp::Read { offset: 0, data, past_end: PastEnd::Fails });
+        ctx.spawn(block::Task::new(async move { sender.send(read.await).unwrap() }));
+    });
+    pushed.unwrap();
+    // Whoever is behind the flush has ended, so that is on its way.
+    receiver.recv().unwrap().unwrap();
+    threads.into_iter().for_each(|thread| thread.stop().unwrap());
+    stand_in.set_faults("flush error 28\n");
+    wait_until("the flush has failed", || stand_in.file("disk.failed").exists());
+    stand_in.set_faults("");
+    assert_eq!(perform(&other, FileOp::Flush), Err(IoError::EIO));
+}
+
+#[test]
 fn requests_outlive_whoever_waits_for_them_and_the_image_is_closed_after_them() {
     let stand_in = stand_in();
     let name = name_of(&stand_in, "disk");

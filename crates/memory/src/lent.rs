@@ -2,7 +2,8 @@
 //!
 //! A window stays on the thread of its operation. [`Window::lend`] lets another thread fill it: with what arrives at a
 //! socket, or with bytes that it has. The owner keeps a [`Held`], and takes the memory back by dropping that, at any time.
-//! Nobody writes to it after that. Each access is short and under a lock, so the owner waits for microseconds.
+//! Nobody writes to it after that. Each access is short and under a lock, so the owner waits for microseconds. One call receives
+//! a limited part, whatever there is room for.
 
 use crate::buffer::{Segment, Window};
 use crate::socket::receive_into_segments;
@@ -11,6 +12,9 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The most that one call receives: the owner may wait for it.
+const RECEIVED_BYTES_MAX: usize = 256 << 10;
 
 /// What was lent: most windows have one segment.
 #[derive(Default)]
@@ -119,14 +123,16 @@ impl Lent {
         self.loan.end();
     }
 
-    /// Receives at most `length_bytes` from a stream socket, to their place behind `skip_bytes`. Returns the number of bytes,
-    /// zero if the stream has ended; `None` if the loan has ended. The socket must not block.
+    /// Receives at most `length_bytes` from a stream socket, to their place behind `skip_bytes`. One call takes 256 KiB at most,
+    /// and less where the memory is in many parts. Returns the number of bytes, zero if the stream has ended, and whether the
+    /// socket had no more; `None` if the loan has ended. The socket must not block.
     pub fn receive_into(
         &self,
         socket: BorrowedFd<'_>,
         skip_bytes: usize,
         length_bytes: usize,
-    ) -> Option<io::Result<usize>> {
+    ) -> Option<io::Result<(usize, bool)>> {
+        let length_bytes = length_bytes.min(RECEIVED_BYTES_MAX);
         let loan = self.loan.lock();
         let segments = loan.as_ref()?;
         // SAFETY: by the invariant of `Loan`, the memory is mapped while the lock is held.
@@ -167,7 +173,7 @@ mod tests {
     use super::*;
     use crate::IoBuf;
     use std::io::Write;
-    use std::os::fd::AsFd;
+    use std::os::fd::{AsFd, AsRawFd};
     use std::os::unix::net::UnixStream;
 
     fn scattered() -> (Window, Window) {
@@ -187,9 +193,13 @@ mod tests {
             lent.zero(28, 4);
             let (near, mut far) = UnixStream::pair().unwrap();
             far.write_all(&[2; 30]).unwrap();
-            assert_eq!(lent.receive_into(near.as_fd(), 32, 6).unwrap().unwrap(), 6, "no more than wanted");
+            assert_eq!(lent.receive_into(near.as_fd(), 32, 6).unwrap().unwrap(), (6, false), "no more than wanted");
             drop(far);
-            assert_eq!(lent.receive_into(near.as_fd(), 38, 100).unwrap().unwrap(), 2, "and than there is room for");
+            assert_eq!(
+                lent.receive_into(near.as_fd(), 38, 100).unwrap().unwrap(),
+                (2, false),
+                "and than there is room for"
+            );
             lent.copy_in(39, &[3; 10]);
             lent.copy_in(400, &[3; 10]);
         })
@@ -199,6 +209,32 @@ mod tests {
         let expected = [&[7; 5][..], &[1; 10], &[7; 13], &[0; 4], &[2; 7], &[3]].concat();
         assert_eq!(window.to_vec(), expected);
         assert!(whole.slice(20, 40).to_vec().iter().all(|byte| *byte == 7), "nothing outside is touched");
+    }
+
+    #[test]
+    fn one_call_takes_a_limited_part_and_says_whether_more_is_there() {
+        let (near, mut far) = UnixStream::pair().unwrap();
+        let receive = |window: &Window| window.lend().0.receive_into(near.as_fd(), 0, window.length_bytes()).unwrap();
+        let whole = IoBuf::zeroed(200).whole();
+        let scattered = IoBuf::gather((0..100).map(|index| whole.slice(2 * index, 1)).collect()).whole();
+        far.write_all(&[1; 170]).unwrap();
+        assert_eq!(receive(&scattered).unwrap(), (64, false), "more parts than one call has");
+        assert_eq!(receive(&scattered).unwrap(), (64, false));
+        assert_eq!(receive(&scattered).unwrap(), (42, true));
+        far.set_nonblocking(true).unwrap();
+        widen(&far);
+        let large = IoBuf::zeroed(2 * RECEIVED_BYTES_MAX).whole();
+        let sent = std::iter::from_fn(|| far.write(&[2; 64 << 10]).ok()).sum::<usize>();
+        assert_eq!(receive(&large).unwrap(), (sent.min(RECEIVED_BYTES_MAX), sent < RECEIVED_BYTES_MAX), "{sent} bytes");
+    }
+
+    /// Makes room in a socket, as far as the system allows.
+    fn widen(socket: &UnixStream) {
+        let bytes: libc::c_int = 1 << 20;
+        let length = size_of_val(&bytes) as libc::socklen_t;
+        let place = std::ptr::from_ref(&bytes).cast();
+        // SAFETY: `place` is an integer of this length, and is only read.
+        unsafe { libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_SNDBUF, place, length) };
     }
 
     #[test]

@@ -43,6 +43,10 @@ impl Segments {
         self.count == SEGMENTS_MAX
     }
 
+    fn room_bytes(&self) -> usize {
+        self.list.iter().map(|segment| segment.iov_len).sum()
+    }
+
     fn push_window(&mut self, window: &Window, skip_bytes: usize) {
         let skip = skip_bytes.min(window.length_bytes());
         window.slice(skip, window.length_bytes() - skip).for_each_segment(|segment| self.push(segment.as_iovec()));
@@ -67,22 +71,24 @@ pub fn receive_into(socket: BorrowedFd<'_>, window: &Window, skip_bytes: usize) 
     let skip = skip_bytes.min(window.length_bytes());
     let window = window.slice(skip, window.length_bytes() - skip);
     // SAFETY: these are segments of mapped memory (see `IoBuf::refill`) that `window` keeps during the call.
-    unsafe { receive_into_segments(socket, |list| window.for_each_segment(list)) }
+    unsafe { receive_into_segments(socket, |list| window.for_each_segment(list)) }.map(|(count, _)| count)
 }
 
-/// Fills segments, which `each` lists, with what has arrived.
+/// Fills segments, which `each` lists, with what has arrived. Returns the number of bytes, and whether there was room for more:
+/// the socket had no more then.
 ///
 /// # Safety
 /// The segments name memory that is mapped and writable during the call.
 pub(crate) unsafe fn receive_into_segments(
     socket: BorrowedFd<'_>,
     each: impl FnOnce(&mut dyn FnMut(Segment)),
-) -> io::Result<usize> {
+) -> io::Result<(usize, bool)> {
     let mut segments = Segments::new();
     each(&mut |segment| segments.push(segment.as_iovec()));
     let mut message = segments.message();
     // SAFETY: as the caller says.
-    told(unsafe { libc::recvmsg(socket.as_raw_fd(), &mut message, 0) })
+    let count = told(unsafe { libc::recvmsg(socket.as_raw_fd(), &mut message, 0) })?;
+    Ok((count, count < segments.room_bytes()))
 }
 
 /// Sends parts, one behind the other, as far as the socket takes them. Returns the number of bytes. A peer that has

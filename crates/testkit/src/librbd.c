@@ -3,7 +3,7 @@
  *
  * DIRECTORY/faults says what goes wrong, a line each: CALL ACTION NUMBER. Calls are read, write, zeroes, discard, flush, open,
  * connect, resize, diff. Actions are error (the number is an errno), short (one byte is missing), delay (milliseconds), hold
- * (until the line is gone) and never. */
+ * (until the line is gone) and never. When a request has been told its error, there is a file IMAGE.failed. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -384,6 +384,11 @@ static void serve(struct request *request)
     free(request);
     completion->result = result;
     completion->call(completion, completion->arg);
+    if (!strcmp(action, "error")) {
+        char path[sizeof image->path + 16];
+        snprintf(path, sizeof path, "%s.failed", image->path);
+        close(open(path, O_CREAT | O_WRONLY | O_CLOEXEC, 0600));
+    }
     pthread_mutex_lock(&lock);
     image->in_flight--;
     pthread_cond_broadcast(&changed);

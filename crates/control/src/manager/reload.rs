@@ -15,6 +15,7 @@ use block::{Error, ErrorKind, Result};
 use daemon::NodeId;
 use drive::{FilterOptions, RunningChange};
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 
 /// The configuration file, and the part of it that is in force.
 #[derive(Debug)]
@@ -47,12 +48,13 @@ impl Manager {
     /// Sets the file that [`Manager::reload`] reads. `present` is its content when it was last read.
     pub fn is_configured_by(&self, path: PathBuf, present: Config) {
         *lock(&self.configuration) = Some(Configuration { path, present });
+        self.has_configuration.store(true, Ordering::Release);
     }
 
-    /// Whether there is a configuration file.
+    /// Whether there is a configuration file. It never waits for a reload.
     #[must_use]
     pub fn has_configuration(&self) -> bool {
-        lock(&self.configuration).is_some()
+        self.has_configuration.load(Ordering::Acquire)
     }
 
     /// Reads the configuration file again and applies the differences to its former content. Disks that calls have

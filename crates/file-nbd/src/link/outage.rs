@@ -1,7 +1,6 @@
 //! What a link does when its server has gone: it drains what is left, waits, connects again, or gives up.
 
 use super::{Link, NO_LANE};
-use crate::calls::Answer;
 use crate::handshake::{Agreed, connect, end_of_patience};
 use crate::lane::Lane;
 use block::{IoError, LogLimit};
@@ -59,16 +58,11 @@ impl Link {
         self.part(lane);
     }
 
-    /// Connects anew to a server that is there.
-    pub(super) fn renew(&mut self) {
-        tracing::debug!("'{}': connecting anew, to see whether the disk has grown", self.uri);
-        self.is_renewing = true;
-        self.part(NO_LANE);
-    }
-
-    /// Ends all connections. All but the `gone` one are drained.
+    /// Ends all connections. All but this one, which is gone, are drained.
     fn part(&mut self, lane: usize) {
         self.is_stale = self.making.is_some();
+        // Whoever wants a new connection gets the next one.
+        self.renewal = None;
         let asked = self.joining.take().map(|(cookie, _)| cookie);
         self.drain(lane);
         self.lanes.clear();
@@ -152,12 +146,7 @@ impl Link {
                     if let Some(times) = self.times.back.admit() {
                         tracing::info!("'{}': connected again (time {times})", self.uri);
                     }
-                    self.lanes.push(Lane::new(stream));
-                    self.calls.has_size(agreed.size_bytes);
-                    (self.agreed, self.has_enough, self.is_renewing) = (agreed, false, false);
-                    let renewed = self.renewals.drain(..).filter_map(|call| call.reply);
-                    renewed.for_each(|reply| reply.give(Ok(Answer::Done)));
-                    self.replay = Some(0);
+                    self.take_up(Lane::new(stream), agreed);
                     return;
                 }
                 Ok(_) => {
@@ -175,7 +164,7 @@ impl Link {
     }
 
     /// Whether what was agreed on lets everything go on that was begun.
-    fn is_same(&self, new: &Agreed) -> bool {
+    pub(super) fn is_same(&self, new: &Agreed) -> bool {
         let old = &self.agreed;
         let lost = old.flags & !new.flags;
         let is_as_able =
@@ -197,11 +186,11 @@ impl Link {
             }
         }
         let active = std::mem::take(&mut self.active);
-        let waiting = self.waiting.drain(..).chain(self.renewals.drain(..));
-        for call in active.into_values().map(|active| active.call).chain(waiting) {
+        self.end_renewals(Err(IoError::EIO));
+        for call in active.into_values().map(|active| active.call).chain(self.waiting.drain(..)) {
             call.fail(IoError::EIO);
         }
-        (self.flushes_itself, self.is_renewing, self.in_hand_bytes) = (false, false, 0);
+        (self.flushes_itself, self.in_hand_bytes) = (false, 0);
     }
 }
 
