@@ -39,8 +39,8 @@ pub struct DaemonConfig {
     /// or the control group's memory, but at least 16 MiB and at most 256 MiB. The payload of NBD clients' requests may
     /// take as much again.
     pub buffer_memory_bytes: Option<usize>,
-    /// Memory that the indexes of kept overlays may take, over all disks of the process. By default a part of the
-    /// host's memory.
+    /// Memory that the indexes of kept overlays may take, over all disks of the process. By default a quarter of the
+    /// host's or the control group's memory.
     pub index_memory_bytes: Option<usize>,
     /// As [`ReactorConfig::inline_bytes`]; by default the engine's value.
     pub inline_bytes: Option<usize>,
