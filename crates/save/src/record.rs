@@ -82,8 +82,8 @@ pub struct OtherFile {
     seen: Seen,
 }
 
-/// Shows whether a file was changed. All zero for a block device: nothing shows that, and its node is made anew when
-/// the host starts.
+/// What shows whether a file was changed. All zero for a block device: nothing shows that, and its node is made anew
+/// when the host starts.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Seen {

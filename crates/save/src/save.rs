@@ -434,8 +434,8 @@ impl Saving<'_> {
     }
 }
 
-/// Sets how QEMU writes the state. Returns the limit that QEMU had, in bytes a second. Ringdisk's disks have no log of
-/// written memory; a QEMU that knows the mode `cpr-reboot` needs none while the machine stands still.
+/// Sets how QEMU writes the state. Returns the limit that QEMU had, in bytes a second. Ringdisk keeps no log of the
+/// memory that it writes; a QEMU that knows the mode `cpr-reboot` needs none while the machine stands still.
 fn prepare(qmp: &mut Qmp) -> Result<Value> {
     let before = qmp.run("query-migrate-parameters", json!({}))?;
     qmp.run("migrate-set-parameters", json!({ "max-bandwidth": UNLIMITED_BYTES_PER_SECOND }))?;

@@ -42,8 +42,9 @@ impl Image {
     /// Changes bitmaps or internal snapshots of the top layer while guests use the disk. Durable when this returns.
     /// Guests wait for their requests in flight, a flush, and the change: of bitmaps, that takes as long as their
     /// tables; of snapshots, as long as reading and writing all tables of the image. On an error the image is as
-    /// before. Blocks; not to be called on a reactor's thread. A snapshot may only be applied to a disk that no guest
-    /// uses: what a guest has in memory would be wrong.
+    /// before. Blocks; not to be called on a reactor's thread.
+    ///
+    /// A snapshot may only be applied to a disk that no guest uses: what a guest has in memory would be wrong.
     pub fn edit_online(&self, edit: &ClosedEdit) -> Result<()> {
         block_on(self.edit_online_async(edit))
     }
