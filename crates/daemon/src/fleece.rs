@@ -61,9 +61,9 @@ impl Fleece {
         Ok((fleece, overlay))
     }
 
-    /// Closes the file, as the last who has it open, on a thread of its own: a file system may take seconds to give the
-    /// space back, and neither a reactor nor the job is to wait for that. `is_off` says that the disk has let go of it
-    /// and nobody needs its contents any more: its space is given back at once then.
+    /// Closes the file last, on a thread of its own: a file system may take seconds to free the space, and neither a
+    /// reactor nor the job may wait for that. `is_off` says that the disk no longer uses the file and its contents are
+    /// not needed: then its space is freed at once.
     pub(crate) fn let_go(self, is_off: bool) {
         let close = std::thread::Builder::new().name("fleece".to_owned()).spawn(move || self.close_last(is_off));
         if let Err(error) = close {

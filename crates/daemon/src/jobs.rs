@@ -6,7 +6,7 @@
 //! A job whose storage hangs cannot be ended from outside: its thread waits in the kernel. If it was cancelled and
 //! moves nothing for a time, it is *left*: it counts as ended, and its thread stays until the storage answers. The
 //! thread keeps the right to change the disk's layers, what it has reserved in them, and their files with their locks.
-//! So nothing is used by others that its last write may hit, and it ends in order when the storage answers.
+//! So its last write cannot hit anything that others use, and it ends in order when the storage answers.
 
 use crate::change::{BaseRecord, TakenOff, top_of};
 use crate::daemon::Daemon;
