@@ -82,20 +82,29 @@ fn one_signal_ends_it_while_requests_are_held_that_the_storage_fails() {
     let path = |name: &str| path_str(&directory.path().join(name)).to_owned();
     let (image, socket) = (path("disk.raw"), path("nbd"));
     run_ok(&["create", "-q", "-f", "raw", &image, "1M"]);
-    let mut command = ringdisk();
-    let drive = format!("file={image},format=raw,filter=error:kinds=write,on-error=hold");
-    command.args(["nbd", "--drive", &drive, "--socket", &socket, "--give-up-after", "1"]);
-    let server = Server::start_command(command);
-    let uri = format!("nbd+unix:///?socket={socket}");
+    let (guest, control) = (path("guest"), path("control"));
+    for key in ["on-error", "on-no-space"] {
+        let drive = format!("format=null,size=1M,{key}=hold");
+        let said = run_fails(2, &["nbd", "--drive", &drive, "--socket", &socket]);
+        assert!(said.contains(&format!("{key}=hold")) && said.contains("resume"), "{said}");
+    }
+    let drive = format!("file={image},format=raw,name=disk,on-error=hold,filter=error:kinds=write,socket={guest}");
+    let arguments = ["--drive", &drive, "--nbd", &socket, "--control", &control, "--give-up-after", "1"];
+    let server = Server::start(&arguments);
+    let uri = format!("nbd+unix:///disk?socket={socket}");
     let mut client = std::process::Command::new("qemu-io");
     client.args(["-f", "raw", "-c", "write 0 4k", &uri]).stdout(std::process::Stdio::null());
     let mut client = client.stderr(std::process::Stdio::null()).spawn().unwrap();
     // Its write is held for as long as anybody waits.
-    std::thread::sleep(std::time::Duration::from_millis(500));
-    assert!(client.try_wait().unwrap().is_none(), "the write ended");
+    let deadline = std::time::Instant::now() + common::PATIENCE;
+    while !run_ok(&["ctl", "--control", &control, "show", "disk", "--output=json"]).contains("\"held\"") {
+        assert!(client.try_wait().unwrap().is_none(), "the write ended");
+        assert!(std::time::Instant::now() < deadline, "the write is not held");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
     let (status, said) = server.terminate();
     client.wait().unwrap();
-    assert!(status.code().is_some(), "{status}: {said}");
+    assert!(matches!(status.code(), Some(0 | 1)), "{status}: {said}");
     assert!(!std::path::Path::new(&socket).exists(), "the end was in order");
 }
 

@@ -157,7 +157,7 @@ fn a_socket_that_could_belong_to_several_disks_goes_to_none() {
         (vec![&socket], Some("rot"), &two, "FileDescriptorName="),
         (vec![&socket, &second], Some("root:root"), &two, "another one"),
         (vec![&socket], Some("root"), &["--drive", &twice], "another one"),
-        (vec![&socket, &socket], None, &by_number, "serves another disk"),
+        (vec![&socket, &socket], None, &by_number, "serves another export"),
     ] {
         let said = refusal(activated(&passed, names, arguments));
         assert!(said.contains(reason), "{names:?} {arguments:?}: {said}");
@@ -270,5 +270,44 @@ fn nbd_clients_come_in_at_sockets_that_were_passed() {
     run_ok(&[&call[..], &["--socket-mode", "0640", "--socket-group", &group.to_string()]].concat());
     let mode = std::os::unix::fs::MetadataExt::mode(&std::fs::metadata(&own).unwrap());
     assert_eq!(mode & 0o777, 0o640);
+    server.stop();
+}
+
+/// The kernel would give each who connects to a guest's server or to the one of NBD clients.
+#[test]
+fn one_socket_does_not_serve_a_guest_and_nbd_clients_at_once() {
+    let dir = directory();
+    let [path, other, control] = ["s", "t", "control"].map(|name| at(&dir, name));
+    let (socket, second) = (listening(&path), listening(&other));
+    // The same socket under two numbers and names, too.
+    let with_door = format!("{ROOT},socket=fd:door");
+    for (passed, names, nbd) in
+        [(vec![&socket], "door", "fd:door"), (vec![&socket, &socket], "door:clients", "fd:clients")]
+    {
+        let said = refusal(activated(&passed, Some(names), &["--drive", &with_door, "--nbd", nbd]));
+        assert!(said.contains("serves another export"), "{said}");
+    }
+    // Several disks for NBD clients are at one socket, whatever it is called.
+    let config = at(&dir, "disks.toml");
+    let drive = "[[drive]]\nname = 'data'\nformat = 'null'\nsize = '2M'\nexport = false\n";
+    let export = "[[export]]\ndisk = 'data'\ntype = 'nbd'\nsocket = 'fd:again'\n";
+    std::fs::write(&config, format!("{drive}{export}")).unwrap();
+    let given = ["--drive", &with_door, "--nbd", "fd:clients", "--config", path_str(&config)];
+    let arguments = [&given[..], &["--control", path_str(&control)]].concat();
+    let command = activated(&[&socket, &second, &second], Some("door:clients:again"), &arguments);
+    let server = Server::start_command(command);
+    for (name, size) in [("root", "1 MiB"), ("data", "2 MiB")].repeat(4) {
+        let uri = format!("nbd+unix:///{name}?socket={}", other.display());
+        let info = run_ok(&["info", "-f", "raw", &uri]);
+        assert!(info.contains(size), "{name}: {info}");
+    }
+    let fails = |words: &[&str]| {
+        let call = [&["ctl", "--control", path_str(&control), "export", "data"], words].concat();
+        let said = run_fails(1, &call);
+        assert!(said.contains("serves another export"), "{words:?}: {said}");
+    };
+    fails(&["--nbd", "fd:door"]);
+    fails(&["--socket", "fd:clients"]);
+    assert_eq!(disk_bytes(&path), 1 << 20);
     server.stop();
 }

@@ -37,6 +37,7 @@ use daemon::{Daemon, DaemonConfig, DiskStatus, ExportId, JobId, NodeId, absolute
 use image::FileName;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use tokio::sync::broadcast;
@@ -62,6 +63,8 @@ pub struct Manager {
     holds: Sender<Holding>,
     /// The configuration file, if there is one. Locked while it is read again.
     configuration: Mutex<Option<Configuration>>,
+    /// Whether there is one. Known without the lock, which a reload may keep for as long as storage hangs.
+    has_configuration: AtomicBool,
     /// The machine that the disks belong to.
     pub(crate) domain: OnceLock<String>,
     changes: change::Changing,
@@ -95,6 +98,7 @@ impl Manager {
             events,
             storage_calls: Arc::default(),
             configuration: Mutex::default(),
+            has_configuration: AtomicBool::new(false),
             domain: OnceLock::new(),
             changes: change::Changing::default(),
             ending: Mutex::new(false),
@@ -154,6 +158,8 @@ impl Manager {
     /// Reopens the files of a disk, because one was replaced, or changed behind the disk.
     pub fn reopen(&self, name: &str, force: bool) -> Result<Disk> {
         let node = self.node(name)?;
+        // Bitmaps do not note what was changed behind the disk.
+        self.record_of(name, node).change(|disk| disk.last_backups.clear())?;
         self.daemon.reopen(node, force)?;
         self.events.publish(EventKind::DiskChanged, Some(name), None, Some("its files were opened anew".to_owned()));
         self.disk_of(node)

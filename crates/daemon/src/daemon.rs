@@ -213,7 +213,7 @@ impl Daemon {
         let mode = if vhost.group.is_some() { GROUP_SOCKET_MODE } else { vhost.mode };
         vhost.mode = options.socket_mode.unwrap_or(mode);
         let attachment = Attachment { socket: place.shown(), queues: vhost.max_queues, queue_size: vhost.queue_size };
-        let (id, has_others) = self.table.reserve_export(found.id, read_only, attachment, place.inode())?;
+        let (id, has_others) = self.table.reserve_export(found.id, read_only, attachment, place.passed_socket())?;
         let name = found.name_in_logs();
         vhost.name = if has_others { format!("{name}.{id}") } else { name };
         // Each export begins with another reactor, so that exports of one queue spread too.
@@ -239,7 +239,7 @@ impl Daemon {
             queue_size: count(limits.requests),
         };
         let read_only = options.read_only || found.disk.disk.info().read_only;
-        let (id, _) = self.table.reserve_export(found.id, read_only, attachment, None)?;
+        let (id, _) = self.table.reserve_export(found.id, read_only, attachment, options.address.passed_socket())?;
         self.begin(id, found, hold, begin())
     }
 

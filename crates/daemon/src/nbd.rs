@@ -6,6 +6,7 @@ use crate::addresses::Addresses;
 use crate::attach::absolute;
 use crate::daemon::{Daemon, GROUP_SOCKET_MODE};
 use crate::front::Front;
+use crate::place::{PassedSocket, inode_of};
 use crate::status::{ExportId, NbdStatus, NodeId};
 use crate::table::Found;
 use block::{DirtyBitmaps, Disk, Error, ErrorKind, ReactorHandle, Result};
@@ -14,6 +15,7 @@ use export_nbd::{
 };
 use export_vhost_user::ListenSocket;
 use image::Image;
+use std::cmp::Ordering;
 use std::fmt::{self, Write as _};
 use std::net::TcpListener;
 use std::os::fd::RawFd;
@@ -24,16 +26,18 @@ use std::sync::Arc;
 const SOCKET_MODE: u32 = 0o600;
 
 /// The address of an NBD server.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone)]
 pub enum NbdAddress {
     /// A Unix socket at this path.
     Unix(PathBuf),
     /// `ADDRESS:PORT`. Anybody who can reach it can use the disks there, unless TLS asks for a certificate.
     Tcp(String),
-    /// A socket that was passed to this program.
+    /// A socket that was passed to this program. It is the same address under all of its numbers.
     Passed {
         /// The number of its descriptor.
         number: RawFd,
+        /// Identifies the socket.
+        inode: u64,
         /// Where it listens.
         at: Box<Self>,
     },
@@ -54,6 +58,8 @@ impl NbdAddress {
     /// Returns the address of a listening socket that was passed to this program under a number.
     pub fn passed(number: RawFd) -> Result<Self> {
         let socket = engine::duplicate_inherited(number)?;
+        let failed = |error| Error::io(format!("cannot use the socket 'fd:{number}'"), error);
+        let inode = inode_of(&socket).map_err(failed)?;
         let listener = NbdListener::adopt(socket).map_err(|error| error.in_context(format!("fd:{number}")))?;
         let unnamed = || Self::Unix(format!("fd:{number}").into());
         let at = match &listener {
@@ -65,7 +71,23 @@ impl NbdAddress {
                 at.as_ref().and_then(|at| at.as_pathname()).map_or_else(unnamed, |path| Self::Unix(absolute(path)))
             }
         };
-        Ok(Self::Passed { number, at: Box::new(at) })
+        Ok(Self::Passed { number, inode, at: Box::new(at) })
+    }
+
+    /// Returns the passed socket that this is.
+    pub(crate) fn passed_socket(&self) -> Option<PassedSocket> {
+        match self {
+            Self::Passed { inode, .. } => Some(PassedSocket { inode: *inode, is_for_nbd: true }),
+            Self::Unix(_) | Self::Tcp(_) => None,
+        }
+    }
+
+    fn identity(&self) -> Identity<'_> {
+        match self {
+            Self::Unix(path) => Identity::Unix(path),
+            Self::Tcp(address) => Identity::Tcp(address),
+            Self::Passed { inode, .. } => Identity::Passed(*inode),
+        }
     }
 
     /// Returns the NBD URI that clients use for an export here.
@@ -104,6 +126,34 @@ impl NbdAddress {
                 Ok((NbdListener::Tcp(TcpListener::bind(address).map_err(failed)?), None))
             }
         }
+    }
+}
+
+/// By what addresses are the same or differ.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum Identity<'a> {
+    Unix(&'a Path),
+    Tcp(&'a str),
+    Passed(u64),
+}
+
+impl PartialEq for NbdAddress {
+    fn eq(&self, other: &Self) -> bool {
+        self.identity() == other.identity()
+    }
+}
+
+impl Eq for NbdAddress {}
+
+impl PartialOrd for NbdAddress {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for NbdAddress {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.identity().cmp(&other.identity())
     }
 }
 

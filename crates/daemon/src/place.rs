@@ -4,7 +4,7 @@ use crate::attach::absolute;
 use block::{Disk, Error, ErrorKind, ReactorHandle, Result};
 use drive::{ExportOptions, socket_beside};
 use export_vhost_user::{Export, ExportOptions as VhostUserOptions};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixListener;
@@ -25,6 +25,23 @@ pub(crate) enum Place {
     },
 }
 
+/// A socket that was passed, and who comes in there.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PassedSocket {
+    /// Identifies the socket, whatever its descriptors' numbers are.
+    pub(crate) inode: u64,
+    /// NBD clients, which name the export that they want. Otherwise a guest.
+    pub(crate) is_for_nbd: bool,
+}
+
+impl PassedSocket {
+    /// Whether two exports cannot both be here: the kernel would give each who connects to one or the other. A server
+    /// has room for several NBD exports.
+    pub(crate) fn collides_with(self, other: Self) -> bool {
+        self.inode == other.inode && !(self.is_for_nbd && other.is_for_nbd)
+    }
+}
+
 impl Place {
     /// Returns the place that `options` name; by default beside the image. `file` is the image's name in messages.
     pub(crate) fn of(options: &ExportOptions, image: Option<&Path>, file: &str) -> Result<Self> {
@@ -43,7 +60,7 @@ impl Place {
 
     fn passed(socket: OwnedFd, number: i32) -> Result<Self> {
         let failed = |error: std::io::Error| Error::io(format!("cannot use the socket 'fd:{number}'"), error);
-        let inode = rustix::fs::fstat(&socket).map_err(|errno| failed(errno.into()))?.st_ino;
+        let inode = inode_of(&socket).map_err(failed)?;
         let listener = UnixListener::from(socket);
         // A descriptor that is no Unix socket is refused when the export begins.
         let address = listener.local_addr().ok();
@@ -62,11 +79,11 @@ impl Place {
         }
     }
 
-    /// Returns the inode of a passed socket.
-    pub(crate) fn inode(&self) -> Option<u64> {
+    /// Returns the passed socket that this is.
+    pub(crate) fn passed_socket(&self) -> Option<PassedSocket> {
         match self {
             Self::Path(_) => None,
-            Self::Passed { inode, .. } => Some(*inode),
+            Self::Passed { inode, .. } => Some(PassedSocket { inode: *inode, is_for_nbd: false }),
         }
     }
 
@@ -82,4 +99,9 @@ impl Place {
             Self::Passed { socket, .. } => Export::adopt(socket, disk, reactors, options),
         }
     }
+}
+
+/// Identifies a socket: all of its descriptors have the same inode.
+pub(crate) fn inode_of(socket: impl AsFd) -> std::io::Result<u64> {
+    Ok(rustix::fs::fstat(socket)?.st_ino)
 }

@@ -6,6 +6,7 @@
 use crate::attach::Attachment;
 use crate::calls::{Caller, Switches};
 use crate::front::Front;
+use crate::place::PassedSocket;
 use crate::status::{ExportId, ExportStatus, NodeId};
 use block::{Error, ErrorKind, Result};
 use drive::{DiskOptions, OpenedDisk};
@@ -67,8 +68,8 @@ struct Exported {
     node: NodeId,
     read_only: bool,
     attachment: Attachment,
-    /// The inode of the socket, if it was passed.
-    passed_inode: Option<u64>,
+    /// The socket, if it was passed.
+    passed: Option<PassedSocket>,
     export: Phase<Front>,
     /// Holds requests of its guests, if the disk does.
     hold: Option<Hold>,
@@ -283,23 +284,25 @@ impl Table {
         node: NodeId,
         read_only: bool,
         attachment: Attachment,
-        passed_inode: Option<u64>,
+        passed: Option<PassedSocket>,
     ) -> Result<(ExportId, bool)> {
         let mut state = self.lock();
         let found = state.nodes.get(&node).ok_or_else(|| no_disk(node))?;
         if !matches!(found.disk, Phase::Here(_)) {
             return Err(found.not_now());
         }
-        // The kernel would give each guest to one or the other.
-        if passed_inode.is_some() && state.exports.values().any(|other| other.passed_inode == passed_inode) {
+        let is_taken = |passed: PassedSocket| {
+            state.exports.values().filter_map(|other| other.passed).any(|other| passed.collides_with(other))
+        };
+        if passed.is_some_and(is_taken) {
             let socket = attachment.socket.display();
-            return Err(bad(format!("the passed socket '{socket}' serves another disk already: pass one for each")));
+            return Err(bad(format!("the passed socket '{socket}' serves another export already: pass one for each")));
         }
         let has_others = state.exports.values().any(|other| other.node == node);
         let id = ExportId(state.next_export);
         state.next_export += 1;
         let (export, hold) = (Phase::Coming, None);
-        state.exports.insert(id, Exported { node, read_only, attachment, passed_inode, export, hold });
+        state.exports.insert(id, Exported { node, read_only, attachment, passed, export, hold });
         Ok((id, has_others))
     }
 

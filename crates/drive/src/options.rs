@@ -240,7 +240,7 @@ impl DriveOptions {
             alone.set(&pair, passed)?;
             // Reactors poll for clients as well.
             alone.export.poll_max_us = None;
-            if alone.export != ExportOptions::default() {
+            if alone.export != ExportOptions::default() || alone.disk.shown != ShownOptions::default() {
                 keys.push(pair.key);
             }
         }

@@ -246,8 +246,9 @@ impl Core {
     #[cold]
     fn change_hold(&mut self) {
         let before = std::mem::replace(&mut self.held, self.inner.control.word());
-        if self.held.resets() != before.resets() && self.held.hold() != Hold::Reset {
-            // The reset is over. The ring was held all the time.
+        let has_ring = self.ring.is_some() || self.draining.is_some();
+        if self.held.resets() != before.resets() && self.held.hold() != Hold::Reset && !has_ring {
+            // The reset is over. The ring was held all the time; a queue that has kept its ring was not reset.
             self.end_all_at_once();
         }
         match self.held.hold() {

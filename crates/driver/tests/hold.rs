@@ -126,6 +126,22 @@ fn a_freeze_that_the_device_does_not_allow_is_given_up() {
 }
 
 #[test]
+fn a_reset_that_is_given_up_leaves_a_queue_as_it_was_that_did_not_turn_meanwhile() {
+    for path in [DriverPath::Bio, DriverPath::Request] {
+        let options = small().with(|options| (options.path, options.answer_timeout_ms) = (path, 100));
+        let mut setup = setup(Character::default(), options);
+        let buf = setup.driver.alloc(512).unwrap();
+        setup.queue.submit(1, Op::read(0, buf.whole()));
+        setup.reactor.turn();
+        let said = setup.driver.reset().unwrap_err().to_string();
+        assert!(said.contains("did not end within 100 ms"), "{said}");
+        setup.queue.submit(2, Op::Flush);
+        assert_eq!(setup.serve_all(), ["read 0+512", "flush"]);
+        assert_eq!(setup.results(), [(1, Ok(())), (2, Ok(()))]);
+    }
+}
+
+#[test]
 fn a_queue_dropped_while_frozen_leaves_its_ring_to_the_next() {
     let mut setup = setup(Character::default(), small());
     during(&mut setup, Driver::freeze, end_all);

@@ -415,11 +415,9 @@ impl Transmission {
         self.stopwatch.note_oldest(self.requests.keys());
     }
 
-    /// Takes what has ended; returns whether that was anything.
+    /// Takes what has ended; returns whether that was anything. The disk's queue may have work of its own that ends, also
+    /// while no request is in flight.
     pub(crate) fn harvest(&mut self, out: &mut Output) -> bool {
-        if self.submitted == 0 {
-            return false;
-        }
         let mut done = std::mem::take(&mut self.done);
         self.queue.harvest(&mut done);
         let has_any = !done.is_empty();

@@ -4,6 +4,8 @@ mod common;
 
 use block::{Completion, DirtyBitmaps, Disk, DiskInfo, DiskQueue, Op, ReactorCtx, Tag};
 use common::{Client, PATIENCE, Served, tool, try_tool};
+use drive::EngineOpener;
+use image::{FileName, OpenedOverlay, Opener, Role};
 use nbd_wire::numbers::command;
 use nbd_wire::reply::Style;
 use ringdisk_export_nbd::{NbdBitmap, NbdExport, ServerOptions};
@@ -238,5 +240,38 @@ fn whoever_begins_anew_sees_what_has_become_of_a_bitmap() {
     *source.0.lock().unwrap() = 0xff;
     assert!(!is_dirty(64 << 10), "parts of one moment");
     assert!(is_dirty(0) && is_dirty(64 << 10), "of the next moment");
+    served.stop();
+}
+
+/// The last reply has the overlay reserve space ahead. Nobody asks the queue for anything when that ends.
+#[test]
+fn a_new_layer_does_not_wait_for_an_idle_client() {
+    const SIZE: u64 = 8 << 20;
+    let mut served = Served::start(
+        |directory| {
+            let file = directory.join("disk.raw");
+            std::fs::File::create(&file).unwrap().set_len(SIZE).unwrap();
+            vec![format!("file={},format=raw,snapshot=on,keep={},name=disk", file.display(), directory.display())]
+        },
+        ServerOptions::default(),
+    );
+    let mut client = Client::connect(&served, Style::Structured, &[]);
+    // More than half of what is reserved at first.
+    let length = (2 << 20) + 4096;
+    let cookie = client.send(command::WRITE, 0, 0, length, &vec![7; length as usize]);
+    assert_eq!(client.reply().1, cookie);
+    let directory = served.directory.path().canonicalize().unwrap();
+    let (index, overlay) = (directory.join("disk.scratch"), directory.join("overlay"));
+    let [below, above] = [&index, &overlay].map(|path| path.to_str().unwrap());
+    tool("qemu-img", &["create", "-q", "-u", "-f", "qcow2", "-b", below, "-F", "raw", above, &SIZE.to_string()]);
+    let name = FileName::from(overlay.as_path());
+    let file = EngineOpener::default().open(&name, Role::Writable).unwrap();
+    let layer = OpenedOverlay::open(&name, file).unwrap();
+    let image = Arc::clone(served.disk(0).image.as_ref().unwrap());
+    let (tell, told) = std::sync::mpsc::channel();
+    std::thread::spawn(move || tell.send(image::put_overlay(vec![(image, layer)], || Ok(()))));
+    let results = told.recv_timeout(PATIENCE).expect("the former layer is never over").unwrap();
+    results.into_iter().for_each(Result::unwrap);
+    drop(client);
     served.stop();
 }

@@ -2,6 +2,7 @@
 
 use crate::memory_table::MemoryRules;
 use crate::own_messages;
+use crate::pace::Pace;
 use crate::running_rings::RunningRings;
 use crate::session::{Served as ServedDevice, Session, SessionEvents};
 use crate::socket::{Access, ListenSocket};
@@ -464,8 +465,12 @@ impl Server {
         let listener = self.socket.listener.as_fd();
         let mut peer = PeerWatch::of(stream, QUIET);
         self.shared.device.read_lifetime();
+        let mut wear = Pace::from(Instant::now());
         loop {
             let (news, limit) = peer.news(listener);
+            // A question that waits wakes nobody again.
+            let is_asked = self.shared.lifetime_queried.load(Ordering::Acquire);
+            let limit = limit.into_iter().chain(is_asked.then(|| wear.pause_left(Instant::now()))).min();
             let wanted = [Some(stream), Some(self.shared.wake.as_fd()), Some(events.as_fd()), news];
             let [message, ..] = wait_readable(&wanted.into_iter().flatten().collect::<Vec<_>>(), limit);
             // The wake is taken back before looking: a later event wakes the next wait.
@@ -477,7 +482,9 @@ impl Server {
             if self.shared.config_changed.swap(false, Ordering::AcqRel) {
                 connection.config_changed();
             }
-            if self.shared.lifetime_queried.swap(false, Ordering::AcqRel) {
+            let now = Instant::now();
+            if wear.pause_left(now).is_zero() && self.shared.lifetime_queried.swap(false, Ordering::AcqRel) {
+                wear = Pace::from(now);
                 self.shared.device.read_lifetime();
             }
             if message {

@@ -34,6 +34,7 @@ mod export;
 mod memory_table;
 mod notifier;
 mod own_messages;
+mod pace;
 mod queue_fds;
 mod running_rings;
 mod session;

@@ -417,7 +417,11 @@ impl Inner {
             Spaces::OfFiles => {
                 let queue = if which == Which::Data { io.data().ok_or(IoError::EIO)? } else { io.queue() };
                 let mut found = Err(IoError::new(IoErrorKind::NoSpace));
+                let mut tried = None;
                 for end in ends {
+                    if tried.replace(end) == Some(end) {
+                        continue;
+                    }
                     let (offset, length) = (bytes(reserved), bytes(end.saturating_sub(reserved)));
                     let zeroes = FileOp::WriteZeroes { offset, length, may_unmap: false };
                     found = queue.start(zeroes).await.map(|()| end);
@@ -451,11 +455,12 @@ fn bytes(pages: u64) -> u64 {
     pages.saturating_mul(PAGE_BYTES)
 }
 
-/// Returns the first of the ends up to which space can be reserved.
+/// Returns the first of the ends up to which space can be reserved. Ends that are the same are tried once.
 fn first_that_works(ends: [u64; 3], up_to: impl Fn(u64) -> IoResult) -> IoResult<u64> {
     let [best, halfway, least] = ends;
     let up_to = |end: u64| up_to(end).map(|()| end);
-    up_to(best).or_else(|_| up_to(halfway)).or_else(|_| up_to(least))
+    let after = |failed: u64, end: u64| move |error| if end == failed { Err(error) } else { up_to(end) };
+    up_to(best).or_else(after(best, halfway)).or_else(after(halfway, least))
 }
 
 /// Held while space is being reserved, even if the task that waits for it is dropped.

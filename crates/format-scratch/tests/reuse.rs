@@ -1,10 +1,10 @@
 //! The space of a kept overlay whose guest frees pages and never flushes.
 #![allow(clippy::unwrap_used)]
 
-use block::{File, IoErrorKind, IoResult, MetaIo, block_on};
+use block::{File, IoError, IoErrorKind, IoResult, MetaIo, block_on};
 use ringdisk_format_scratch::{Header, HostSpace, Prepared, Scratch, Space, create_kept};
 use std::sync::Arc;
-use testkit::{OpKind, SimFileOptions, SimStorage};
+use testkit::{Fault, FaultAction, OpKind, SimFileOptions, SimStorage};
 
 const INDEX: &str = "disk.scratch";
 const DATA: &str = "disk.scratch.data";
@@ -21,17 +21,17 @@ struct Kept {
 
 impl Kept {
     fn new(data: SimFileOptions) -> Self {
+        Self::of(DISK, data)
+    }
+
+    fn of(size_bytes: u64, data: SimFileOptions) -> Self {
         let storage = SimStorage::new(1);
         storage.create(INDEX, 0, SimFileOptions::default());
         storage.create(DATA, 0, data);
         let queue = |name| storage.file(name).unwrap().open_blocking().unwrap();
         let io = MetaIo::new(queue(INDEX)).with_data(queue(DATA));
-        let header = Header {
-            size_bytes: DISK,
-            backing_file: "below".to_owned(),
-            backing_format: None,
-            data_file: DATA.to_owned(),
-        };
+        let header =
+            Header { size_bytes, backing_file: "below".to_owned(), backing_format: None, data_file: DATA.to_owned() };
         block_on(create_kept(&io, INDEX, &header)).unwrap();
         let length = storage.bytes(INDEX).len() as u64;
         let scratch = block_on(Scratch::open_kept(&io, INDEX, length, false)).unwrap();
@@ -93,6 +93,21 @@ fn where_the_host_is_full_what_was_freed_and_not_flushed_is_flushed_and_used_aga
     assert_eq!(kept.flushes(), flushes);
     kept.discard(0, PAGE);
     kept.write(ROOM * PAGE, PAGE).unwrap();
+}
+
+/// The disk of a guest that goes on all the same: it has space at hand.
+#[test]
+fn on_a_full_host_space_is_asked_for_once_ahead() {
+    let kept = Kept::of(8 * DISK, SimFileOptions::default());
+    // More than half of what is reserved at first.
+    kept.write(0, 3 * DISK).unwrap();
+    assert!(kept.scratch.is_short());
+    let before = kept.storage.pushed(DATA, OpKind::WriteZeroes);
+    let full = FaultAction::Fail(IoError::new(IoErrorKind::NoSpace));
+    kept.storage.inject(DATA, Fault::from_nth(OpKind::WriteZeroes, 0, full));
+    block_on(kept.scratch.reserve_ahead(&kept.io));
+    assert_eq!(kept.storage.pushed(DATA, OpKind::WriteZeroes) - before, 1);
+    assert!(!kept.scratch.is_short());
 }
 
 /// Whatever becomes of the pages of its file: on a disk they may be written out and dropped.

@@ -262,6 +262,50 @@ fn an_overlay_whose_making_was_broken_off_is_made_anew() {
     }
 }
 
+/// Files of which others are faster: between the making of the index and its lock, they make the overlay and use it.
+struct Slower {
+    files: Making,
+    chain: Chain,
+    written: Mutex<Vec<u8>>,
+}
+
+impl Opener for Slower {
+    fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
+        self.files.open(name, role)
+    }
+
+    fn make(&self, path: &Path) -> Result<Option<Arc<dyn File>>> {
+        let made = self.files.make(path)?;
+        if made.is_some() && path == Path::new(INDEX) {
+            let open = |storage: &SimStorage| open_on(&self.chain, storage);
+            let mut session = Session::open(&self.files.0.0, &open, 1, 1).unwrap();
+            session.call(Request::write(4096, vec![1; 4096])).unwrap();
+            *self.written.lock().unwrap() = session.read_all().unwrap();
+            session.close().unwrap();
+        }
+        Ok(made)
+    }
+
+    fn unmake(&self, path: &Path) {
+        self.files.unmake(path);
+    }
+
+    fn canonical(&self, path: &Path) -> Result<PathBuf> {
+        self.files.canonical(path)
+    }
+}
+
+#[test]
+fn an_overlay_that_another_has_made_meanwhile_is_used() {
+    let chain = Chain::of(vec![Layer::Raw(SIZE)]);
+    let storage = chain.storage();
+    let opener = Slower { files: Making::of(&storage), chain: chain.clone(), written: Mutex::default() };
+    drop(ringdisk_image::open(&options_on(&chain), &opener).unwrap());
+    assert!(opener.files.1.lock().unwrap().is_empty(), "it belongs to others, too");
+    let mut session = Session::open(&storage, &|storage| open_on(&chain, storage), 1, 1).unwrap();
+    assert!(session.read_all().unwrap() == *opener.written.lock().unwrap());
+}
+
 #[test]
 fn another_image_or_another_size_below_is_refused() {
     let chain = Chain::of(vec![Layer::Raw(SIZE), Layer::Raw(SIZE)]);

@@ -75,7 +75,7 @@ pub(crate) fn register(
         refuge::make();
         install_handler();
     });
-    refuge::clear();
+    refuge::clear(lies_on_refuge);
     spares::refill();
     for (index, slot) in SLOTS.iter().enumerate() {
         if slot.taken.swap(true, Ordering::AcqRel) {
@@ -90,6 +90,12 @@ pub(crate) fn register(
         return Ok(Registration { index });
     }
     Err(io::Error::other(format!("more than {MAX_MAPPINGS} shared mappings at once")))
+}
+
+/// Whether our own file covers a mapping.
+fn lies_on_refuge() -> bool {
+    let mut used = SLOTS.iter().take(USED.load(Ordering::Acquire));
+    used.any(|slot| slot.on_refuge.load(Ordering::Acquire) && slot.taken.load(Ordering::Acquire))
 }
 
 impl Slot {
@@ -125,7 +131,7 @@ impl Registration {
         let slot = &SLOTS[self.index];
         slot.poisoned.store(true, Ordering::Release);
         slot.range().is_some_and(|(start, length_bytes)| {
-            cover_with_zeros(start, length_bytes) || slot.cover_by_refuge(start, length_bytes)
+            cover_with_zeros(start, length_bytes) || slot.put_refuge(start, length_bytes)
         })
     }
 
@@ -205,11 +211,15 @@ impl Slot {
 
     /// Puts our own file over the mapping, unless it is there. Returns whether this was done.
     fn cover_by_refuge(&self, start: usize, length_bytes: usize) -> bool {
-        if self.on_refuge.swap(true, Ordering::AcqRel) {
-            return false;
-        }
+        !self.on_refuge.load(Ordering::Acquire) && self.put_refuge(start, length_bytes)
+    }
+
+    /// Puts our own file over the mapping, also where it is already. Returns whether it is there now.
+    fn put_refuge(&self, start: usize, length_bytes: usize) -> bool {
+        // Ahead of the file, so that nobody forgets that it is mapped.
+        let was_there = self.on_refuge.swap(true, Ordering::AcqRel);
         let covered = refuge::cover_whole(start, length_bytes);
-        if !covered {
+        if !covered && !was_there {
             self.on_refuge.store(false, Ordering::Release);
         }
         covered

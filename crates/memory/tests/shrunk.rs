@@ -2,10 +2,11 @@
 //!
 //! Limits hold for a whole process, so each case runs in a process of its own: this program once more.
 
-use ringdisk_memory::{Mapping, PAGE_BYTES};
+use ringdisk_memory::{GuestMemory, GuestRegion, Mapping, PAGE_BYTES, RegionSpec};
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::process::Command;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 const GIB: usize = 1 << 30;
@@ -44,6 +45,21 @@ fn limit_data(more_bytes: u64) {
     let limit = libc::rlimit { rlim_cur: used_bytes + more_bytes, rlim_max: libc::RLIM_INFINITY };
     // SAFETY: the kernel reads one `rlimit`.
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_DATA, &raw const limit) }, 0);
+}
+
+/// Runs something while the kernel gives this process no private memory, also in place of what is mapped. (Nothing may fail
+/// meanwhile: a panic needs memory.)
+fn without_private_memory<T>(run: impl FnOnce() -> T) -> T {
+    let limit = |bytes| {
+        let limit = libc::rlimit { rlim_cur: bytes, rlim_max: libc::RLIM_INFINITY };
+        // SAFETY: the kernel reads one `rlimit`.
+        unsafe { libc::setrlimit(libc::RLIMIT_DATA, &raw const limit) }
+    };
+    // Less than it has. (The kernel takes zero for no limit.)
+    let before = limit(PAGE_BYTES as u64);
+    let result = run();
+    assert_eq!((before, limit(libc::RLIM_INFINITY)), (0, 0));
+    result
 }
 
 /// Has this process take as many mappings as it may.
@@ -86,6 +102,38 @@ fn part_of_another_no_memory_at_all() {
         write_and_read(&mapping, page * 3 * PAGE_BYTES);
     }
     assert!(mapping.is_poisoned());
+}
+
+#[test]
+#[ignore = "a part of another test"]
+fn part_of_another_cut_off_where_the_refuge_lies() {
+    let mapping = Arc::new(shrunk(GIB));
+    let region = GuestRegion::of_mapping(RegionSpec::new(0, GIB as u64), Arc::clone(&mapping), 0).unwrap();
+    let memory = GuestMemory::new(vec![region]).unwrap();
+    let fenced = without_private_memory(|| {
+        write_and_read(&mapping, 5 * PAGE_BYTES);
+        let fenced = [memory.fence(), memory.fence()];
+        write_and_read(&mapping, 7 * PAGE_BYTES);
+        fenced
+    });
+    assert_eq!(fenced, [true; 2]);
+}
+
+#[test]
+#[ignore = "a part of another test"]
+fn part_of_another_the_refuge_is_written_to_again() {
+    // Behind the pages that exist from the start.
+    const AT: usize = 1000 * PAGE_BYTES;
+    let mapping = shrunk(GIB);
+    let kept = without_private_memory(|| {
+        [(); 3].map(|()| {
+            write_and_read(&mapping, AT);
+            drop(Mapping::anonymous_file(c"next", PAGE_BYTES));
+            // SAFETY: the address lies in the mapping.
+            unsafe { mapping.as_ptr().as_ptr().add(AT).read_volatile() }
+        })
+    });
+    assert_eq!(kept, [0; 3]);
 }
 
 #[test]
@@ -180,6 +228,16 @@ fn where_the_kernel_gives_nothing_spare_memory_becomes_the_covering_pages() {
     in_a_child("part_of_another_no_memory_at_all");
     in_a_child("part_of_another_too_many_mappings");
     in_a_child("part_of_another_neither_memory_nor_mappings");
+}
+
+#[test]
+fn memory_that_the_refuge_covers_can_be_cut_off() {
+    in_a_child("part_of_another_cut_off_where_the_refuge_lies");
+}
+
+#[test]
+fn what_the_refuge_has_taken_is_given_back_as_long_as_it_is_mapped() {
+    in_a_child("part_of_another_the_refuge_is_written_to_again");
 }
 
 #[test]

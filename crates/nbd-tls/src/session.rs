@@ -38,6 +38,9 @@ pub(crate) trait Session: Debug + Send {
     }
 }
 
+/// Room beside what is sealed at once: records' heads and tags, and new keys, which go ahead of it.
+const BESIDE_BYTES: usize = 4096;
+
 /// A session with certificates.
 #[derive(Debug)]
 pub(crate) struct Certified {
@@ -47,9 +50,10 @@ pub(crate) struct Certified {
 }
 
 impl Certified {
-    /// Takes what came together with the last of the keys.
+    /// Takes what came together with the last of the keys. No more than `sealed_bytes_max` are to be sealed at once.
     pub(crate) fn new(mut session: Connection, sealed_bytes_max: usize) -> io::Result<Self> {
-        session.set_buffer_limit(Some(sealed_bytes_max));
+        // The session counts what it has encrypted, and takes only a part of what has no room.
+        session.set_buffer_limit(Some(sealed_bytes_max.saturating_add(BESIDE_BYTES)));
         let mut certified = Self { session, plain_bytes: 0, has_ended: false };
         certified.open()?;
         Ok(certified)

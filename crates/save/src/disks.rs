@@ -95,6 +95,11 @@ impl Daemon {
         Client::new(control).map(Self)
     }
 
+    /// Whether a guest's monitor or an NBD client uses the disk.
+    pub(crate) fn is_used(&self, name: &str) -> Result<bool> {
+        Ok(self.show(name)?.exports.iter().any(|export| export.connected))
+    }
+
     fn show(&self, name: &str) -> Result<Disk> {
         self.0.get(&format!("/v1/disks/{}", segment(name))).map_err(refused)
     }

@@ -106,23 +106,40 @@ fn quoted(path: &Path) -> String {
     format!("'{}'", path.to_string_lossy().replace('\'', "'\\''"))
 }
 
+/// Refuses disks that somebody uses. Without a monitor to ask, it may be the machine itself, which would lose them.
+fn refuse_used<'a>(names: impl IntoIterator<Item = &'a str>, is_used: impl Fn(&str) -> Result<bool>) -> Result<()> {
+    for name in names {
+        if is_used(name)? {
+            let what = "is in use, and whoever uses it would lose it";
+            let hint = "end the machine first, or say where its monitor would be (qmp), or use --force";
+            return Err(Error::new(ErrorKind::Locked, format!("disk '{name}' {what}: {hint}")));
+        }
+    }
+    Ok(())
+}
+
 /// Serves the disks as they were saved, each under a new layer for what the machine writes from here on. The daemon runs.
-/// Where it is interrupted, the pair is as it was.
+/// Where it is interrupted, the pair is as it was. With `force`, nobody asks who uses them.
 fn serve_disks(
     machine: &Machine,
     restore: &mut Restore,
+    force: bool,
     cancel: &AtomicBool,
     progress: &mut Progress<'_>,
 ) -> Result<()> {
     progress.begin(Step::Serve);
     let disks = Daemon::new(&machine.control)?;
     let mut own_layers = OwnLayers::read(&machine.state)?;
+    let present = disks.names()?;
+    if machine.qmp.as_os_str().is_empty() && !force {
+        let saved = restore.record.disks.iter().map(|disk| &disk.name).filter(|name| present.contains(name));
+        refuse_used(saved.map(String::as_str), |name| disks.is_used(name))?;
+    }
     // Opening an image for writing may change its times, and no byte that a guest sees. The record says what has become of
     // it, disk by disk, so that a restore that is broken off does not make the pair look changed.
     restore.record.is_being_restored = true;
     restore.record.publish(&machine.state)?;
     let drives: Vec<(String, Options)> = restore.drives().map(|(name, options)| (name.to_owned(), options)).collect();
-    let present = disks.names()?;
     for (index, (name, options)) in drives.into_iter().enumerate() {
         let Some(disk) = restore.record.disks.get_mut(index) else { break };
         if let Err(error) = check(cancel) {
@@ -179,16 +196,17 @@ fn begin(machine: &Machine, restore: &Restore) -> Result<File> {
 }
 
 /// Lets the daemon serve the saved disks, each under a new layer, and leaves it to the caller to start the machine. The daemon
-/// must run.
+/// must run. If no monitor is known, disks that somebody uses are refused, unless `force` takes them away.
 pub fn serve(
     machine: &Machine,
     restore: &mut Restore,
+    force: bool,
     cancel: &AtomicBool,
     tell: &mut dyn FnMut(Moment),
 ) -> Result<()> {
     let _lock = begin(machine, restore)?;
     let mut progress = Progress::behind_first(Step::RESTORE, restore.state.stream_bytes, tell);
-    serve_disks(machine, restore, cancel, &mut progress)?;
+    serve_disks(machine, restore, force, cancel, &mut progress)?;
     progress.end();
     Ok(())
 }
@@ -224,7 +242,7 @@ pub fn run(
     };
     let _lock = begin(machine, restore)?;
     let mut progress = Progress::behind_first(Step::RESTORE, restore.state.stream_bytes, tell);
-    serve_disks(machine, restore, cancel, &mut progress)?;
+    serve_disks(machine, restore, false, cancel, &mut progress)?;
     progress.begin(Step::Start);
     check(cancel)?;
     let child = Command::new(program).args(arguments).args(["-incoming", "defer"]).spawn();
@@ -302,9 +320,21 @@ mod tests {
         let go_on = AtomicBool::new(false);
         let error = run(&machine, &mut restore, &go_on, &mut |_| {}).unwrap_err().to_string();
         assert!(error.contains("end it first"), "{error}");
-        let error = serve(&machine, &mut restore, &go_on, &mut |_| {}).unwrap_err().to_string();
+        let error = serve(&machine, &mut restore, false, &go_on, &mut |_| {}).unwrap_err().to_string();
         assert!(error.contains("end it first"), "{error}");
         let error = find(&machine, true, &AtomicBool::new(true), &mut |_| {}).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Cancelled);
+    }
+
+    #[test]
+    fn disks_that_somebody_uses_are_not_taken_away_unasked() {
+        let names = ["a", "b", "c"];
+        refuse_used(names, |_| Ok(false)).unwrap();
+        let error = refuse_used(names, |name| Ok(name == "b")).unwrap_err();
+        let said = error.to_string();
+        assert!(said.contains("'b'") && said.contains("--force") && said.contains("qmp"), "{said}");
+        assert_eq!(error.kind(), ErrorKind::Locked);
+        let unknown = |_: &str| Err(Error::new(ErrorKind::Io, "the daemon says nothing"));
+        assert_eq!(refuse_used(names, unknown).unwrap_err().kind(), ErrorKind::Io);
     }
 }

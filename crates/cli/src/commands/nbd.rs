@@ -6,8 +6,8 @@ use crate::output::{self, usage};
 use crate::signals;
 use control::api::AddTls;
 use daemon::{Daemon, DaemonConfig, NbdAddress, NbdOptions, NbdTls, NodeId, Pidfile, SocketAccess};
-use drive::{DriveOptions, ParsedDrive, PassedDescriptors, human_size};
-use image::{BackingPolicy, FileName, options_without_secrets};
+use drive::{DiskOptions, DriveOptions, ParsedDrive, PassedDescriptors, human_size};
+use image::{BackingPolicy, ErrorPolicy, FileName, options_without_secrets};
 use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -22,8 +22,8 @@ pub(crate) struct Args {
     /// The image to serve.
     #[arg(value_name = "IMAGE")]
     image: Option<PathBuf>,
-    /// Another disk, with options as of serve, except those for guests. Its export has the disk's name (name=). May be
-    /// repeated.
+    /// Another disk, with options as of serve, except those for guests, and nothing that waits for "ctl resume". Its export
+    /// has the disk's name (name=). May be repeated.
     #[arg(long, value_name = "OPTIONS")]
     drive: Vec<String>,
     /// Listen at this Unix socket. fd:NAME or fd:NUMBER is a socket that a service manager passed, Unix or TCP [default:
@@ -132,6 +132,7 @@ fn asked(args: &Args, passed: &PassedDescriptors) -> anyhow::Result<Result<Vec<A
         match DriveOptions::parse_with(text, passed).map_err(in_context)? {
             ParsedDrive::Drive(drive) => {
                 refuse_keys_for_guests(&DriveOptions::keys_for_guests(text, passed).map_err(in_context)?)?;
+                refuse_to_hold(&drive.disk)?;
                 let export_name = drive.disk.name.clone().unwrap_or_default();
                 asked.push(Asked { drive: *drive, export_name, description: String::new(), bitmaps: Vec::new() });
             }
@@ -154,6 +155,16 @@ fn refuse_keys_for_guests(keys: &[String]) -> anyhow::Result<()> {
         "socket-mode" | "socket-group" => format!("--drive: {key}= is for the socket of a guest: give --{key}"),
         _ => format!("--drive: {key}= is for guests, and NBD clients do not see it: leave it out"),
     }))
+}
+
+/// Refuses to hold requests that the storage fails: without a control socket, nobody could resume them.
+fn refuse_to_hold(disk: &DiskOptions) -> anyhow::Result<()> {
+    let policies = [("on-error", disk.on_error), ("on-no-space", disk.on_no_space)];
+    let Some((key, _)) = policies.iter().find(|(_, policy)| *policy == ErrorPolicy::Hold) else { return Ok(()) };
+    Err(usage(format!(
+        "--drive: {key}=hold waits for 'ctl resume', which cannot reach this command: leave it out, or use 'serve' with \
+         --nbd and --control"
+    )))
 }
 
 /// Where clients connect.

@@ -31,7 +31,7 @@ pub(crate) struct Args {
     #[arg(long, conflicts_with = "run")]
     serve: bool,
     /// Accept the disks although a save was interrupted while it took layers back: only if the machine has not run
-    /// since.
+    /// since. With --serve and no --qmp, also take disks away from whoever uses them.
     #[arg(long)]
     force: bool,
     #[command(flatten)]
@@ -58,7 +58,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         output::print(&described(&restore)?)?;
     }
     if args.serve {
-        save::serve(&machine, &mut restore, &cancel, &mut |moment| shown.show(moment))?;
+        save::serve(&machine, &mut restore, args.force, &cancel, &mut |moment| shown.show(moment))?;
         warn_of(&restore);
         return if args.steps.quiet { Ok(()) } else { output::print(&start(&machine, &restore)?) };
     }

@@ -36,6 +36,7 @@ enum Display {
     Nothing,
     Bar(ProgressBar),
     Percent,
+    PercentOnStandardError,
     Json,
 }
 
@@ -64,6 +65,14 @@ impl Watch {
         Ok(Self { display, started: Instant::now(), shown: None, interrupted, asked })
     }
 
+    /// Keeps standard output free of progress.
+    pub(crate) fn on_standard_error(mut self) -> Self {
+        if matches!(self.display, Display::Percent) {
+            self.display = Display::PercentOnStandardError;
+        }
+        self
+    }
+
     /// Makes a watch for a step before the job, which the same signals end: it has its own bar on a terminal, and shows
     /// nothing elsewhere.
     pub(crate) fn before(&self) -> Self {
@@ -82,6 +91,7 @@ impl Watch {
         match &self.display {
             Display::Bar(bar) => bar.finish_and_clear(),
             Display::Percent if self.shown.is_some() => drop(text::print("\n")),
+            Display::PercentOnStandardError if self.shown.is_some() => drop(writeln!(std::io::stderr())),
             _ => {}
         }
         done
@@ -123,6 +133,8 @@ impl Watch {
             Display::Percent => {
                 drop(text::print(&format!("    ({percent:.2}/100%)\r")));
             }
+            // If standard error is gone, the message is lost.
+            Display::PercentOnStandardError => drop(write!(std::io::stderr(), "    ({percent:.2}/100%)\r")),
             Display::Json => {
                 let seconds = self.started.elapsed().as_secs_f64();
                 let rate = if seconds > 0.0 { done_bytes as f64 / seconds } else { 0.0 };

@@ -103,6 +103,33 @@ fn the_daemon_ends_and_closes_the_other_disks_while_a_call_hangs() {
     nbd.kill();
 }
 
+/// The configuration is read from a pipe that nobody writes to, as from a file system that does not answer.
+#[test]
+fn the_daemon_ends_while_reading_its_configuration_again_hangs() {
+    use rustix::fs::{Mode, OFlags};
+    let dir = directory();
+    let config = at(&dir, "disks.toml");
+    std::fs::write(&config, "[[drive]]\nname = 'null'\nformat = 'null'\nsize = '1M'\nsocket = 'null.sock'\n").unwrap();
+    let mut daemon = Daemon::start_in(dir, &["--give-up-after", "1", "--config", path_str(&config)]);
+    std::fs::remove_file(&config).unwrap();
+    tool_ok("mkfifo", &[path_str(&config)]);
+    daemon.server.signal("HUP");
+    let deadline = Instant::now() + PATIENCE;
+    // It can be opened once somebody reads from it.
+    let _pipe = loop {
+        match rustix::fs::open(&config, OFlags::WRONLY | OFlags::NONBLOCK, Mode::empty()) {
+            Ok(pipe) => break pipe,
+            Err(error) => assert!(Instant::now() < deadline, "the configuration is not read: {error}"),
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    daemon.server.signal("HUP");
+    std::thread::sleep(Duration::from_millis(100));
+    daemon.ctl(&["shutdown"]);
+    // Its exit code says that a call did not end.
+    daemon.server.wait();
+}
+
 /// Nothing can be cancelled here: filters keep the requests for half a minute.
 #[test]
 fn requests_that_nobody_can_cancel_are_given_up() {

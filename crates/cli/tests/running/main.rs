@@ -8,6 +8,7 @@ mod full;
 mod guest;
 mod hanging;
 mod hostile;
+mod jobs;
 mod killed;
 mod options;
 mod reopening;

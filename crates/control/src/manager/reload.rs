@@ -15,6 +15,7 @@ use block::{Error, ErrorKind, Result};
 use daemon::NodeId;
 use drive::{FilterOptions, RunningChange};
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 
 /// The configuration file, and the part of it that is in force.
 #[derive(Debug)]
@@ -47,12 +48,13 @@ impl Manager {
     /// Sets the file that [`Manager::reload`] reads. `present` is its content when it was last read.
     pub fn is_configured_by(&self, path: PathBuf, present: Config) {
         *lock(&self.configuration) = Some(Configuration { path, present });
+        self.has_configuration.store(true, Ordering::Release);
     }
 
-    /// Whether there is a configuration file.
+    /// Whether there is a configuration file. It never waits for a reload.
     #[must_use]
     pub fn has_configuration(&self) -> bool {
-        lock(&self.configuration).is_some()
+        self.has_configuration.load(Ordering::Acquire)
     }
 
     /// Reads the configuration file again and applies the differences to its former content. Disks that calls have
@@ -295,10 +297,12 @@ impl Manager {
             let disk = &mut given.drive.disk;
             (disk.file, disk.format, disk.snapshot, disk.keep) = (own.file, own.format, own.snapshot, own.keep);
         }
-        if let Some(disk) = recorded.filter(|disk| disk.options.get("file") == options.get("file")) {
+        let recorded_top = recorded.filter(|disk| disk.options.get("file") == options.get("file"));
+        if let Some(disk) = recorded_top {
             given.drive.disk.former_tops = disk.former_tops.len();
             given.drive.disk.bases = disk.files().map(PathBuf::from).collect();
         }
+        let moving = recorded_top.filter(|disk| !disk.leaving_tops.is_empty());
         let mut exports = given.exports.clone();
         let of_calls = recorded.map(exports_of_calls).unwrap_or_default();
         exports.extend(of_calls.into_iter().filter(|export| !given.exports.contains(export)));
@@ -310,6 +314,7 @@ impl Manager {
             former_tops: &[],
             exports,
             comes_back: true,
+            moving,
         })?;
         self.begin_all(added.node, &added.name, &added.exports, outcome);
         Ok(())

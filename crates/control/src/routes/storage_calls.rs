@@ -22,12 +22,14 @@ const WAITING_OF_A_DISK_MAX: usize = 64;
 const WAITING_MAX: usize = 256;
 /// Disks and exports that are being removed at one time. Each may wait for storage that hangs. More wait.
 const REMOVALS_MAX: usize = 32;
+/// Removals that wait for their turn. Each keeps a connection.
+const WAITING_REMOVALS_MAX: usize = 96;
 /// Streams of events.
 const WATCHERS_MAX: usize = 128;
 /// Threads that storage which hangs may keep.
 pub(crate) const HELD_THREADS_MAX: usize = TOTAL_MAX + REMOVALS_MAX;
 /// Connections that are kept for long.
-pub(crate) const HELD_CONNECTIONS_MAX: usize = WAITING_MAX + HELD_THREADS_MAX + WATCHERS_MAX;
+pub(crate) const HELD_CONNECTIONS_MAX: usize = WAITING_MAX + WAITING_REMOVALS_MAX + HELD_THREADS_MAX + WATCHERS_MAX;
 /// How long a call waits for its turn.
 const WAIT_MAX: Duration = Duration::from_secs(60);
 
@@ -37,6 +39,8 @@ pub(crate) struct StorageCalls {
     turns: Mutex<Turns>,
     total: Arc<Semaphore>,
     removals: Arc<Semaphore>,
+    /// For the removals in progress and those that wait.
+    asked_removals: Arc<Semaphore>,
     watchers: Arc<Semaphore>,
     wait_max: Duration,
 }
@@ -79,7 +83,8 @@ impl Default for StorageCalls {
     fn default() -> Self {
         let places = |count| Arc::new(Semaphore::new(count));
         let (total, removals, watchers) = (places(TOTAL_MAX), places(REMOVALS_MAX), places(WATCHERS_MAX));
-        Self { turns: Mutex::default(), total, removals, watchers, wait_max: WAIT_MAX }
+        let asked_removals = places(REMOVALS_MAX + WAITING_REMOVALS_MAX);
+        Self { turns: Mutex::default(), total, removals, asked_removals, watchers, wait_max: WAIT_MAX }
     }
 }
 
@@ -90,29 +95,39 @@ impl StorageCalls {
 
     /// Waits until these disks, and all together, have room for one more call.
     async fn begin(self: &Arc<Self>, mut disks: Vec<String>) -> Result<StorageCall, Failure> {
-        // In one order, so that no two calls wait for each other.
         disks.sort_unstable();
         disks.dedup();
         let mut call = StorageCall { calls: Arc::clone(self), disks, places: Vec::new() };
-        // The room for all comes last: who waits for a disk that hangs keeps nothing from calls on others.
         let rooms = self.rooms_of(&call.disks);
-        let at_once = rooms.iter().map(|room| Arc::clone(room).try_acquire_owned().ok());
-        if let Some(places) = at_once.collect::<Option<Vec<_>>>() {
+        if let Ok(mut places) = at_once(&rooms, None)
+            && let Ok(place) = Arc::clone(&self.total).try_acquire_owned()
+        {
+            places.push(place);
             call.places = places;
             return Ok(call);
         }
         let waiting = Waiting::begin(self, &call.disks)?;
-        let turn = tokio::time::timeout(self.wait_max, async move {
-            let mut places = Vec::with_capacity(rooms.len());
-            for room in rooms {
-                places.extend(room.acquire_owned().await);
-            }
+        let turn = tokio::time::timeout(self.wait_max, async {
+            let mut places = in_turn(&rooms).await;
+            // The room for all comes last: who waits for a disk that hangs keeps nothing from calls on others.
+            places.extend(Arc::clone(&self.total).acquire_owned().await);
             places
         });
         let places = turn.await.map_err(|_| too_many(&call.disks))?;
         drop(waiting);
         call.places = places;
         Ok(call)
+    }
+
+    /// Waits until one more disk or export can be removed. Refuses, if too many wait.
+    async fn begin_removal(&self) -> Result<Vec<OwnedSemaphorePermit>, Failure> {
+        let asked = Arc::clone(&self.asked_removals).try_acquire_owned().map_err(|_| {
+            let what = format!("{WAITING_REMOVALS_MAX} removals wait already: try again when some have ended");
+            Failure::new(ErrorKind::InUse, what)
+        })?;
+        // Nobody closes it.
+        let place = Arc::clone(&self.removals).acquire_owned().await.ok();
+        Ok(place.into_iter().chain([asked]).collect())
     }
 
     /// The place of one more stream of events.
@@ -126,7 +141,7 @@ impl StorageCalls {
     fn rooms_of(&self, disks: &[String]) -> Vec<Arc<Semaphore>> {
         let mut turns = self.lock();
         let of_disk = |disk: &String| Arc::clone(&turns.disks.entry(disk.clone()).or_default().places);
-        disks.iter().map(of_disk).chain([Arc::clone(&self.total)]).collect()
+        disks.iter().map(of_disk).collect()
     }
 
     /// Forgets those of these disks that have no calls any more.
@@ -173,7 +188,31 @@ impl Drop for StorageCall {
     }
 }
 
+/// Takes a place in each of these rooms, beside one in the room `taken`, if none of them is full; else returns the
+/// number of a full one.
+fn at_once(rooms: &[Arc<Semaphore>], taken: Option<usize>) -> Result<Vec<OwnedSemaphorePermit>, usize> {
+    let others = rooms.iter().enumerate().filter(|(number, _)| Some(*number) != taken);
+    others.map(|(number, room)| Arc::clone(room).try_acquire_owned().map_err(|_| number)).collect()
+}
+
+/// Waits for a place in each of these rooms. While it waits for one, it keeps none in the others: a disk that hangs
+/// keeps nothing from calls on the others alone.
+async fn in_turn(rooms: &[Arc<Semaphore>]) -> Vec<OwnedSemaphorePermit> {
+    let mut missing = 0;
+    while let Some(room) = rooms.get(missing) {
+        let place = Arc::clone(room).acquire_owned().await;
+        match at_once(rooms, Some(missing)) {
+            // Nobody closes the room.
+            Ok(others) => return others.into_iter().chain(place).collect(),
+            Err(full) => missing = full,
+        }
+    }
+    Vec::new()
+}
+
 fn too_many(disks: &[String]) -> Failure {
+    // A disk that is being added without a name is known by its file.
+    let disks: Vec<_> = disks.iter().map(|disk| image::without_secrets(disk)).collect();
     let what = format!(
         "'{}': too many calls wait for storage: try again when they have ended, or remove a disk that hangs by force",
         disks.join("', '")
@@ -214,17 +253,17 @@ pub(super) async fn limited<T: Send + 'static>(
     beside(manager, call).await
 }
 
-/// As [`beside`], for a call that ends what may hang. It waits for its turn, but not for the calls above.
+/// As [`beside`], for a call that ends what may hang. It waits for its turn, but not for the calls above; too many that
+/// wait are refused.
 pub(super) async fn ending<T: Send + 'static>(
     manager: Arc<Manager>,
     call: impl FnOnce(&Arc<Manager>) -> Result<T, Failure> + Send + 'static,
 ) -> Result<T, Failure> {
     let _at_work = AtWork::begin();
-    // Nobody closes it.
-    let place = Arc::clone(&manager.storage_calls.removals).acquire_owned().await.ok();
+    let places = manager.storage_calls.begin_removal().await?;
     let call = move |manager: &Arc<Manager>| {
         let result = call(manager);
-        drop(place);
+        drop(places);
         result
     };
     beside(manager, call).await
@@ -252,6 +291,12 @@ mod tests {
             tokio::task::yield_now().await;
         }
         waits
+    }
+
+    #[test]
+    fn a_refusal_shows_no_secrets() {
+        let refused = too_many(&["rbd:vms/a:key=S3CRET".to_owned()]).0.message;
+        assert!(refused.contains("rbd:vms/a") && !refused.contains("S3CRET"), "{refused}");
     }
 
     #[test]
@@ -314,6 +359,70 @@ mod tests {
             drop(full.await.unwrap().unwrap());
             assert_eq!(both.await.unwrap().unwrap().disks, ["0", "z"]);
             assert!(calls.lock().disks.is_empty());
+        });
+    }
+
+    #[test]
+    fn calls_that_wait_for_a_full_disk_and_a_healthy_one_keep_nobody_from_the_healthy_one() {
+        run(async {
+            let calls = Arc::<StorageCalls>::default();
+            let mut begun = Vec::new();
+            for _ in 0..OF_A_DISK_MAX {
+                begun.push(begin(&calls, &["full"]).await.unwrap());
+            }
+            let mut both = Vec::new();
+            for number in 1..=OF_A_DISK_MAX {
+                let mine = Arc::clone(&calls);
+                // Names that sort before and after that of the full one.
+                both.push(tokio::spawn(async move { begin(&mine, &["a", "full", "z"]).await }));
+                while calls.lock().waiting < number {
+                    tokio::task::yield_now().await;
+                }
+            }
+            for disk in ["a", "z"] {
+                drop(begin(&calls, &[disk]).await.unwrap());
+                assert_eq!(calls.lock().waiting, OF_A_DISK_MAX, "the call on '{disk}' did not wait");
+            }
+            let has_room = |disk| at_once(&calls.rooms_of(&[String::from(disk)]), None).is_ok();
+            assert!(has_room("a") && has_room("z") && !has_room("full"));
+            begun.clear();
+            for call in both {
+                drop(call.await.unwrap().unwrap());
+            }
+            assert!(calls.lock().disks.is_empty());
+            assert_eq!((calls.lock().waiting, calls.total.available_permits()), (0, TOTAL_MAX));
+        });
+    }
+
+    #[test]
+    fn removals_wait_and_only_too_many_are_refused() {
+        run(async {
+            let calls = Arc::<StorageCalls>::default();
+            let mut begun = Vec::new();
+            for _ in 0..REMOVALS_MAX {
+                begun.push(calls.begin_removal().await.unwrap());
+            }
+            let mut waiting = Vec::new();
+            for _ in 0..WAITING_REMOVALS_MAX {
+                let calls = Arc::clone(&calls);
+                waiting.push(tokio::spawn(async move { calls.begin_removal().await }));
+            }
+            while calls.asked_removals.available_permits() > 0 {
+                tokio::task::yield_now().await;
+            }
+            let refused = calls.begin_removal().await.unwrap_err();
+            assert_eq!(refused.0.kind, ErrorKind::InUse, "{refused:?}");
+            // A client that goes away makes room.
+            waiting.pop().unwrap().abort();
+            while calls.asked_removals.available_permits() == 0 {
+                tokio::task::yield_now().await;
+            }
+            begun.clear();
+            for removal in waiting {
+                drop(removal.await.unwrap().unwrap());
+            }
+            drop(calls.begin_removal().await.unwrap());
+            assert_eq!(calls.removals.available_permits(), REMOVALS_MAX);
         });
     }
 

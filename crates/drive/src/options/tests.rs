@@ -194,3 +194,13 @@ fn impossible_values_and_combinations_are_refused() {
         assert!(DriveOptions::parse(text).is_err(), "{text}");
     }
 }
+
+#[test]
+fn every_property_that_a_guest_sees_is_a_key_for_guests() {
+    let keys = |text: &str| DriveOptions::keys_for_guests(text, &PassedDescriptors::default()).unwrap();
+    for key in crate::SHOWN_KEYS {
+        let value = if ["packed", "secure-erase", "write-cache"].contains(&key) { "off" } else { "64" };
+        assert_eq!(keys(&format!("file=a,{key}={value},poll-max-us=1")), [key]);
+    }
+    assert_eq!(keys("file=a,socket=s,cache=none"), ["socket"]);
+}

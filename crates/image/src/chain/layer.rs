@@ -55,12 +55,23 @@ impl Layer {
             file: Arc::clone(&self.file),
             data,
             size_bytes: mapping.size_bytes(),
-            memory_bitmaps: match self.memory_bitmaps.is_empty() {
-                true => Arc::clone(&self.memory_bitmaps),
-                false => Arc::new(self.memory_bitmaps.of_size(mapping.size_bytes())),
-            },
+            memory_bitmaps: self.bitmaps_of_size(mapping.size_bytes()),
             empty_clusters: OnceLock::new(),
             mapping,
+        }
+    }
+
+    /// Its bitmaps in memory for another size. Whoever makes it larger has checked that; somebody else may have, too.
+    fn bitmaps_of_size(&self, size_bytes: u64) -> Arc<MemoryBitmaps> {
+        if self.memory_bitmaps.is_empty() {
+            return Arc::clone(&self.memory_bitmaps);
+        }
+        match self.memory_bitmaps.check_size(size_bytes) {
+            Ok(()) => Arc::new(self.memory_bitmaps.of_size(size_bytes)),
+            Err(error) => {
+                tracing::warn!("'{}' has {size_bytes} bytes now, and lost its bitmaps: {error}", self.name);
+                Arc::default()
+            }
         }
     }
 

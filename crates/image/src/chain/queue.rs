@@ -317,7 +317,8 @@ impl DiskQueue for ImageQueue {
 }
 
 impl Core {
-    fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {
+    /// Notes which pieces and tasks have ended.
+    fn take_ends(&mut self) {
         if !self.shared.sink.is_empty() {
             let mut scratch = std::mem::take(&mut self.scratch);
             self.shared.sink.take(&mut scratch);
@@ -329,6 +330,10 @@ impl Core {
             }
             self.scratch = scratch;
         }
+    }
+
+    fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {
+        self.take_ends();
         let count = self.ready.len();
         done.append(&mut self.ready);
         self.in_flight = self.in_flight.saturating_sub(count);

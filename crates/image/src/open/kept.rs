@@ -9,6 +9,7 @@ use crate::file_name::FileName;
 use crate::guess::Format;
 use block::{Error, ErrorKind, File, MetaIo, PastEnd, Result, block_on};
 use format_scratch::{Header, create_kept};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -18,17 +19,24 @@ const HEADER_MAX_BYTES: u64 = 513 * format_scratch::PAGE_BYTES;
 /// Opens the overlay whose index is `path` on these layers. Makes it if there is none.
 pub(crate) fn kept_layer(layers: &[Layer], path: &Path, opener: &dyn Opener) -> Result<Layer> {
     let below = top_with_room(layers)?;
-    match opener.make(path).map_err(in_context)? {
-        Some(index) => make(below, path, &index, false, opener).inspect_err(|_| opener.unmake(path))?,
-        None => match never_finished(path, opener).map_err(in_context)? {
-            Some(index) => {
-                tracing::warn!("'{}' was never finished, and holds nothing: makes it anew", path.display());
-                make(below, path, &index, true, opener)?;
-            }
-            None => tracing::info!("'{}' is there already: goes on with it", path.display()),
-        },
+    let open = || opener.open(&FileName::from(opener.canonical(path)?), Role::Writable);
+    let made = opener.make(path).map_err(in_context)?;
+    let is_new = made.is_some();
+    let index = made.map_or_else(open, Ok).map_err(in_context)?;
+    // It is locked from here on. Others may have had the lock before: what it was then, it may not be any more.
+    if !is_at(&*index, path) {
+        let what = format!("'{}' was replaced while it was opened: try again", path.display());
+        return Err(in_context(Error::new(ErrorKind::Locked, what)));
     }
-    let layer = open_kept(path, opener).map_err(in_context)?;
+    match (is_blank(&*index, path).map_err(in_context)?, is_new) {
+        (true, true) => make(below, path, &index, opener).inspect_err(|_| opener.unmake(path))?,
+        (true, false) => {
+            tracing::warn!("'{}' was never finished, and holds nothing: makes it anew", path.display());
+            make(below, path, &index, opener)?;
+        }
+        (false, _) => tracing::info!("'{}' is there already: goes on with it", path.display()),
+    }
+    let layer = open_kept(path, index, opener).map_err(in_context)?;
     let names = layer.mapping.backing().map(|(name, _)| opener.canonical(Path::new(&format_qcow2::os_name(name))));
     let rests_on = names.transpose().ok().flatten();
     if rests_on.is_none() || rests_on.as_deref() != below.name.path() {
@@ -51,26 +59,29 @@ fn data_path_of(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// The index, if whoever began to make it did not come to its header, and nobody uses it: it has nothing but zeros. While it
-/// is open, it is locked.
-fn never_finished(path: &Path, opener: &dyn Opener) -> Result<Option<Arc<dyn File>>> {
-    let name = FileName::from(opener.canonical(path)?);
-    let index = opener.open(&name, Role::Writable)?;
+/// Whether the path names this file. A file of which nobody can tell does.
+fn is_at(file: &dyn File, path: &Path) -> bool {
+    let there = |own| std::fs::metadata(path).is_ok_and(|meta| (meta.dev(), meta.ino()) == own);
+    file.identity().is_none_or(there)
+}
+
+/// Whether nobody who began to make this index has come to its header: it has nothing but zeros.
+fn is_blank(index: &dyn File, path: &Path) -> Result<bool> {
     let length = index.length_bytes()?;
     if length > HEADER_MAX_BYTES {
-        return Ok(None);
+        return Ok(false);
     }
-    let read = MetaIo::of_file(&*index)?;
+    let read = MetaIo::of_file(index)?;
     let read = block_on(read.read(0, usize::try_from(length).unwrap_or(0), PastEnd::Zeros));
     let bytes = read.map_err(|error| {
         Error::with_source(ErrorKind::Io, format!("'{}': cannot read its header", path.display()), error)
     })?;
-    Ok(bytes.iter().all(|byte| *byte == 0).then_some(index))
+    Ok(bytes.iter().all(|byte| *byte == 0))
 }
 
-/// Fills the new index file and makes the data file. After an error, the data file is there only if it was there
-/// before. `again` if an empty data file may be there.
-fn make(below: &Layer, path: &Path, index: &Arc<dyn File>, again: bool, opener: &dyn Opener) -> Result<()> {
+/// Fills the index file, which is blank, and makes the data file. After an error, the data file is there only if it was there
+/// before. An empty one is used: others may have begun to make the overlay.
+fn make(below: &Layer, path: &Path, index: &Arc<dyn File>, opener: &dyn Opener) -> Result<()> {
     let data_path = data_path_of(path);
     let unnamed = || {
         let what = "an image without a path of its own cannot be named by what rests on it";
@@ -85,12 +96,11 @@ fn make(below: &Layer, path: &Path, index: &Arc<dyn File>, again: bool, opener: 
         data_file: text(Path::new(data_path.file_name().ok_or_else(unnamed)?))?,
     };
     let is_new = opener.make(&data_path)?.is_some();
-    // Whoever made the index first made an empty data file then.
     let is_empty = || -> Result<bool> {
         let name = FileName::from(opener.canonical(&data_path)?);
         Ok(opener.open(&name, Role::Writable)?.length_bytes()? == 0)
     };
-    let may_be_there = is_new || (again && is_empty()?);
+    let may_be_there = is_new || is_empty()?;
     if !may_be_there {
         let what = format!("'{}' is there already, without the index '{}'", data_path.display(), path.display());
         let hint = "put the index back, or move the file away, or give the disk another name (name=)";
@@ -107,9 +117,9 @@ fn make(below: &Layer, path: &Path, index: &Arc<dyn File>, again: bool, opener: 
     })
 }
 
-fn open_kept(path: &Path, opener: &dyn Opener) -> Result<Layer> {
+fn open_kept(path: &Path, index: Arc<dyn File>, opener: &dyn Opener) -> Result<Layer> {
     let own = FileName::from(opener.canonical(path)?);
-    let mut layer = open_layer(&own, opener.open(&own, Role::Writable)?, Format::Scratch, Role::Writable, None)?;
+    let mut layer = open_layer(&own, index, Format::Scratch, Role::Writable, None)?;
     // Anybody may have written the header. So the data file must lie beside the index.
     check_data_name(&layer, path)?;
     let said = data_path_of(path);

@@ -18,7 +18,7 @@ const RESIDENT_BYTES: usize = 256 << 10;
 
 /// The file; below zero if there is none.
 static FILE: AtomicI32 = AtomicI32::new(-1);
-/// It was mapped since it was cleared.
+/// It was mapped since it was cleared, or is still.
 static IS_USED: AtomicBool = AtomicBool::new(false);
 
 /// Makes the file, once. Not for the handler.
@@ -48,8 +48,9 @@ pub(super) fn make() {
     }
 }
 
-/// Gives back what the file has taken, and forgets what was written to it. Not for the handler.
-pub(super) fn clear() {
+/// Gives back what the file has taken, and forgets what was written to it. Where `is_mapped` says so, more may be written:
+/// then the next call does this again. Not for the handler.
+pub(super) fn clear(is_mapped: impl FnOnce() -> bool) {
     let fd = FILE.load(Ordering::Acquire);
     if fd < 0 || !IS_USED.swap(false, Ordering::AcqRel) {
         return;
@@ -63,6 +64,9 @@ pub(super) fn clear() {
         for page in 0..RESIDENT_BYTES / PAGE_BYTES {
             libc::pwrite(fd, zeros.as_ptr().cast(), PAGE_BYTES, (page * PAGE_BYTES) as libc::off_t);
         }
+    }
+    if is_mapped() {
+        IS_USED.store(true, Ordering::Release);
     }
 }
 
@@ -118,7 +122,7 @@ mod tests {
                 assert_eq!(byte.read_volatile(), 7);
             }
         }
-        clear();
+        clear(|| false);
         // SAFETY: as above.
         assert_eq!(unsafe { mapping.as_ptr().as_ptr().add(RESIDENT_BYTES + 5).read_volatile() }, 0);
     }

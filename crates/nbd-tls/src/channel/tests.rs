@@ -272,6 +272,24 @@ fn keys_change_on_both_sides_while_data_go() {
 }
 
 #[test]
+fn all_that_is_sealed_at_once_has_room_beside_new_keys() {
+    let [mut client, mut server] = connected();
+    let bytes = numbered(SEALED_BYTES_MAX);
+    for _ in 0..3 {
+        // The server's answer goes ahead of its bytes, and then keys of its own do.
+        client.channel.renew_keys();
+        client.send().unwrap();
+        assert!(server.get().unwrap().is_empty() && !server.channel.wants_write());
+        assert_eq!(server.put(&bytes).unwrap(), bytes.len());
+        assert!(client.get().unwrap() == bytes);
+        server.channel.renew_keys();
+        assert_eq!(server.channel.seal(std::iter::once(&bytes[..])).unwrap(), bytes.len());
+        server.send().unwrap();
+        assert!(client.get().unwrap() == bytes);
+    }
+}
+
+#[test]
 fn a_byte_that_was_changed_on_the_way_ends_it_and_the_peer_is_told_why() {
     for [mut client, mut server] in pairs() {
         client.channel.seal(std::iter::once(&b"a secret"[..])).unwrap();

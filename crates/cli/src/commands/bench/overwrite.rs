@@ -18,24 +18,29 @@ pub(super) fn refuse(targets: &[Target]) -> anyhow::Result<()> {
             return Err(usage(format!("'{}' {what}: give --destroy if that may be lost", socket.display())));
         }
     }
-    for disk in targets.iter().filter_map(Target::disk_options) {
-        let Some(file) = disk.file.as_ref().filter(|_| !disk.read_only) else { continue };
-        if disk.snapshot {
-            if let Some(overlay) = drive::kept_overlay(disk)?.filter(|overlay| overlay.exists()) {
-                let what = "keeps what was written to the disk, and some of that would be overwritten";
-                return Err(usage(format!("'{}' {what}: give --destroy if that may be lost", overlay.display())));
-            }
-            continue;
-        }
-        let is_device = file.path().and_then(|path| std::fs::metadata(path).ok());
-        let what = match is_device.is_some_and(|meta| meta.file_type().is_block_device()) {
-            true => "is a device, and what is on it would be overwritten",
-            false if holds_data(disk) => "holds data that would be overwritten",
-            false => continue,
-        };
-        return Err(usage(format!("'{file}' {what}: give --destroy if that may be lost, or another disk")));
+    for target in targets {
+        target.disk_options().map_or(Ok(()), refuse_disk)?;
+        target.second_disk_options().as_ref().map_or(Ok(()), refuse_disk)?;
     }
     Ok(())
+}
+
+fn refuse_disk(disk: &DiskOptions) -> anyhow::Result<()> {
+    let Some(file) = disk.file.as_ref().filter(|_| !disk.read_only) else { return Ok(()) };
+    if disk.snapshot {
+        if let Some(overlay) = drive::kept_overlay(disk)?.filter(|overlay| overlay.exists()) {
+            let what = "keeps what was written to the disk, and some of that would be overwritten";
+            return Err(usage(format!("'{}' {what}: give --destroy if that may be lost", overlay.display())));
+        }
+        return Ok(());
+    }
+    let is_device = file.path().and_then(|path| std::fs::metadata(path).ok());
+    let what = match is_device.is_some_and(|meta| meta.file_type().is_block_device()) {
+        true => "is a device, and what is on it would be overwritten",
+        false if holds_data(disk) => "holds data that would be overwritten",
+        false => return Ok(()),
+    };
+    Err(usage(format!("'{file}' {what}: give --destroy if that may be lost, or another disk")))
 }
 
 /// Whether any byte of a disk is data. A disk that cannot be opened is reported when it is measured.
@@ -46,4 +51,29 @@ fn holds_data(disk: &DiskOptions) -> bool {
     let Ok(mut runs) = opened.disk.block_status(&StatusQuery::all()) else { return false };
     // A range whose status is unknown may be data.
     runs.any(|run| run.map_or(true, |run| run.takes_read()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::target::Parsed;
+    use super::*;
+
+    #[test]
+    fn the_second_disk_of_a_server_is_looked_at_too() {
+        let directory = tempfile::tempdir().unwrap();
+        let [empty, full] = ["empty", "full"].map(|name| directory.path().join(name));
+        std::fs::File::create(&empty).unwrap().set_len(1 << 20).unwrap();
+        std::fs::write(&full, [7; 1 << 16]).unwrap();
+        let refusal = |first: &std::path::Path, beside: &std::path::Path, more: &str| {
+            let text = format!("serve:server.beside={},format=raw,file={}{more}", beside.display(), first.display());
+            let Parsed::Target(target) = Target::parse(&text, "A").unwrap() else { panic!("help") };
+            refuse(&[target]).err().map(|error| error.to_string())
+        };
+        assert_eq!(refusal(&empty, &empty, ""), None);
+        for (first, beside) in [(&empty, &full), (&full, &empty)] {
+            let said = refusal(first, beside, "").unwrap();
+            assert!(said.contains(full.to_str().unwrap()) && said.contains("--destroy"), "{said}");
+            assert_eq!(refusal(first, beside, ",readonly=on"), None);
+        }
+    }
 }

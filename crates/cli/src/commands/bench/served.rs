@@ -2,6 +2,7 @@
 //! can be read.
 
 use super::guest::ServerOptions;
+use super::target;
 use crate::output::usage;
 use crate::scratch;
 use anyhow::Context;
@@ -93,8 +94,7 @@ impl Served {
         let mut drivers = Vec::new();
         for (number, file) in std::iter::once(None).chain(server.beside.as_deref().map(Some)).enumerate() {
             if let Some(file) = file {
-                drive.disk.file = Some(file.into());
-                drive.disk.name = None;
+                drive.disk = target::beside(&drive.disk, file);
                 drive.export.socket = Some(directory.path().join(format!("{number}.sock")));
             }
             daemon.add(&drive)?;

@@ -121,6 +121,11 @@ impl Target {
         }
     }
 
+    /// Returns the options of the second disk that this process serves, if there is one.
+    pub(super) fn second_disk_options(&self) -> Option<DiskOptions> {
+        Some(beside(self.disk_options()?, self.server.beside.as_deref()?))
+    }
+
     /// Returns the socket of another server, if it is one.
     pub(super) fn socket(&self) -> Option<&Path> {
         match &self.kind {
@@ -203,6 +208,13 @@ pub(super) struct Measured {
     pub(super) pools: Vec<Pool>,
     /// Whether the server ended the connection.
     pub(super) server_gone: bool,
+}
+
+/// Returns the options of a second disk that differs from the first one in its file.
+pub(super) fn beside(disk: &DiskOptions, file: &Path) -> DiskOptions {
+    let mut disk = disk.clone();
+    (disk.file, disk.name) = (Some(file.into()), None);
+    disk
 }
 
 /// Returns the size of a ring that holds all requests in flight, if servers have such rings. With a shorter ring they

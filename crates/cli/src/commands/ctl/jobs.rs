@@ -104,9 +104,13 @@ impl Ctl {
     }
 
     pub(super) fn start(&self, name: &str, what: &str, request: &impl Serialize, how: &How) -> anyhow::Result<()> {
+        // It watches before the job begins: an interrupt meanwhile cancels the job as soon as it has a number.
+        let watch = (!how.no_wait).then(|| Watch::start(&how.progress)).transpose()?;
         let mut job: Job = self.client.post(&format!("/v1/disks/{}/{what}", path_segment(name)), request)?;
-        if !how.no_wait {
-            job = Watch::start(&how.progress)?.run(|control| self.end_of(job, control))?;
+        if let Some(watch) = watch {
+            // Standard output is for the job alone if a program reads it.
+            let mut watch = if self.output == Output::Json { watch.on_standard_error() } else { watch };
+            job = watch.run(|control| self.end_of(job, control))?;
         }
         if !how.progress.quiet || self.output == Output::Json {
             self.show(&job, |job| tables::jobs(std::slice::from_ref(job)))?;

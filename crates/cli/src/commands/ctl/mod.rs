@@ -139,7 +139,7 @@ enum Verb {
     },
     /// Copy a running disk, as it is at one moment, to another image.
     Backup(points::BackupArgs),
-    /// Add, change and list persistent dirty bitmaps of a running disk.
+    /// Add, change and list dirty bitmaps of a running disk: persistent in a qcow2 image, in memory for a raw one.
     #[command(subcommand)]
     Bitmap(points::BitmapVerb),
     /// List the internal snapshots of a running disk.

@@ -15,12 +15,15 @@ impl Core {
         self.prepared = opened.collect::<Result<_>>()?;
         self.holds = hold != Hold::No;
         self.until_quiet = hold == Hold::UntilQuiet;
+        // What has ended since the last harvest holds nothing up.
+        self.take_ends();
         self.look_whether_quiet();
         Ok(())
     }
 
     /// Begins all requests on another chain from now on, the held ones first.
     pub(crate) fn adopt(&mut self, chain: &Arc<Chain>, lease: &Arc<Lease>) {
+        self.take_ends();
         let shared = self.shared.next(chain, &std::mem::take(&mut self.prepared), &self.ctx);
         let participant = std::mem::replace(&mut self.participant, shared.join_epochs());
         let _lease = self.lease.replace(Arc::clone(lease));

@@ -1,0 +1,42 @@
+//! How often a guest's questions have the storage's wear read.
+
+use std::time::{Duration, Instant};
+
+/// The storage's wear is read at most so often. A guest may ask at any rate, and each read costs its session's thread time
+/// and a call to the device.
+const WEAR_PAUSE: Duration = Duration::from_secs(1);
+
+/// When the wear was read last.
+pub(crate) struct Pace(Instant);
+
+impl From<Instant> for Pace {
+    fn from(read_at: Instant) -> Self {
+        Self(read_at)
+    }
+}
+
+impl Pace {
+    /// How long to wait until it may be read again.
+    pub(crate) fn pause_left(&self, now: Instant) -> Duration {
+        WEAR_PAUSE.saturating_sub(now.saturating_duration_since(self.0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_asks_all_the_time_has_the_wear_read_once_a_second() {
+        let begun = Instant::now();
+        let (mut pace, mut reads) = (Pace::from(begun), 0);
+        for asked in 1..=10_000 {
+            let now = begun + Duration::from_millis(asked);
+            if pace.pause_left(now).is_zero() {
+                (pace, reads) = (Pace::from(now), reads + 1);
+            }
+        }
+        assert_eq!(reads, 10);
+        assert_eq!(Pace::from(begun).pause_left(begun), WEAR_PAUSE);
+    }
+}
