@@ -50,9 +50,13 @@ const STEPS: &[Step] = &[
     Step { name: "schedules", about: "seeded schedules of what queues share, under shuttle", run: schedules },
     Step { name: "fuzz", about: "a few seconds of each fuzzer, always with the same inputs", run: fuzz },
     Step { name: "slow", about: "the tests that are too slow for every day", run: slow },
+    Step { name: "guests", about: "real Linux guests under User Mode Linux and QEMU", run: guests },
+];
+
+/// Steps that run only if they are named: what they show seldom changes, and they take minutes.
+const BY_HAND: &[Step] = &[
     Step { name: "again", about: "disks changed a hundred times, and daemons killed at fifty moments", run: again },
     Step { name: "package", about: "the Debian package, installed and tried in a new Debian", run: package },
-    Step { name: "guests", about: "real Linux guests under User Mode Linux and QEMU", run: guests },
 ];
 
 /// How long a build and all its tests may take on a slow or loaded machine.
@@ -71,19 +75,30 @@ pub(crate) fn run(arguments: &CiArguments) -> Result<()> {
         for step in STEPS {
             println!("{:<10} {}", step.name, step.about);
         }
+        println!("\nOnly if they are named (--only):");
+        for step in BY_HAND {
+            println!("{:<10} {}", step.name, step.about);
+        }
         return Ok(());
     }
-    if let Some(unknown) = arguments.only.iter().find(|name| !STEPS.iter().any(|step| step.name == **name)) {
-        let names: Vec<_> = STEPS.iter().map(|step| step.name).collect();
+    if let Some(unknown) = arguments.only.iter().find(|name| !all().any(|step| step.name == **name)) {
+        let names: Vec<_> = all().map(|step| step.name).collect();
         bail!("there is no step {unknown}; the steps are {}", names.join(", "));
     }
-    let chosen = STEPS.iter().filter(|step| arguments.only.is_empty() || arguments.only.iter().any(|o| o == step.name));
-    let outcomes: Vec<Outcome> = chosen.map(run_step).collect();
+    let is_named = |step: &&Step| arguments.only.iter().any(|name| name == step.name);
+    let outcomes: Vec<Outcome> = match arguments.only.is_empty() {
+        true => STEPS.iter().map(run_step).collect(),
+        false => all().filter(is_named).map(run_step).collect(),
+    };
     let total = summary(&outcomes);
     if total.failed > 0 {
         std::process::exit(1);
     }
     Ok(())
+}
+
+fn all() -> impl Iterator<Item = &'static Step> {
+    STEPS.iter().chain(BY_HAND)
 }
 
 fn run_step(step: &Step) -> Outcome {
@@ -219,10 +234,9 @@ fn again() -> Result<Counts> {
     count(program.env("RINGDISK_CHANGES", "100").env("RINGDISK_KILL9_MOMENTS", "50").limit(TESTS_LIMIT))
 }
 
-/// Packs the tests' own build of the program, and tries the package. By hand, this is skipped where it cannot be done.
+/// Packs the tests' own build of the program, and tries the package. This is skipped where it cannot be done.
 fn package() -> Result<Counts> {
-    let missing = packaging::missing_for_a_trial();
-    if let (false, Some(missing)) = (std::env::var_os("CI").is_some(), &missing) {
+    if let Some(missing) = packaging::missing_for_a_trial() {
         println!("SKIPPED: {missing}");
         return Ok(Counts { skipped: 1, ..Counts::default() });
     }

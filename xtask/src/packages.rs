@@ -36,7 +36,6 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("systemd-socket-activate", "systemd"),
     ("bwrap", "bubblewrap"),
     ("prlimit", "util-linux"),
-    ("debootstrap", "debootstrap"),
     ("../lib/python3/dist-packages/jsonschema/__init__.py", "python3-jsonschema"),
 ];
 

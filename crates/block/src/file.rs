@@ -141,7 +141,7 @@ pub trait File: Send + Sync + Debug {
         false
     }
 
-    /// Returns the host's device and inode numbers; `None` if the file is not on this host.
+    /// Returns the host's device and inode numbers, without a look at the storage; `None` if the file is not on this host.
     fn identity(&self) -> Option<(u64, u64)> {
         None
     }

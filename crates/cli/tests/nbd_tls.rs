@@ -212,7 +212,10 @@ fn a_guest_goes_on_when_the_server_of_its_disk_under_tls_is_killed_and_comes_bac
     let mut load = load.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     for _ in 0..3 {
         std::thread::sleep(Duration::from_secs(1));
-        assert!(load.try_wait().unwrap().is_none(), "the load has ended already");
+        if load.try_wait().unwrap().is_some() {
+            let output = load.wait_with_output().unwrap();
+            panic!("the load has ended already: {}{}", text(&output.stdout), text(&output.stderr));
+        }
         server.kill();
         std::fs::remove_file(&socket).unwrap();
         server = serve(&raw, &socket, &["--tls-creds", &creds]);

@@ -4,7 +4,7 @@ use crate::api::{BackupDisk, BackupMode, Job};
 use crate::manager::Manager;
 use crate::record::{DiskRecord, recorded_name, target_name};
 use block::{Error, ErrorKind, Result};
-use daemon::{BackupOptions, BackupRecord, NodeId, TakenOff, WholeBackup, absolute};
+use daemon::{BackupOptions, BackupRecord, LastBackup, NodeId, TakenOff, WholeBackup, absolute};
 use image::{FileName, Format};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -78,7 +78,7 @@ impl Manager {
 }
 
 /// One backup, its target and its fleece, in the record.
-struct RecordOfBackup(DiskRecord);
+pub(crate) struct RecordOfBackup(pub(crate) DiskRecord);
 
 impl RecordOfBackup {
     /// Removes a fleece that no layer rests on.
@@ -99,8 +99,10 @@ impl RecordOfBackup {
 }
 
 impl BackupRecord for RecordOfBackup {
-    fn last_with(&self, bitmap: &str) -> Option<PathBuf> {
-        self.0.records.current().disk(&self.0.name)?.last_backup(bitmap).map(PathBuf::from)
+    fn last_with(&self, bitmap: &str) -> Option<LastBackup> {
+        let record = self.0.records.current();
+        let last = record.disk(&self.0.name)?.last_backup(bitmap)?;
+        Some(LastBackup { path: PathBuf::from(&last.backup), is_there: last.is_there() })
     }
 
     fn will_make_target(&mut self, target: &FileName) -> Result<()> {

@@ -3,7 +3,7 @@
 use crate::api::{Job, MirrorDisk};
 use crate::live_jobs::aim_of;
 use crate::manager::Manager;
-use crate::record::{DiskRecord, RecordedDisk, recorded_name, target_name};
+use crate::record::{DiskRecord, FileIdentity, RecordedDisk, recorded_name, target_name};
 use block::{Error, ErrorKind, Result};
 use daemon::{MirrorOptions, MirrorSwitch, NodeId};
 use drive::unmake_file;
@@ -63,8 +63,8 @@ impl Manager {
         let record = self.records.current();
         for disk in &record.disks {
             let Some(file) = &disk.unfinished else { continue };
-            if !record.disks.iter().any(|disk| disk.uses(file)) && is_it(file, disk.unfinished_inode) {
-                remove_unfinished_file(&disk.name, file);
+            if !record.disks.iter().any(|disk| disk.uses(file)) {
+                remove_unfinished_file(&disk.name, file, disk.unfinished_made);
             }
             self.records.change_disk(&disk.name, RecordedDisk::is_finished)?;
         }
@@ -72,44 +72,35 @@ impl Manager {
     }
 }
 
-/// The identity of a file at a server, which has no inode.
-const AT_A_SERVER: (u64, u64) = (0, 0);
-
-/// Whether the file of this name is the one that was made, and no other that got its name. A file that was not noted yet
-/// was not written to.
-fn is_it(file: &str, made: Option<(u64, u64)>) -> bool {
-    let Ok(name) = FileName::parse(file) else { return false };
-    if name.is_remote() {
-        return made.is_some();
-    }
-    let Ok(found) = std::fs::symlink_metadata(file) else { return false };
-    match made {
-        Some(made) => made == (found.dev(), found.ino()),
-        None => found.is_file() && found.blocks() == 0,
-    }
-}
-
 impl DiskRecord {
-    /// Notes a file that a job is going to make.
+    /// Notes a file that a job is going to make. Refused while another one is noted that is not made yet: the record
+    /// has room for one.
     pub(crate) fn will_make(&self, file: &FileName) -> Result<()> {
         let text = recorded_name(file);
-        self.change(|disk| (disk.unfinished, disk.unfinished_inode) = (Some(text), None))
+        self.change_if_it_can(|disk| {
+            if let Some(other) = disk.unfinished.as_ref().filter(|_| disk.unfinished_made.is_none()) {
+                let (name, other) = (&disk.name, image::without_secrets(other));
+                let what = format!("a job of the disk '{name}' is about to make '{other}': try again");
+                return Err(Error::new(ErrorKind::Locked, what));
+            }
+            (disk.unfinished, disk.unfinished_made) = (Some(text), None);
+            Ok(())
+        })
     }
 
     /// Notes that the file is there, if it is on record.
     pub(crate) fn has_made(&self, file: &FileName) -> Result<()> {
-        let inode = match file.path() {
+        let made = match file.path() {
             Some(path) => {
                 let found = std::fs::symlink_metadata(path);
-                let found = found.map_err(|error| Error::io(format!("cannot look at '{file}'"), error))?;
-                (found.dev(), found.ino())
+                FileIdentity::of(&found.map_err(|error| Error::io(format!("cannot look at '{file}'"), error))?)
             }
-            None => AT_A_SERVER,
+            None => FileIdentity::AT_A_SERVER,
         };
         let text = recorded_name(file);
         self.change(|disk| {
             if disk.unfinished.as_ref() == Some(&text) {
-                disk.unfinished_inode = Some(inode);
+                disk.unfinished_made = Some(made);
             }
         })
     }
@@ -146,15 +137,26 @@ impl Drop for Unfinished {
     }
 }
 
-fn remove_unfinished_file(disk: &str, file: &str) {
+/// Removes a copy that was not finished, unless this may be another file that got its name. One that was not noted as
+/// made was not written to.
+fn remove_unfinished_file(disk: &str, file: &str, made: Option<FileIdentity>) {
     let Ok(name) = FileName::parse(file) else { return };
-    if name.path().is_some_and(|path| matches!(path.try_exists(), Ok(false))) {
+    if name.is_remote() {
+        // Nothing tells it from another image that got its name.
+        tracing::warn!(disk, "'{name}' may hold a copy that was not finished: remove it there if nothing needs it");
+        return;
+    }
+    let Ok(found) = std::fs::symlink_metadata(file) else { return };
+    let is_it = match made {
+        Some(made) => made.is_surely(&FileIdentity::of(&found)),
+        None => found.is_file() && found.len() == 0 && found.blocks() == 0,
+    };
+    if !is_it {
+        let what = "may be a copy that was not finished, or another file of that name";
+        tracing::warn!(disk, "'{name}' {what}: it stays; remove it if nothing needs it");
         return;
     }
     match unmake_file(&name) {
-        Ok(()) if matches!(name, FileName::Nbd(_)) => {
-            tracing::warn!(disk, "'{name}' holds a copy that was not finished");
-        }
         Ok(()) => tracing::warn!(disk, "removed '{name}', a copy that was not finished"),
         Err(error) => tracing::warn!(disk, "cannot remove '{name}', a copy that was not finished: {error}"),
     }

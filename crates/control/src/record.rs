@@ -2,10 +2,12 @@
 
 mod directory;
 mod disk;
+mod identity;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use self::disk::{RecordedDisk, Top, recorded_name, target_name, whole_name};
+pub(crate) use self::identity::FileIdentity;
 
 use self::directory::StateDirectory;
 use block::{Error, ErrorKind, Result};

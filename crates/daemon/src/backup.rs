@@ -72,10 +72,19 @@ pub struct WholeBackup<'a> {
     pub base_of_next: Option<&'a Path>,
 }
 
+/// The last backup with a bitmap.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LastBackup {
+    /// Its path.
+    pub path: PathBuf,
+    /// Whether its file is there, and no other that got its path.
+    pub is_there: bool,
+}
+
 /// Keeps a record of the disks. Each change is durable when its call returns.
 pub trait BackupRecord: Send {
     /// Returns the last backup with this bitmap, if the bitmap notes what was written since.
-    fn last_with(&self, bitmap: &str) -> Option<PathBuf>;
+    fn last_with(&self, bitmap: &str) -> Option<LastBackup>;
     /// Notes that the target will be made. Until [`BackupRecord::is_whole`] or [`BackupRecord::is_given_up`] is called, it
     /// is half a backup, which a daemon removes that finds it in the record.
     fn will_make_target(&mut self, target: &FileName) -> Result<()>;
@@ -190,18 +199,18 @@ impl Backup {
         let last = record.last_with(bitmap);
         let outcome = match &last {
             None => format!("a full backup: there was none with bitmap '{bitmap}'"),
-            Some(base) if base.exists() => {
-                format!("an incremental backup: what was written since '{}', on which it rests", base.display())
+            Some(base) if base.is_there => {
+                format!("an incremental backup: what was written since '{}', on which it rests", base.path.display())
             }
-            Some(gone) => format!("a full backup: the last one, '{}', is not there any more", gone.display()),
+            Some(gone) => format!("a full backup: the last one, '{}', is not there any more", gone.path.display()),
         };
         tracing::info!(disk = %self.found.name, "{outcome}");
         watch.set_outcome(outcome);
-        match last.filter(|base| base.exists()) {
+        match last.filter(|base| base.is_there) {
             None => self.options.mode = BackupMode::Full,
             Some(base) => {
-                self.policy.1.push(base.clone());
-                (self.options.mode, self.options.base) = (BackupMode::Incremental, Some(base));
+                self.policy.1.push(base.path.clone());
+                (self.options.mode, self.options.base) = (BackupMode::Incremental, Some(base.path));
             }
         }
         Ok(())

@@ -16,7 +16,8 @@ use crate::table::Table;
 use block::{Error, ErrorKind, Result};
 use drive::EngineOpener;
 use image::{
-    Aim, CopyWatch, FileName, Format, Image, ImageOptions, NewBelow, OpenedBase, compact, move_onto_or_stay, take_back,
+    Aim, CopyWatch, FileName, Format, Image, ImageOptions, NewBelow, OpenedBase, compact, move_onto_or_stay,
+    take_back_then,
 };
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -377,8 +378,7 @@ impl Daemon {
             }
             for _ in 0..layers {
                 let layers = TakenOff::of(image);
-                take_back(image, watch, || layers.as_ref().map_or(Ok(()), &mut commit))?;
-                has_new_top();
+                take_back_then(image, watch, || layers.as_ref().map_or(Ok(()), &mut commit), has_new_top)?;
             }
             Ok(())
         })

@@ -1,7 +1,7 @@
 use super::*;
 use crate::daemon::DaemonConfig;
 use drive::DiskOptions;
-use image::{CreateOptions, Opener as _, Role};
+use image::{CreateOptions, Opener as _, Role, take_back};
 use load::{BenchSpec, Hooks, Pattern, Stop, run};
 
 const LARGE_BYTES: u64 = 12 << 20;

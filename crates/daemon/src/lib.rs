@@ -43,7 +43,7 @@ mod table;
 
 pub use self::daemon::{Daemon, DaemonConfig, GIVE_UP_AFTER};
 pub use attach::{Attachment, absolute, attach_flags, quote};
-pub use backup::{BackupMode, BackupOptions, BackupRecord, WholeBackup};
+pub use backup::{BackupMode, BackupOptions, BackupRecord, LastBackup, WholeBackup};
 pub use block::Part;
 pub use change::{BaseRecord, TakenOff};
 pub use engine::sync_directory_of;

@@ -57,7 +57,8 @@ fn check_blank(name: &FileName) -> Result<()> {
     }
     let what = format!(
         "'{name}' is not empty: a new image is made only on a server's disk whose beginning reads as zeros, \
-         so that nothing is lost by mistake"
+         so that nothing is lost by mistake. What a job that failed has begun there is of no use: overwrite its first \
+         MiB with zeros, then try again"
     );
     Err(Error::new(ErrorKind::BadOption, what))
 }

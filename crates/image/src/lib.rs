@@ -71,7 +71,7 @@ pub use online::mirror::{MirrorEnd, MirrorScope, MirrorTarget, mirror, mirror_as
 pub use online::move_onto::{NewBelow, OpenedBase, move_onto, move_onto_async, move_onto_or_stay};
 pub use online::overlay::{OpenedOverlay, put_overlay, put_overlay_async};
 pub use online::point_in_time::PointInTime;
-pub use online::take_back::{take_back, take_back_async};
+pub use online::take_back::{take_back, take_back_async, take_back_then};
 pub use online::watch::{Aim, CopyRounds, CopyWatch};
 pub use open::gate::{BackingPolicy, Opener, Role, backing_path, pass_gate};
 pub use open::layers::{ImageOptions, MAX_LAYERS, open};

@@ -3,7 +3,7 @@
 
 mod live;
 
-use block::{DirtyBitmaps, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, ReactorCtx, Result};
+use block::{DirtyBitmaps, Disk as _, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, ReactorCtx, Result};
 use live::{Bench, HostOpener, Shape, create};
 use ringdisk_image::{
     BitmapAction, ClosedEdit, Copied, CopyWatch, Format, Image, ImageOptions, MirrorEnd, MirrorScope, NewSnapshot,
@@ -79,6 +79,17 @@ fn a_chain_of_backups_has_the_disk_at_each_moment_while_queues_work() {
 #[test]
 fn a_chain_of_backups_has_a_raw_disk_at_each_moment() {
     backups_follow(&Shape::raw(SIZE));
+}
+
+#[test]
+fn a_raw_disk_does_not_grow_beyond_what_its_bitmaps_can_note() {
+    let bench = Bench::new(&Shape::raw(SIZE));
+    bench.image.edit_online(&bitmap("b", BitmapAction::Add { granularity_bytes: Some(512) })).unwrap();
+    let refused = bench.image.grow(1 << 40).unwrap_err().to_string();
+    assert!(refused.contains(bench.top().to_str().unwrap()) && refused.contains("larger granules"), "{refused}");
+    assert_eq!(bench.image.info().size_bytes, SIZE);
+    bench.image.grow(2 * SIZE).unwrap();
+    assert_eq!(bench.image.online_bitmaps().unwrap()[0].dirty_bytes, Some(0));
 }
 
 fn backups_follow(shape: &Shape) {
@@ -296,6 +307,47 @@ fn a_target_that_hangs_keeps_no_guest_waiting_and_the_fleece_is_taken_back_witho
     assert_eq!(copying.join().unwrap().unwrap_err().kind(), ErrorKind::Cancelled);
     load.wait_for_more(1_000);
     assert_eq!(load.finish(), [""; 0]);
+    bench.assert_sound_and_as_written();
+}
+
+/// Once a layer is off, only its space is left to give back.
+#[test]
+fn a_layer_that_was_taken_off_and_hangs_while_it_is_emptied_can_be_left() {
+    let bench = Bench::new(&Shape::qcow2(SIZE, &[65536]));
+    let path = bench.new_path();
+    let gate: Arc<(Mutex<bool>, Condvar)> = Arc::new((Mutex::new(true), Condvar::new()));
+    drop(bench.overlay(&path, 4096));
+    let name = ringdisk_image::FileName::from(path.as_path());
+    let file = ringdisk_image::Opener::open(&GateOpener(Arc::clone(&gate)), &name, ringdisk_image::Role::Writable);
+    let overlay = ringdisk_image::OpenedOverlay::open(&name, file.unwrap()).unwrap();
+    let put = ringdisk_image::put_overlay(vec![(Arc::clone(&bench.image), overlay)], || Ok(())).unwrap();
+    put.into_iter().for_each(Result::unwrap);
+    let load = bench.start(HistoryLoad::default());
+    load.wait_for_more(1000);
+    assert_eq!(load.finish(), [""; 0]);
+    let watch = Arc::new(CopyWatch::that_can_give_up());
+    let (its, gates) = (Arc::clone(&watch), Arc::clone(&gate));
+    let (is_off, off) = std::sync::mpsc::channel();
+    let image = Arc::clone(&bench.image);
+    let taking = std::thread::spawn(move || {
+        ringdisk_image::take_back_then(
+            &image,
+            &its,
+            || Ok(()),
+            || {
+                *gates.0.lock().unwrap() = false;
+                is_off.send(()).unwrap();
+            },
+        )
+    });
+    off.recv().unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(200));
+    assert!(!taking.is_finished() && !watch.is_decided(), "it hangs, and can be left");
+    assert_eq!(bench.image.formats().count(), 1);
+    watch.give_up();
+    taking.join().unwrap().unwrap();
+    *gate.0.lock().unwrap() = true;
+    gate.1.notify_all();
     bench.assert_sound_and_as_written();
 }
 

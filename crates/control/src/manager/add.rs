@@ -26,6 +26,8 @@ pub(super) struct NewDisk<'a> {
     pub(super) exports: Vec<AddExport>,
     /// It is a disk that is away, and comes back by a reload.
     pub(super) comes_back: bool,
+    /// Its record, if its image may not rest on the base that the record names.
+    pub(super) moving: Option<&'a RecordedDisk>,
 }
 
 /// A disk that is open and recorded.
@@ -52,6 +54,7 @@ impl Manager {
             former_tops: &request.former_tops,
             exports: Vec::new(),
             comes_back: false,
+            moving: None,
         })?;
         if let Some(overlay) = overlay {
             let put_on = self.put_on(&[(name.clone(), node, overlay.clone())]);
@@ -90,9 +93,14 @@ impl Manager {
                            or serve it without a state directory";
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
-        let (node, own_export) = match new.own_export {
-            true => self.daemon.add(new.drive).map(|(node, export)| (node, Some(export)))?,
-            false => (self.daemon.add_disk(&new.drive.disk)?, None),
+        let (node, own_export) = match (new.moving, new.own_export) {
+            (Some(disk), own_export) => {
+                let node = self.add_with_its_base(disk, &mut new.drive.disk.clone())?;
+                let export = own_export.then(|| self.daemon.add_export(node, &new.drive.export)).transpose();
+                (node, export.inspect_err(|_| self.undo_add(node))?)
+            }
+            (None, true) => self.daemon.add(new.drive).map(|(node, export)| (node, Some(export)))?,
+            (None, false) => (self.daemon.add_disk(&new.drive.disk)?, None),
         };
         self.enter(new, node, own_export, may_come_back).inspect_err(|_| self.undo_add(node))
     }
@@ -218,7 +226,7 @@ fn record_of(new: &NewDisk<'_>, name: &str, exports: &[AddExport], socket: Optio
         bases: Vec::new(),
         moved_from: None,
         unfinished: None,
-        unfinished_inode: None,
+        unfinished_made: None,
         leaving_tops: Vec::new(),
         last_backups: Vec::new(),
         fleeces: Vec::new(),

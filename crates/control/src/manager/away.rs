@@ -93,7 +93,8 @@ impl Manager {
         let away = self.away.names().into_iter().filter(|name| Some(name.as_str()) != own);
         for disk in away.filter_map(|name| record.disk(&name).cloned()) {
             let Some(file) = files.iter().find(|file| disk.rests_on(file)) else { continue };
-            let (name, top) = (&disk.name, disk.options.get("file").unwrap_or_default());
+            let (name, top) = (&disk.name, image::without_secrets(disk.options.get("file").unwrap_or_default()));
+            let file = image::without_secrets(file);
             let message = format!(
                 "'{file}' lies below '{top}', the top layer of the disk '{name}', which is not open: writing to the file \
                  would destroy that disk. Open '{name}' again (by a reload or a start), or forget it and its layers by 'ctl \

@@ -297,10 +297,12 @@ impl Manager {
             let disk = &mut given.drive.disk;
             (disk.file, disk.format, disk.snapshot, disk.keep) = (own.file, own.format, own.snapshot, own.keep);
         }
-        if let Some(disk) = recorded.filter(|disk| disk.options.get("file") == options.get("file")) {
+        let recorded_top = recorded.filter(|disk| disk.options.get("file") == options.get("file"));
+        if let Some(disk) = recorded_top {
             given.drive.disk.former_tops = disk.former_tops.len();
             given.drive.disk.bases = disk.files().map(PathBuf::from).collect();
         }
+        let moving = recorded_top.filter(|disk| !disk.leaving_tops.is_empty());
         let mut exports = given.exports.clone();
         let of_calls = recorded.map(exports_of_calls).unwrap_or_default();
         exports.extend(of_calls.into_iter().filter(|export| !given.exports.contains(export)));
@@ -312,6 +314,7 @@ impl Manager {
             former_tops: &[],
             exports,
             comes_back: true,
+            moving,
         })?;
         self.begin_all(added.node, &added.name, &added.exports, outcome);
         Ok(())

@@ -100,6 +100,7 @@ impl Manager {
             former_tops: &[],
             exports: given.exports.iter().cloned().chain(of_calls).collect(),
             comes_back: false,
+            moving: None,
         })?;
         for (index, export) in added.exports.iter().enumerate() {
             let begun = self.begin_recorded(added.node, export);
@@ -143,13 +144,13 @@ impl Manager {
 
 impl Manager {
     /// Opens a recorded disk. If it died while its image was to get another base, the image says which one it names.
-    fn add_with_its_base(&self, disk: &RecordedDisk, options: &mut DiskOptions) -> Result<NodeId> {
+    pub(super) fn add_with_its_base(&self, disk: &RecordedDisk, options: &mut DiskOptions) -> Result<NodeId> {
         let node = self.daemon.add_disk(options)?;
         if disk.leaving_tops.is_empty() {
             return Ok(node);
         }
         let layers = self.daemon.layer_files(node).inspect_err(|_| self.undo_add(node))?;
-        let is_old = disk.names_old_base(layers.get(1));
+        let is_old = disk.names_old_base(layers.get(if options.snapshot { 2 } else { 1 }));
         let noted =
             self.records.change_disk(&disk.name, if is_old { RecordedDisk::stays } else { RecordedDisk::has_moved });
         noted.inspect_err(|_| self.undo_add(node))?;
@@ -214,7 +215,8 @@ pub(super) fn refuse_left_files(disk: &RecordedDisk, configured: &[Configured]) 
 pub(super) fn refuse_left_file(disk: &RecordedDisk, given: &Configured) -> Result<()> {
     let is_another = given.name() != Some(&disk.name);
     let Some(file) = given.written().filter(|file| is_another && disk.has_left(file)) else { return Ok(()) };
-    let (name, top) = (&disk.name, disk.options.get("file").unwrap_or_default());
+    let (name, top) = (&disk.name, image::without_secrets(disk.options.get("file").unwrap_or_default()));
+    let file = image::without_secrets(&file);
     let message = format!(
         "'{file}' was the image of the disk '{name}', whose guest has written to '{top}' since: to go on with that, give \
          '{file}' with name={name}, or give '{top}'; to go on with '{file}' alone, leave it out of one start or reload, \
@@ -229,7 +231,7 @@ pub(super) fn refuse_forgetting(disk: &RecordedDisk, configured: &[Configured]) 
     let others = configured.iter().filter(|given| given.name() != Some(&disk.name)).filter_map(Configured::file);
     let has_layers = disk.files().count() > 1 && !disk.is_gone_copy();
     let Some(file) = others.filter(|_| has_layers).find(|file| disk.has_left(file)) else { return Ok(()) };
-    let name = &disk.name;
+    let (name, file) = (&disk.name, image::without_secrets(&file));
     let message = format!(
         "the disk '{name}' is not given, but '{file}' is, which lies below its layers: they are kept. To go on with them, \
          give '{file}' with name={name}. To forget the disk and its layers, use 'ctl remove {name}', or leave '{file}' out of \

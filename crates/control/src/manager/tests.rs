@@ -1,4 +1,5 @@
 mod away;
+mod made;
 mod reloaded;
 
 use super::*;

@@ -1,5 +1,6 @@
 //! One disk of the record: its options, and how its layers came to be.
 
+use super::identity::FileIdentity;
 use crate::api::{AddExport, FormerTop};
 use crate::options::Options;
 use block::{Error, ErrorKind, Result};
@@ -32,9 +33,9 @@ pub(crate) struct RecordedDisk {
     /// A file that a job is making for it, and that is useless if the job does not finish.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) unfinished: Option<String>,
-    /// The device and inode of that file, once it is made: another file may get its name.
+    /// Which file that is, once it is made: another file may get its name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) unfinished_inode: Option<(u64, u64)>,
+    pub(crate) unfinished_made: Option<FileIdentity>,
     /// Former tops that go from below the top, the last on top, while its image may still name them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) leaving_tops: Vec<Top>,
@@ -68,8 +69,19 @@ pub(crate) struct LastBackup {
     bitmap: String,
     /// The layer that has the bitmap.
     layer: String,
-    /// The backup's file.
-    backup: String,
+    /// The backup's path.
+    pub(crate) backup: String,
+    /// The file that has this path. Another one is not that backup.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) file: Option<FileIdentity>,
+}
+
+impl LastBackup {
+    /// Whether its file is there, and no other that got its path.
+    pub(crate) fn is_there(&self) -> bool {
+        let found = std::fs::metadata(&self.backup).ok().map(|found| FileIdentity::of(&found));
+        found.is_some() && found == self.file
+    }
 }
 
 impl From<&FormerTop> for Top {
@@ -105,7 +117,7 @@ impl RecordedDisk {
 
     /// Whether it has left this file: it wrote to it once, and now writes to another.
     pub(crate) fn has_left(&self, file: &str) -> bool {
-        let former = self.former_tops.iter().map(|top| top.file.as_str());
+        let former = self.former_tops.iter().chain(&self.leaving_tops).map(|top| top.file.as_str());
         former.chain(self.moved_from.as_deref()).any(|former| is_same_file(former, file))
     }
 
@@ -273,20 +285,21 @@ impl RecordedDisk {
 
     /// Records that no job makes a file for it, or that the file is whole.
     pub(crate) fn is_finished(&mut self) {
-        (self.unfinished, self.unfinished_inode) = (None, None);
+        (self.unfinished, self.unfinished_made) = (None, None);
     }
 
     /// Returns the last backup with this bitmap of its top layer.
-    pub(crate) fn last_backup(&self, bitmap: &str) -> Option<&str> {
+    pub(crate) fn last_backup(&self, bitmap: &str) -> Option<&LastBackup> {
         let is_it = |last: &&LastBackup| last.bitmap == bitmap && self.has_top(&last.layer);
-        self.last_backups.iter().find(is_it).map(|last| last.backup.as_str())
+        self.last_backups.iter().find(is_it)
     }
 
     /// Records the last backup with a bitmap, which notes what is written from then on.
     pub(crate) fn set_last_backup(&mut self, bitmap: &str, layer: &str, backup: &str) {
         self.forget_last_backup(bitmap);
         let [bitmap, layer, backup] = [bitmap, layer, backup].map(str::to_owned);
-        self.last_backups.push(LastBackup { bitmap, layer, backup });
+        let file = std::fs::metadata(&backup).ok().map(|found| FileIdentity::of(&found));
+        self.last_backups.push(LastBackup { bitmap, layer, backup, file });
     }
 
     /// Records that a bitmap, in whichever layer, says nothing of a backup any more.

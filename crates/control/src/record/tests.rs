@@ -16,7 +16,7 @@ fn disk(file: &str) -> RecordedDisk {
         bases: Vec::new(),
         moved_from: None,
         unfinished: None,
-        unfinished_inode: None,
+        unfinished_made: None,
         leaving_tops: Vec::new(),
         last_backups: Vec::new(),
         fleeces: Vec::new(),
@@ -144,12 +144,13 @@ fn a_last_backup_is_one_of_a_bitmap_of_the_top_layer() {
     disk.set_last_backup("b", "/a.qcow2", "/monday");
     disk.set_last_backup("c", "/a.qcow2", "/other");
     disk.set_last_backup("b", "/a.qcow2", "/tuesday");
-    assert_eq!((disk.last_backup("b"), disk.last_backup("d")), (Some("/tuesday"), None));
+    let last = |disk: &RecordedDisk, bitmap: &str| disk.last_backup(bitmap).map(|last| last.backup.clone());
+    assert_eq!((last(&disk, "b").as_deref(), last(&disk, "d")), (Some("/tuesday"), None));
     disk.put_on("/top.qcow2");
     assert_eq!(disk.last_backup("b"), None, "the bitmap is in a lower layer");
     disk.undo_put_on();
     disk.forget_last_backup("b");
-    assert_eq!((disk.last_backup("b"), disk.last_backup("c")), (None, Some("/other")));
+    assert_eq!((last(&disk, "b"), last(&disk, "c").as_deref()), (None, Some("/other")));
     disk.move_to("/copy", "qcow2", None);
     assert_eq!(disk.last_backup("c"), None, "the bitmap is in the former image");
 }

@@ -7,7 +7,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::net::UnixStream;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio_io_timeout::TimeoutStream;
@@ -20,6 +20,8 @@ const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 const HEADER_MAX_BYTES: usize = 64 << 10;
 /// A client that takes nothing of an answer for this time is disconnected.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+/// A connection this young keeps its place: its client may be about to send its request.
+const GRACE: Duration = Duration::from_secs(2);
 /// How soon to look again for a connection that does no work.
 const ROOM_PERIOD: Duration = Duration::from_millis(50);
 
@@ -58,8 +60,8 @@ impl Drop for AtWork {
 #[derive(Default)]
 pub(super) struct Connections {
     tasks: JoinSet<()>,
-    /// The oldest first.
-    open: Vec<(AbortHandle, Work)>,
+    /// The oldest first, with the times when they were accepted.
+    open: Vec<(AbortHandle, Work, Instant)>,
 }
 
 impl Connections {
@@ -67,11 +69,14 @@ impl Connections {
     pub(super) async fn make_room(&mut self) {
         loop {
             while self.tasks.try_join_next().is_some() {}
-            self.open.retain(|(task, _)| !task.is_finished());
+            self.open.retain(|(task, ..)| !task.is_finished());
             if self.open.len() < CONNECTIONS_MAX {
                 return;
             }
-            let idle = self.open.iter().position(|(_, work)| work.0.load(Ordering::Relaxed) == 0);
+            let is_idle = |(_, work, since): &(AbortHandle, Work, Instant)| {
+                work.0.load(Ordering::Relaxed) == 0 && since.elapsed() >= GRACE
+            };
+            let idle = self.open.iter().position(is_idle);
             if let Some(idle) = idle {
                 static TIMES: LogLimit = LogLimit::new();
                 if let Some(times) = TIMES.admit() {
@@ -87,7 +92,7 @@ impl Connections {
     pub(super) fn serve(&mut self, stream: UnixStream, router: Router) {
         let work = Work::default();
         let task = self.tasks.spawn(WORK.scope(work.clone(), serve(stream, router)));
-        self.open.push((task, work));
+        self.open.push((task, work, Instant::now()));
     }
 
     /// Waits until all have ended, for at most this time. The rest ends when this is dropped.

@@ -48,6 +48,8 @@ pub(crate) struct OpenFile {
     pub(crate) fd: OwnedFd,
     /// Identifies the file among all that this process has opened.
     pub(crate) id: u64,
+    /// The host's device and inode numbers. They are asked for at the opening: later the storage may hang.
+    pub(crate) identity: (u64, u64),
     pub(crate) info: FileInfo,
     /// What the device behind the file says; zeros for a regular file.
     pub(crate) topology: Topology,

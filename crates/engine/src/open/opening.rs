@@ -79,6 +79,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
     let waits_for_extents = facts.engine != EngineKind::Threads && !block_device && storage::waits_for_tables(&fd);
     let writes_behind = options.write_behind && page_cached && !in_memory && options.cache != CacheMode::Unsafe;
     Ok(OpenFile {
+        identity: (facts.stat.st_dev, facts.stat.st_ino),
         id,
         info,
         topology: device.as_deref().map(device_facts::topology).unwrap_or_default(),

@@ -101,6 +101,17 @@ impl BitmapBits {
         bits
     }
 
+    /// Makes bits for a disk of words. The first is the lowest bit of the first word.
+    #[must_use]
+    pub fn of_words(granularity_bits: u8, size_bytes: u64, words: impl IntoIterator<Item = u64>) -> Self {
+        let mut bits = Self::of_ranges(granularity_bits, size_bytes, &[]);
+        for (bytes, word) in bits.bytes.chunks_mut(8).zip(words) {
+            bytes.iter_mut().zip(word.to_le_bytes()).for_each(|(byte, new)| *byte = new);
+        }
+        clear_behind(&mut bits.bytes, size_bytes.div_ceil(1u64.wrapping_shl(u32::from(granularity_bits))));
+        bits
+    }
+
     /// Returns the bits. The first is the lowest bit of the first byte.
     #[must_use]
     pub fn into_bytes(self) -> Vec<u8> {

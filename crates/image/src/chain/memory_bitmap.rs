@@ -15,6 +15,8 @@ const GRANULARITY_BYTES_MIN: u64 = 512;
 const GRANULARITY_BYTES_MAX: u64 = 1 << 31;
 /// The most bytes of all bits of a layer, as of persistent bitmaps.
 const BITS_BYTES_MAX: u64 = 64 << 20;
+/// Each write looks at each bitmap.
+const BITMAPS_MAX: usize = 64;
 const NAME_BYTES_MAX: usize = 1023;
 
 /// The bitmaps of one layer.
@@ -58,29 +60,48 @@ impl MemoryBitmap {
     }
 
     pub(crate) fn bits(&self) -> BitmapBits {
-        BitmapBits::of_ranges(self.granularity_bits, self.size_bytes, &self.ranges())
+        let words = self.words.iter().map(|word| word.load(Ordering::Relaxed));
+        BitmapBits::of_words(self.granularity_bits, self.size_bytes, words)
     }
 
     /// The noted ranges, in whole granules up to the disk's end, neighbours joined.
+    #[cfg(test)]
     pub(crate) fn ranges(&self) -> Vec<Range<u64>> {
-        let mut ranges: Vec<Range<u64>> = Vec::new();
+        let mut ranges = Vec::new();
+        self.each_range(|range| ranges.push(range));
+        ranges
+    }
+
+    /// Calls for each noted range, in whole granules up to the disk's end, neighbours joined. All of them together may
+    /// take far more memory than the bits.
+    fn each_range(&self, mut found: impl FnMut(Range<u64>)) {
+        let mut open: Option<Range<u64>> = None;
         for (index, word) in (0u64..).zip(&self.words) {
             let set = word.load(Ordering::Relaxed);
             for bit in (0..64u64).filter(|bit| set & 1u64.wrapping_shl(*bit as u32) != 0) {
                 let granule = index.saturating_mul(64).saturating_add(bit);
                 let start = granule.saturating_mul(self.granularity_bytes());
                 let end = start.saturating_add(self.granularity_bytes()).min(self.size_bytes);
-                match ranges.last_mut() {
+                match &mut open {
                     Some(last) if last.end == start => last.end = end,
-                    _ => ranges.push(start..end),
+                    _ => open.replace(start..end).into_iter().for_each(&mut found),
                 }
             }
         }
-        ranges
+        open.into_iter().for_each(found);
     }
 
     pub(crate) fn dirty_bytes(&self) -> u64 {
-        self.ranges().iter().map(|range| range.end.saturating_sub(range.start)).fold(0, u64::saturating_add)
+        let set = self.words.iter().map(|word| u64::from(word.load(Ordering::Relaxed).count_ones()));
+        let bytes = set.fold(0, u64::saturating_add).saturating_mul(self.granularity_bytes());
+        let Some(last) = self.size_bytes.checked_sub(1).map(|last| last.wrapping_shr(u32::from(self.granularity_bits)))
+        else {
+            return 0;
+        };
+        let word = usize::try_from(last / 64).ok().and_then(|word| self.words.get(word));
+        let has_last = word.is_some_and(|word| word.load(Ordering::Relaxed).wrapping_shr((last % 64) as u32) & 1 != 0);
+        let end = last.saturating_add(1).saturating_mul(self.granularity_bytes());
+        bytes.saturating_sub(if has_last { end.saturating_sub(self.size_bytes) } else { 0 })
     }
 
     /// The same bits for a disk of another size.
@@ -120,7 +141,16 @@ impl MemoryBitmaps {
         self.0.iter().filter(|bitmap| bitmap.enabled).for_each(|bitmap| bitmap.note(offset, length_bytes));
     }
 
-    /// The same bitmaps for a disk of another size. No request is in flight.
+    /// Refuses a size for which the bits would take too much memory.
+    pub(crate) fn check_size(&self, size_bytes: u64) -> Result<()> {
+        let bytes = self.0.iter().map(|bitmap| words_for(bitmap.granularity_bits, size_bytes).saturating_mul(8));
+        if bytes.fold(0, u64::saturating_add) > BITS_BYTES_MAX {
+            return bad(format!("its bitmaps would take more than {BITS_BYTES_MAX} bytes: use larger granules"));
+        }
+        Ok(())
+    }
+
+    /// The same bitmaps for a disk of another size, which was checked. No request is in flight.
     pub(crate) fn of_size(&self, size_bytes: u64) -> Self {
         Self(self.0.iter().map(|bitmap| bitmap.of_size(size_bytes)).collect())
     }
@@ -129,12 +159,9 @@ impl MemoryBitmaps {
     pub(crate) fn edited(&self, actions: &[(String, BitmapAction)], size_bytes: u64) -> Result<Self> {
         let mut new = self.of_size(size_bytes);
         for (name, action) in actions {
-            new.change(name, action, size_bytes)
-                .map_err(|error| error.in_context(format!("Operation on bitmap {name} failed")))?;
-        }
-        let bytes = new.0.iter().map(|bitmap| (bitmap.words.len() as u64).saturating_mul(8));
-        if bytes.fold(0, u64::saturating_add) > BITS_BYTES_MAX {
-            return bad(format!("its bitmaps would take more than {BITS_BYTES_MAX} bytes: use larger granules"));
+            // Checked after each change: all of them may ask for far more than there is.
+            let changed = new.change(name, action, size_bytes).and_then(|()| new.check_size(size_bytes));
+            changed.map_err(|error| error.in_context(format!("Operation on bitmap {name} failed")))?;
         }
         Ok(new)
     }
@@ -145,6 +172,9 @@ impl MemoryBitmaps {
             if place.is_some() {
                 return bad(format!("Bitmap already exists: {name}"));
             }
+            if self.0.len() >= BITMAPS_MAX {
+                return bad(format!("a raw image has at most {BITMAPS_MAX} bitmaps: remove one"));
+            }
             self.0.push(MemoryBitmap::new(name, granularity_bits(name, *granularity_bytes, size_bytes)?, size_bytes));
             return Ok(());
         }
@@ -154,17 +184,21 @@ impl MemoryBitmaps {
             self.0.remove(place);
             return Ok(());
         }
-        let merged = match action {
-            BitmapAction::MergeOwn(source) => self.find(source).ok_or_else(|| not_found(source))?.ranges(),
-            BitmapAction::Merge(bits) => bits.ranges(),
-            _ => Vec::new(),
+        let source = match action {
+            BitmapAction::MergeOwn(source) => Some(self.find(source).ok_or_else(|| not_found(source))?),
+            _ => None,
         };
-        let Some(bitmap) = self.0.get_mut(place) else { return Ok(()) };
+        let Some(bitmap) = self.0.get(place) else { return Ok(()) };
+        let note = |range: Range<u64>| bitmap.note(range.start, range.end.saturating_sub(range.start));
+        source.into_iter().for_each(|source| source.each_range(note));
         match action {
             BitmapAction::Clear => bitmap.words.iter().for_each(|word| word.store(0, Ordering::Relaxed)),
-            BitmapAction::Enable => bitmap.enabled = true,
-            BitmapAction::Disable => bitmap.enabled = false,
-            _ => merged.iter().for_each(|range| bitmap.note(range.start, range.end.saturating_sub(range.start))),
+            BitmapAction::Merge(bits) => bits.ranges().into_iter().for_each(note),
+            BitmapAction::Enable | BitmapAction::Disable => {
+                let is_enabled = *action == BitmapAction::Enable;
+                self.0.get_mut(place).into_iter().for_each(|bitmap| bitmap.enabled = is_enabled);
+            }
+            _ => {}
         }
         Ok(())
     }
@@ -221,7 +255,9 @@ mod tests {
         assert_eq!(b.ranges(), [0..8192, 62 * 4096..67 * 4096, 100 * 4096..SIZE]);
         assert_eq!(b.dirty_bytes(), 7 * 4096 + 512);
         assert!(b.bits().is_set(4095) && !b.bits().is_set(10 * 4096));
+        assert_eq!(b.bits(), BitmapBits::of_ranges(12, SIZE, &b.ranges()));
         bitmaps.note(0, u64::MAX);
+        assert_eq!(b.bits(), BitmapBits::of_ranges(12, SIZE, &b.ranges()));
         assert_eq!((b.ranges().len(), b.dirty_bytes()), (1, SIZE));
         assert_eq!(bitmaps.of_size(2 * SIZE).find("b").unwrap().ranges().last().unwrap().start, 0);
     }
@@ -243,5 +279,20 @@ mod tests {
         assert_eq!(ranges(&bitmaps, "a").first(), Some(&(0..4096)));
         let large = [("c".to_owned(), add(512))];
         assert!(MemoryBitmaps::default().edited(&large, 1 << 40).is_err());
+    }
+
+    #[test]
+    fn bitmaps_that_would_take_much_memory_are_refused_before_they_are_made() {
+        // Each one alone is small enough.
+        let size = 8 * 512 * BITS_BYTES_MAX;
+        let many: Vec<_> = (0..1_000_000).map(|index| (index.to_string(), add(512))).collect();
+        let refused = MemoryBitmaps::default().edited(&many, size).unwrap_err().to_string();
+        assert!(refused.contains("bitmap 1 ") && refused.contains("larger granules"), "{refused}");
+        let refused = MemoryBitmaps::default().edited(&many, 512).unwrap_err().to_string();
+        assert!(refused.contains("at most 64 bitmaps"), "{refused}");
+        let one = MemoryBitmaps::default().edited(&many[..1], 512).unwrap();
+        assert!(
+            one.check_size(size).is_ok() && one.check_size(size + 512).is_err() && one.check_size(u64::MAX).is_err()
+        );
     }
 }

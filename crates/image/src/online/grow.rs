@@ -49,6 +49,8 @@ impl Image {
             let what = "a disk with snapshot=on keeps its size; resize the image below while nobody uses it";
             return refuse(ErrorKind::Unsupported, what);
         }
+        let in_context = |error: Error| error.in_context(format!("'{}'", top.name));
+        top.memory_bitmaps.check_size(size_bytes).map_err(in_context)?;
         let barrier = hold_quiet(&self.board).await?;
         if let Err(error) = top.close().await {
             barrier.give_up().await;

@@ -5,14 +5,16 @@ use super::copying::What;
 use super::grow::Grown;
 use super::watch::CopyWatch;
 use crate::chain::exchange::{go_over, hold_quiet};
+use crate::chain::give_up::Ends;
 use crate::chain::image::Image;
+use crate::chain::job_calls::JobCalls;
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
-use block::{Error, ErrorKind, Result, block_on};
+use block::{Error, ErrorKind, MetaIo, Result, block_on};
 use std::sync::Arc;
 
 /// A layer that was taken off is emptied in parts of this size.
-const EMPTIED_BYTES: u64 = 1 << 30;
+const EMPTIED_BYTES: u64 = 64 << 20;
 /// More clusters than this do not wait for a flush that frees them.
 const UNFREED_CLUSTERS_MAX: u64 = 1 << 14;
 
@@ -28,11 +30,34 @@ pub fn take_back(image: &Image, watch: &CopyWatch, commit: impl FnOnce() -> Resu
     block_on(take_back_async(image, watch, commit))
 }
 
+/// As [`take_back`]. Calls `is_off` when the layer is off, before it is emptied: a cancel, or a pause, is only about its
+/// space from there on.
+pub fn take_back_then(
+    image: &Image,
+    watch: &CopyWatch,
+    commit: impl FnOnce() -> Result<()>,
+    is_off: impl FnOnce(),
+) -> Result<()> {
+    block_on(take_back_then_async(image, watch, commit, is_off))
+}
+
 /// As [`take_back`], as a future that makes calls that block.
 #[doc(hidden)]
 pub async fn take_back_async(image: &Image, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
+    take_back_then_async(image, watch, commit, || ()).await
+}
+
+async fn take_back_then_async(
+    image: &Image,
+    watch: &CopyWatch,
+    commit: impl FnOnce() -> Result<()>,
+    is_off: impl FnOnce(),
+) -> Result<()> {
     let _turn = image.board.try_turn()?;
     let former = take_back_in_turn(image, watch, commit).await?;
+    is_off();
+    // The disk needs nothing of what follows: storage that hangs can be left.
+    watch.set_decided(false);
     if let Err(error) = empty(&former, watch).await {
         tracing::warn!("'{}' was taken off its disk, and keeps its space: {error}", former.name);
     }
@@ -75,22 +100,32 @@ async fn stay_on(image: &Image, chain: &Chain, layers: &[Arc<Layer>]) -> Result<
 }
 
 /// Empties a layer that no disk uses any more: its space goes back to the host. It stays a valid image, which shows what the
-/// layer below holds. Goes on until the `watch` cancels.
+/// layer below holds. Goes on until the `watch` cancels, and waits while it pauses.
 async fn empty(former: &Layer, watch: &CopyWatch) -> Result<()> {
-    let Some(qcow2) = former.mapping.qcow2().filter(|_| former.mapping.data_file().is_none()) else { return Ok(()) };
-    let io = former.open_blocking()?;
+    if former.mapping.qcow2().is_none() || former.mapping.data_file().is_some() {
+        return Ok(());
+    }
+    let calls = JobCalls::new(watch.given_up_by());
+    let io = calls.open(former, Ends::All)?;
+    calls.awaiting(empty_by(former, &io, watch)).await
+}
+
+async fn empty_by(former: &Layer, io: &MetaIo, watch: &CopyWatch) -> Result<()> {
     let mut at = 0;
     while at < former.size_bytes && !watch.is_cancelled() {
         let length_bytes = EMPTIED_BYTES.min(former.size_bytes.saturating_sub(at));
-        let emptied = former.mapping.reveal(&io, at, length_bytes).await;
+        let emptied = former.mapping.reveal(io, at, length_bytes).await;
         emptied.map_err(|error| former.failed("cannot empty it", error))?;
         at = at.saturating_add(length_bytes);
         // A flush frees what was unlinked, so that little of it waits in memory.
-        if qcow2.unfreed_clusters() > UNFREED_CLUSTERS_MAX {
-            former.flush_by(&io).await?;
+        let unfreed = former.mapping.qcow2().map_or(0, format_qcow2::Qcow2::unfreed_clusters);
+        if unfreed > UNFREED_CLUSTERS_MAX {
+            former.flush_by(io).await?;
         }
+        // Nothing is moved: only a pause makes it wait.
+        watch.pace(0);
     }
-    former.close_by(&io).await
+    former.close_by(io).await
 }
 
 async fn check(chain: &Chain) -> Result<()> {
@@ -132,6 +167,8 @@ async fn below_made_as_large(image: &Image, chain: &Chain, watch: &CopyWatch) ->
     if below.size_bytes >= chain.size_bytes {
         return Ok(chain.layers.clone());
     }
+    let in_context = |error: Error| error.in_context(format!("'{}'", below.name));
+    below.memory_bitmaps.check_size(chain.size_bytes).map_err(in_context)?;
     let lower = Arc::new(Chain::new(chain.layers.get(1..).unwrap_or_default().to_vec(), &chain.disk));
     // Nobody writes to the layer below, so this look takes its time while guests go on.
     below.look_before_edit(&mut |_, _| !watch.is_cancelled()).await?;

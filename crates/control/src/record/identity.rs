@@ -1,0 +1,49 @@
+//! Which file has a name.
+
+use serde::{Deserialize, Serialize};
+use std::fs::Metadata;
+use std::os::unix::fs::MetadataExt;
+use std::time::UNIX_EPOCH;
+
+/// A file, whatever its name. Inodes are used again, so the time at which it was made counts, too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct FileIdentity {
+    device: u64,
+    inode: u64,
+    /// In nanoseconds since 1970; `None` where the file system does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    born_ns: Option<u64>,
+}
+
+impl FileIdentity {
+    /// Of what lies at a server, which has no inode.
+    pub(crate) const AT_A_SERVER: Self = Self { device: 0, inode: 0, born_ns: None };
+
+    pub(crate) fn of(found: &Metadata) -> Self {
+        let born = found.created().ok().and_then(|born| born.duration_since(UNIX_EPOCH).ok());
+        let born_ns = born.and_then(|born| u64::try_from(born.as_nanos()).ok());
+        Self { device: found.dev(), inode: found.ino(), born_ns }
+    }
+
+    /// Whether both are one file for certain.
+    pub(crate) fn is_surely(&self, other: &Self) -> bool {
+        self == other && self.born_ns.is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_with_the_inode_of_another_is_not_that_file() {
+        let made = FileIdentity { device: 1, inode: 2, born_ns: Some(3) };
+        let unknown = FileIdentity { born_ns: None, ..made };
+        assert!(made.is_surely(&made.clone()));
+        for other in [FileIdentity { born_ns: Some(4), ..made }, FileIdentity { device: 2, ..made }, unknown] {
+            assert!(!made.is_surely(&other) && made != other);
+        }
+        assert!(!unknown.is_surely(&unknown.clone()), "it may be another one");
+    }
+}
