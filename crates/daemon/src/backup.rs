@@ -85,8 +85,8 @@ pub struct LastBackup {
 pub trait BackupRecord: Send {
     /// Returns the last backup with this bitmap, if the bitmap notes what was written since.
     fn last_with(&self, bitmap: &str) -> Option<LastBackup>;
-    /// Notes that the target will be made. Until [`BackupRecord::is_whole`] or [`BackupRecord::is_given_up`] is called, it
-    /// is half a backup, which a daemon removes that finds it in the record.
+    /// Notes that the target will be made. Until [`BackupRecord::is_whole`] or [`BackupRecord::is_given_up`] is called,
+    /// it is half a backup, which a daemon removes that finds it in the record.
     fn will_make_target(&mut self, target: &FileName) -> Result<()>;
     /// Notes that its file is there. Nothing was written to it.
     fn has_made_target(&mut self, target: &FileName) -> Result<()>;
@@ -488,8 +488,8 @@ fn direct_opener_for(target: &FileName, disk: &DiskOptions) -> Option<EngineOpen
     (disk.cache.is_direct() && target.path().is_some() && can_be_direct()).then_some(direct)
 }
 
-/// Opens a target. One that was not made here is looked at first, until the `watch` cancels. Where that fails, it may be
-/// because what the target rests on lies where direct I/O is impossible.
+/// Opens a target. One that was not made here is looked at first, until the `watch` cancels. Where that fails, it may
+/// be because what the target rests on lies where direct I/O is impossible.
 fn open_target(
     options: &ImageOptions,
     opener: &dyn Opener,

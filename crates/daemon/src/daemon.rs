@@ -39,15 +39,15 @@ pub struct DaemonConfig {
     /// or the control group's memory, but at least 16 MiB and at most 256 MiB. The payload of NBD clients' requests may
     /// take as much again.
     pub buffer_memory_bytes: Option<usize>,
-    /// Memory that the indexes of kept overlays may take, over all disks of the process: a part of what there is if nobody
-    /// says.
+    /// Memory that the indexes of kept overlays may take, over all disks of the process: a part of what there is if
+    /// nobody says.
     pub index_memory_bytes: Option<usize>,
     /// As [`ReactorConfig::inline_bytes`]; by default the engine's value.
     pub inline_bytes: Option<usize>,
     /// As [`ReactorConfig::harvest_after_submit`].
     pub harvest_after_submit: bool,
-    /// How long a disk that is removed, or the daemon that ends, waits for requests that the storage does not end, and for
-    /// jobs that were cancelled, and calls, that move nothing.
+    /// How long a disk that is removed, or the daemon that ends, waits for requests that the storage does not end, and
+    /// for jobs that were cancelled, and calls, that move nothing.
     pub give_up_after: Duration,
 }
 
@@ -279,9 +279,10 @@ impl Daemon {
         Ok(())
     }
 
-    /// Flushes and closes a disk, with the exports at which nobody is connected. Fails if somebody is, or if it has jobs;
-    /// with `force`, guests are disconnected and jobs cancelled first. Requests and calls that the storage does not end in time are given up ([`DaemonConfig::give_up_after`]):
-    /// their guests get errors, and so does the caller. The disk is gone all the same.
+    /// Flushes and closes a disk, with the exports at which nobody is connected. Fails if somebody is, or if it has
+    /// jobs; with `force`, guests are disconnected and jobs cancelled first. Requests and calls that the storage does
+    /// not end in time are given up ([`DaemonConfig::give_up_after`]): their guests get errors, and so does the caller.
+    /// The disk is gone all the same.
     pub fn remove_disk(&self, id: NodeId, force: bool) -> Result<()> {
         let (found, exports) = self.table.take_node(id, force)?;
         let _going = self.table.going(id);

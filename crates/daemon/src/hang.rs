@@ -18,8 +18,8 @@ const CANCEL_PATIENCE: Duration = Duration::from_secs(1);
 /// How long closing a disk may take before a connection to a server is given up, and for how long it is waited for if
 /// an export of the disk had requests given up before. It may have much to write.
 pub(crate) const CLOSE_PATIENCE: Duration = Duration::from_secs(30);
-/// How long the jobs of a disk may move nothing before such a connection is given up. As long as they do, they are waited
-/// for: they may have to write as much as guests did in hours. Calls that move get this time in all.
+/// How long the jobs of a disk may move nothing before such a connection is given up. As long as they do, they are
+/// waited for: they may have to write as much as guests did in hours. Calls that move get this time in all.
 pub(crate) const JOBS_PATIENCE: Duration = Duration::from_secs(600);
 /// How long these may take if requests were given up, because the storage most likely does not answer.
 pub(crate) const HOPELESS_PATIENCE: Duration = Duration::from_secs(2);
@@ -62,8 +62,8 @@ impl Patience {
         })
     }
 
-    /// Guards the wait for requests in flight of one export. The disk stays, so its files are not asked to give up: they
-    /// would fail the requests of others. Calls `before` if the requests are given up.
+    /// Guards the wait for requests in flight of one export. The disk stays, so its files are not asked to give up:
+    /// they would fail the requests of others. Calls `before` if the requests are given up.
     pub(crate) fn with_export(
         limit: Duration,
         id: ExportId,

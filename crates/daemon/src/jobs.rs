@@ -3,10 +3,10 @@
 //! A job keeps its disk by a claim in the table ([`crate::table`]). Whoever removes the disk by force cancels the job
 //! there, then waits here for its end.
 //!
-//! A job whose storage hangs cannot be ended from outside: its thread waits in the kernel. If it was cancelled and moves
-//! nothing for a time, it is *left*: it counts as ended, and its thread stays until the storage answers. The thread keeps the right to change
-//! the disk's layers, what it has reserved in them, and their files with their locks. So nothing is used by others that
-//! its last write may hit, and it ends in order when the storage answers.
+//! A job whose storage hangs cannot be ended from outside: its thread waits in the kernel. If it was cancelled and
+//! moves nothing for a time, it is *left*: it counts as ended, and its thread stays until the storage answers. The
+//! thread keeps the right to change the disk's layers, what it has reserved in them, and their files with their locks.
+//! So nothing is used by others that its last write may hit, and it ends in order when the storage answers.
 
 use crate::change::{BaseRecord, TakenOff, top_of};
 use crate::daemon::Daemon;
@@ -336,8 +336,8 @@ impl Daemon {
         self.jobs.running_jobs_on(node).into_iter().for_each(|job| self.be_patient_with(job, true));
     }
 
-    /// Starts to take the top layer of a disk back into the layer below, which was the top before. Guests go on meanwhile.
-    /// The file that is taken off stays where it is, and is of no use to anybody when the job is done.
+    /// Starts to take the top layer of a disk back into the layer below, which was the top before. Guests go on
+    /// meanwhile. The file that is taken off stays where it is, and is of no use to anybody when the job is done.
     ///
     /// The disk cannot be removed meanwhile, except by force, which cancels the job first.
     pub fn start_take_overlay_back(&self, node: NodeId) -> Result<JobId> {

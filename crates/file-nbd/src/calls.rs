@@ -1,4 +1,4 @@
-//! What everybody asks of the thread that has the connection.
+//! Calls to the thread that has the connections.
 
 use block::{IoError, IoResult};
 use memory::{Lent, PooledBuf};
@@ -49,7 +49,7 @@ impl Deref for Payload {
 /// What is to be done. Ranges are whole blocks of the server.
 #[derive(Debug)]
 pub(crate) enum Wish {
-    /// Fill this, unless it is taken back before.
+    /// Fill this memory, unless it is taken back before.
     Read(Lent),
     /// Store this.
     Write {
@@ -82,11 +82,11 @@ pub(crate) enum Answer {
 /// A wish on its way.
 #[derive(Debug)]
 pub(crate) struct Call {
-    /// Which queue asks: each has its connection, as far as there are some.
+    /// The queue that asks. The queues are spread over the connections.
     pub(crate) queue: usize,
     pub(crate) offset: u64,
     pub(crate) wish: Wish,
-    /// `None` for what the thread asks for itself.
+    /// `None` for calls of the thread itself.
     pub(crate) reply: Option<Reply>,
 }
 
@@ -115,7 +115,7 @@ struct Slot {
     waker: Option<Waker>,
 }
 
-/// Where the end of a call is told. One that is dropped has failed, so nobody waits for ever.
+/// Takes the answer to a call. If it is dropped without an answer, the call has failed, so nobody waits for ever.
 #[derive(Debug)]
 pub(crate) struct Reply(Arc<Mutex<Slot>>);
 
@@ -152,8 +152,9 @@ impl State {
 
 /// Calls that the thread has not seen yet.
 ///
-/// Invariant: whoever has something for the thread makes it visible first, then sets `has_news`, then reads `waits`. The
-/// thread sets `waits` first, then reads `has_news`. The fences between make sure that one of the two sees the other.
+/// Invariant: whoever has something for the thread makes it visible first, then sets `has_news`, then reads `waits`.
+/// The thread sets `waits` first, then reads `has_news`. The fences between make sure that one of the two sees the
+/// other.
 #[derive(Debug)]
 pub(crate) struct Calls {
     state: Mutex<State>,
@@ -172,9 +173,9 @@ struct State {
     calls: VecDeque<Call>,
     is_closed: bool,
     is_cancelled: bool,
-    /// Where those wait whose calls have not ended, and others that are gone.
+    /// The waiting places of calls in flight, and of some whose callers are gone.
     slots: Vec<Weak<Mutex<Slot>>>,
-    /// With so many of them, those that are gone are left out.
+    /// At this length, the places of gone callers are removed.
     slots_max: usize,
     /// Queues that were opened.
     queues: usize,
@@ -197,7 +198,7 @@ impl Calls {
         self.size_bytes.load(Ordering::Acquire)
     }
 
-    /// The server has said what it is.
+    /// Sets the size that the server has told.
     pub(crate) fn has_size(&self, size_bytes: u64) {
         self.size_bytes.store(size_bytes, Ordering::Release);
     }
@@ -217,7 +218,7 @@ impl Calls {
                     state.calls.push_back(call);
                     state.remember(&slot);
                 }
-                // It has failed.
+                // Dropping the call fails it.
                 true => drop(call),
             }
         }
@@ -252,7 +253,7 @@ impl Calls {
         self.state().queues
     }
 
-    /// Has the thread look at everything.
+    /// Makes the thread look at everything.
     pub(crate) fn ring(&self) {
         self.has_news.store(true, Ordering::Release);
         fence(Ordering::SeqCst);
@@ -262,7 +263,7 @@ impl Calls {
         }
     }
 
-    /// Has the thread wait for a call, one of `others` or the time. It looks at everything before it waits again.
+    /// Waits for a call, one of `others` or the time. The thread looks at everything before it waits again.
     pub(crate) fn wait<'a>(&'a self, mut others: Vec<PollFd<'a>>, timeout: Option<Timespec>) {
         others.push(PollFd::new(&self.wake, PollFlags::IN));
         self.waits.store(true, Ordering::Relaxed);
@@ -284,7 +285,7 @@ impl Calls {
         (!state.is_closed || !calls.is_empty()).then_some(calls)
     }
 
-    /// All that wait get an error at once, whatever the thread is doing, and so does whoever asks later. The thread ends.
+    /// Fails all waiting calls at once, whatever the thread is doing, and all later ones. The thread ends.
     pub(crate) fn cancel(&self) {
         let slots = {
             let mut state = self.state();
@@ -292,7 +293,7 @@ impl Calls {
             std::mem::take(&mut state.slots)
         };
         for slot in slots.iter().filter_map(Weak::upgrade) {
-            // As a call that has failed.
+            // Dropping the reply fails the call.
             drop(Reply(slot));
         }
         self.ring();
@@ -302,7 +303,7 @@ impl Calls {
         self.state().is_cancelled
     }
 
-    /// Nobody asks any more.
+    /// Says that nobody asks any more.
     pub(crate) fn close(&self) {
         self.state().is_closed = true;
         self.ring();

@@ -1,11 +1,13 @@
 //! The thread that has the connections: sends calls, routes replies, and connects again when the server has gone.
 //!
-//! A server that allows several connections (`CAN_MULTI_CONN`) gets one for each queue, up to a limit. There, a flush on one
-//! covers what has ended on all. So it does only at one server that lives: a connection counts as one more to the same when
-//! the first one has answered a request that was sent after the other one was made. If one goes, all are made anew.
+//! A server that allows several connections (`CAN_MULTI_CONN`) gets one for each queue, up to a limit. A flush on one
+//! connection covers all of them, but only if all lead to the same running server. So a new connection is used only
+//! after the first one has answered a request that was sent later than the new one was made. If one goes, all are made
+//! anew.
 //!
-//! What goes over the others is waited for before, for a while. What the server has in hand when it goes is sent once more, as
-//! all of it can be done twice. Before that, what it had acknowledged and not flushed is written again.
+//! Before that, the calls on the other connections get some time to end. Calls that the server had not answered are
+//! sent again: each of them may be done twice. Before them, the writes that it had acknowledged and not flushed are
+//! written again.
 
 mod outage;
 mod renewal;
@@ -35,7 +37,7 @@ use std::time::Instant;
 
 /// Calls that the server has at once.
 const ACTIVE_MAX: usize = 128;
-/// Of a call that went over none of them.
+/// The connection of a call that none carries.
 const NO_LANE: usize = usize::MAX;
 
 /// A call that the server has.
@@ -44,10 +46,10 @@ struct Active {
     call: Call,
     /// The connection that it went over.
     lane: usize,
-    /// Of a flush: what it covers.
+    /// For a flush: it covers the changes before this number.
     mark: u64,
     error: u32,
-    /// What of a read is here.
+    /// The parts of a read that have arrived.
     filled: Filled,
     extents: Vec<Extent>,
     /// It is part of the replay.
@@ -58,16 +60,17 @@ pub(crate) struct Link {
     uri: NbdUri,
     calls: Arc<Calls>,
     agreed: Agreed,
-    /// Nothing during an outage.
+    /// The connections; empty during an outage.
     lanes: Vec<Lane>,
-    /// Where one more is being made, and the next to count, as soon as this call has ended.
+    /// A thread makes another connection and sends it here.
     making: Option<Receiver<Option<Lane>>>,
-    /// It is one to a server that has gone.
+    /// That connection leads to a server that is gone.
     is_stale: bool,
+        /// A new connection, used once the call with this number has ended.
     joining: Option<(u64, Lane)>,
-    /// One could not be made: no more is tried.
+    /// A connection could not be made, so no more are tried.
     has_enough: bool,
-    /// Over when a server has carried out a call: one that only lets us in is not back yet.
+    /// Ends when a server has carried out a call. A server that only accepts a connection is not back yet.
     outage: Option<Outage>,
     times: Times,
     waiting: VecDeque<Call>,
@@ -77,14 +80,14 @@ pub(crate) struct Link {
     active: BTreeMap<u64, Active>,
     next_cookie: u64,
     unflushed: Unflushed,
-    /// What it may get from the calls that the server has.
+    /// Bytes that the calls in flight may add to `unflushed`.
     in_hand_bytes: usize,
     /// The next entry to write once more.
     replay: Option<usize>,
     /// A connection is gone, and the others are waited for.
     drains: bool,
     flushes_itself: bool,
-    /// A flush has failed: none is believed any more.
+    /// A flush has failed, so all later flushes fail.
     has_lost: bool,
 }
 
@@ -177,12 +180,12 @@ impl Link {
         lanes.try_for_each(|(index, lane)| lane.send().map_err(|error| (index, error)))
     }
 
-    /// Makes one more connection, if there are more queues than connections. A server that is full may take its time over the
-    /// handshake, so a thread waits for it.
+    /// Makes one more connection, if there are more queues than connections. A server that is full may take its time
+    /// over the handshake, so a thread waits for it.
     fn look_for_lanes(&mut self) {
         self.drop_stale();
         if self.is_stale {
-            // It may be made from here on, and leads to a server that has gone.
+            // The connection that is being made leads to a server that is gone.
             return;
         }
         match self.making.as_ref().map(Receiver::try_recv) {
@@ -439,7 +442,7 @@ impl Link {
         Ok(())
     }
 
-    /// Where data of a read go: first byte and bytes.
+    /// Where data of a read go: the first byte and the length, in bytes.
     fn part_of(
         &mut self,
         lane: usize,
@@ -464,7 +467,7 @@ impl Link {
         let Some(active) = self.active.remove(&cookie) else { return };
         let Active { call, lane, mark, error, filled, extents, replays } = active;
         if let Some((_, lane)) = self.joining.take_if(|(asked, _)| *asked == cookie) {
-            // The first connection's server lives, and stays, whatever it answers: the other one leads there, too.
+            // Whatever the answer, the first connection's server still runs, so the new connection leads to it, too.
             match error {
                 error::ESHUTDOWN => self.has_enough = true,
                 _ => self.lanes.push(lane),
@@ -473,8 +476,8 @@ impl Link {
         }
         let is_early = self.drains && error == 0 && matches!(call.wish, Wish::Flush);
         if (error == error::ESHUTDOWN || is_early) && !replays {
-            // The server is about to go. When it is back, or another is there, the call is sent again. So is a flush while
-            // a connection is gone: it says nothing of what went over that one.
+            // The server is about to go. The call is sent again when a server is there. So is a flush while a
+            // connection is gone: it does not cover the writes of that connection.
             let (error, filled, extents) = (0, Filled::default(), Vec::new());
             let lane = if self.drains { NO_LANE } else { lane };
             self.active.insert(cookie, Active { call, lane, mark, error, filled, extents, replays });
@@ -487,7 +490,7 @@ impl Link {
         }
         let result = match (error, &wish) {
             (0, Wish::Read(place)) if !filled.has_all(place.length_bytes()) => Err(IoError::EIO),
-            // Its memory was not there, or nobody waits.
+            // The memory was not there, or nobody waits for the read.
             (0, Wish::Read(place)) if place.has_ended() => Err(IoError::from_errno(EFAULT)),
             (0, _) => Ok(()),
             (number, _) => Err(error_of(number)),

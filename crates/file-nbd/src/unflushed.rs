@@ -1,9 +1,10 @@
-//! What the server has acknowledged and no flush has covered.
+//! Writes that the server has acknowledged and no flush has covered.
 //!
-//! A server that went may have lost it. So when the connection is there again it is written once more, in the same order,
-//! before anything else. Then the next flush means what a flush has to mean.
+//! If the server goes, it may have lost them. So they are written again, in the same order, before anything else. Then
+//! the next flush covers them.
 //!
-//! A durable write is not remembered. What it covers of older ones is forgotten, as it would undo the durable one.
+//! Durable writes are not kept. They remove older writes to the same place: writing those again would overwrite the
+//! newer data.
 
 use crate::calls::{Payload, Wish};
 use std::collections::VecDeque;
@@ -11,7 +12,7 @@ use std::ops::Range;
 
 /// Beyond this the connection's thread flushes by itself. With twice as much, writes wait for that.
 const BYTES_MAX: usize = 32 << 20;
-/// What remembering costs beside the data.
+/// Bytes that an entry takes beside its data.
 const ENTRY_BYTES: usize = 128;
 
 /// A change of the disk.
@@ -42,7 +43,7 @@ impl Change {
 pub(crate) fn kept_bytes(wish: &Wish) -> usize {
     match wish {
         Wish::Write { data, fua: false } => data.held_bytes().saturating_add(ENTRY_BYTES),
-        // A durable write may cut one that is kept in two.
+        // A durable write may cut an older entry in two.
         Wish::Write { fua: true, .. } | Wish::Zero { .. } => ENTRY_BYTES,
         _ => 0,
     }
@@ -67,7 +68,7 @@ impl Entry {
         own.start < other.end && other.start < own.end
     }
 
-    /// What of it is inside a range; `None` if nothing is.
+    /// The part inside a range; `None` if nothing is.
     fn inside(&self, range: Range<u64>) -> Option<Self> {
         let own = self.range();
         let (start, end) = (own.start.max(range.start), own.end.min(range.end));
@@ -138,7 +139,7 @@ impl Unflushed {
         self.held_bytes > BYTES_MAX
     }
 
-    /// Whether that and as much again is more than may be kept.
+    /// Whether more than twice [`BYTES_MAX`] would be held with so many bytes more.
     pub(crate) fn is_full_with(&self, more_bytes: usize) -> bool {
         self.held_bytes.saturating_add(more_bytes) > BYTES_MAX.saturating_mul(2)
     }

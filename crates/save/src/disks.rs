@@ -22,8 +22,8 @@ pub(crate) trait Disks {
     /// The layers of a disk, the top first. There is one.
     fn layers(&self, name: &str) -> Result<Vec<Layer>>;
 
-    /// Puts a new layer on each of these disks at the same moment. What was the top is durable when this returns, and does
-    /// not change any more.
+    /// Puts a new layer on each of these disks at the same moment. What was the top is durable when this returns, and
+    /// does not change any more.
     fn freeze(&self, overlays: Vec<(String, PathBuf)>) -> Result<()>;
 
     /// The internal snapshots of a disk's top layer.
@@ -40,8 +40,8 @@ pub(crate) trait Disks {
     /// Waits until no job changes the disk.
     fn wait_for_jobs(&self, name: &str) -> Result<()>;
 
-    /// Serves a disk with these options under a new layer, in the place of the one of its name. The layer is there before
-    /// anybody can write. `former_tops` may be taken back into later. It may rest on `bases`.
+    /// Serves a disk with these options under a new layer, in the place of the one of its name. The layer is there
+    /// before anybody can write. `former_tops` may be taken back into later. It may rest on `bases`.
     fn replace(
         &self,
         name: &str,

@@ -1,5 +1,5 @@
-//! Which layers saves and restores have put on disks. These alone are taken back and removed: a layer of the user stays,
-//! whatever its name.
+//! Which layers saves and restores have put on disks. These alone are taken back and removed: a layer of the user
+//! stays, whatever its name.
 
 use crate::files;
 use crate::record::{read_json, write_json};

@@ -1,7 +1,7 @@
 //! How far a save or a restore has come: step by step, and as a whole.
 
-/// What a save does, in order: from [`Step::Stop`] to [`Step::Resume`]. A restore looks, serves, starts, gives the state back
-/// and resumes.
+/// What a save does, in order: from [`Step::Stop`] to [`Step::Resume`]. A restore looks, serves, starts, gives the
+/// state back and resumes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
     /// What was saved is compared with what was noted of it.

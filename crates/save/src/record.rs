@@ -58,8 +58,8 @@ pub struct SavedDisk {
     /// The layers below the file, the next one first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub below: Vec<LayerBelow>,
-    /// The other files that hold the disk, as they were: those of the layers below, and data that have a file of their own.
-    /// Without those that are being taken back, and those that this host does not have.
+    /// The other files that hold the disk, as they were: those of the layers below, and data that have a file of their
+    /// own. Without those that are being taken back, and those that this host does not have.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub others: Vec<OtherFile>,
 }
@@ -82,8 +82,8 @@ pub struct OtherFile {
     seen: Seen,
 }
 
-/// What tells whether a file was changed. All zero for a block device: nothing tells that, and its node is made anew when
-/// the host starts.
+/// What tells whether a file was changed. All zero for a block device: nothing tells that, and its node is made anew
+/// when the host starts.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Seen {
@@ -94,8 +94,8 @@ pub struct Seen {
 }
 
 impl Seen {
-    /// How the file is from here on. Its times may be in memory only after a flush of what it holds, so all of it is made
-    /// durable: after a power cut it looks the same.
+    /// How the file is from here on. Its times may be in memory only after a flush of what it holds, so all of it is
+    /// made durable: after a power cut it looks the same.
     pub(crate) fn durable(path: &Path) -> Result<Self> {
         let synced = File::open(path).and_then(|file| file.sync_all());
         synced.map_err(|error| failed("make durable", path, error))?;
@@ -174,8 +174,8 @@ impl Record {
         directory.join(&self.state)
     }
 
-    /// Whether the disks' files are as they were when they were saved. With `force`, times count for nothing where a restore
-    /// was broken off.
+    /// Whether the disks' files are as they were when they were saved. With `force`, times count for nothing where a
+    /// restore was broken off.
     pub(crate) fn check_disks(&self, force: bool) -> Result<()> {
         let checked = self.disks.iter().try_for_each(|disk| disk.check(force && self.is_being_restored));
         checked.map_err(|error| match self.is_being_restored && !force {
@@ -238,8 +238,8 @@ fn is_remote(file: &Path) -> bool {
     FileName::parse(file).is_ok_and(|name| name.is_remote())
 }
 
-/// Whether this program can compare the files of a disk with what they were, as a restore does. Fails where it sees a file
-/// and may not open it. Files that it does not see are not compared, but for the top.
+/// Whether this program can compare the files of a disk with what they were, as a restore does. Fails where it sees a
+/// file and may not open it. Files that it does not see are not compared, but for the top.
 pub(crate) fn check_files(name: &str, layers: &[Layer]) -> Result<()> {
     for (index, layer) in layers.iter().enumerate() {
         for file in [Some(layer.file.clone()), data_of(&layer.file, &layer.format)].into_iter().flatten() {
@@ -318,8 +318,8 @@ impl SavedDisk {
         tops.map(|layer| FormerTop { file: layer.file.clone(), format: Some(layer.format.clone()) }).collect()
     }
 
-    /// The files below its file, which the daemon was allowed to open when it was saved: also the image of a kept scratch
-    /// overlay, which lies elsewhere.
+    /// The files below its file, which the daemon was allowed to open when it was saved: also the image of a kept
+    /// scratch overlay, which lies elsewhere.
     pub(crate) fn bases(&self) -> Vec<PathBuf> {
         self.below.iter().flat_map(LayerBelow::files).collect()
     }

@@ -39,8 +39,8 @@ pub struct Restore {
 const START_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Finds what was saved last, and looks whether it is whole: the state against its checksum, the disks against what was
-/// noted of them. With `force`, disks that a save has not frozen again are taken as they are. `tell` hears of the first step
-/// of a restore; setting `cancel` ends it.
+/// noted of them. With `force`, disks that a save has not frozen again are taken as they are. `tell` hears of the first
+/// step of a restore; setting `cancel` ends it.
 pub fn find(machine: &Machine, force: bool, cancel: &AtomicBool, tell: &mut dyn FnMut(Moment)) -> Result<Restore> {
     let directory = &machine.state;
     let record = Record::read(directory)?.ok_or_else(|| {
@@ -118,8 +118,8 @@ fn refuse_used<'a>(names: impl IntoIterator<Item = &'a str>, is_used: impl Fn(&s
     Ok(())
 }
 
-/// Serves the disks as they were saved, each under a new layer for what the machine writes from here on. The daemon runs.
-/// Where it is interrupted, the pair is as it was. With `force`, nobody asks who uses them.
+/// Serves the disks as they were saved, each under a new layer for what the machine writes from here on. The daemon
+/// runs. Where it is interrupted, the pair is as it was. With `force`, nobody asks who uses them.
 fn serve_disks(
     machine: &Machine,
     restore: &mut Restore,
@@ -135,8 +135,8 @@ fn serve_disks(
         let saved = restore.record.disks.iter().map(|disk| &disk.name).filter(|name| present.contains(name));
         refuse_used(saved.map(String::as_str), |name| disks.is_used(name))?;
     }
-    // Opening an image for writing may change its times, and no byte that a guest sees. The record says what has become of
-    // it, disk by disk, so that a restore that is broken off does not make the pair look changed.
+    // Opening an image for writing may change its times, and no byte that a guest sees. The record says what has become
+    // of it, disk by disk, so that a restore that is broken off does not make the pair look changed.
     restore.record.is_being_restored = true;
     restore.record.publish(&machine.state)?;
     let drives: Vec<(String, Options)> = restore.drives().map(|(name, options)| (name.to_owned(), options)).collect();
@@ -195,8 +195,8 @@ fn begin(machine: &Machine, restore: &Restore) -> Result<File> {
     Ok(lock)
 }
 
-/// Lets the daemon serve the saved disks, each under a new layer, and leaves it to the caller to start the machine. The daemon
-/// must run. If no monitor is known, disks that somebody uses are refused, unless `force` takes them away.
+/// Lets the daemon serve the saved disks, each under a new layer, and leaves it to the caller to start the machine. The
+/// daemon must run. If no monitor is known, disks that somebody uses are refused, unless `force` takes them away.
 pub fn serve(
     machine: &Machine,
     restore: &mut Restore,
@@ -226,9 +226,9 @@ fn connect(child: &mut Child, machine: &Machine, cancel: &AtomicBool) -> Result<
     }
 }
 
-/// Starts the machine again from what was saved. The daemon must run; its disks are put back first. Killed in the middle, it
-/// leaves the pair as it is; the program that it has started may be there, and is ended before it is run again. Setting
-/// `cancel` ends what it has started, and leaves the pair as it is.
+/// Starts the machine again from what was saved. The daemon must run; its disks are put back first. Killed in the
+/// middle, it leaves the pair as it is; the program that it has started may be there, and is ended before it is run
+/// again. Setting `cancel` ends what it has started, and leaves the pair as it is.
 pub fn run(
     machine: &Machine,
     restore: &mut Restore,

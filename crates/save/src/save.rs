@@ -24,8 +24,8 @@ use std::time::{Duration, Instant};
 pub struct SaveOptions {
     /// What the guest wrote since the last save stays in layers of its own.
     pub keep: bool,
-    /// Everything goes into an internal snapshot of this name of each disk's image instead, and the first disk's keeps the
-    /// machine's state.
+    /// Everything goes into an internal snapshot of this name of each disk's image instead, and the first disk's keeps
+    /// the machine's state.
     pub into_image: Option<String>,
 }
 
@@ -58,9 +58,9 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// The machine stands still meanwhile: no limit.
 const UNLIMITED_BYTES_PER_SECOND: u64 = 1 << 50;
 
-/// Saves a running machine, which goes on then. Whatever fails, it goes on, and the pair that was saved before stands. What
-/// kills this program leaves the machine stopped: saving it again lets it go on. Only if what the killed save has left
-/// cannot be finished, the machine stays stopped: its pair is whole that way.
+/// Saves a running machine, which goes on then. Whatever fails, it goes on, and the pair that was saved before stands.
+/// What kills this program leaves the machine stopped: saving it again lets it go on. Only if what the killed save has
+/// left cannot be finished, the machine stays stopped: its pair is whole that way.
 pub fn save(
     machine: &Machine,
     options: &SaveOptions,
@@ -174,8 +174,8 @@ fn freeze_again(disks: &dyn Disks, record: &mut Record, directory: &Path, own_la
     record.publish(directory)
 }
 
-/// A save that was killed while layers were taken back: the daemon has gone on with that. What is left is done before the
-/// machine may go on.
+/// A save that was killed while layers were taken back: the daemon has gone on with that. What is left is done before
+/// the machine may go on.
 fn finish_commit(
     disks: &dyn Disks,
     qmp: &mut Qmp,
@@ -328,8 +328,8 @@ impl Saving<'_> {
         })
     }
 
-    /// Takes layers of saves and restores back into what lies below them, and freezes that. A layer that somebody else has
-    /// put on stays: what lies below it is a moment that they want to keep.
+    /// Takes layers of saves and restores back into what lies below them, and freezes that. A layer that somebody else
+    /// has put on stays: what lies below it is a moment that they want to keep.
     fn commit(&mut self, progress: &mut Progress<'_>) -> Result<()> {
         let mut counts = Vec::new();
         for disk in &self.record.disks {
@@ -435,8 +435,8 @@ impl Saving<'_> {
     }
 }
 
-/// How the state is to be written; returns the bound that QEMU had for the bytes of a second. A disk of ours keeps no log of
-/// what it writes; a QEMU that knows the mode `cpr-reboot` needs none for a machine that stands still.
+/// How the state is to be written; returns the bound that QEMU had for the bytes of a second. A disk of ours keeps no
+/// log of what it writes; a QEMU that knows the mode `cpr-reboot` needs none for a machine that stands still.
 fn prepare(qmp: &mut Qmp) -> Result<Value> {
     let before = qmp.run("query-migrate-parameters", json!({}))?;
     qmp.run("migrate-set-parameters", json!({ "max-bandwidth": UNLIMITED_BYTES_PER_SECOND }))?;

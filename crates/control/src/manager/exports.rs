@@ -71,7 +71,8 @@ impl Manager {
         lock(&self.failed_exports).iter().map(to_failed).collect()
     }
 
-    /// Removes an export that failed at the start from the record. Returns the name of its disk, if there is such an export.
+    /// Removes an export that failed at the start from the record. Returns the name of its disk, if there is such an
+    /// export.
     pub(super) fn forget_failed_export(&self, is_it: impl Fn(&NotServed) -> bool) -> Result<Option<String>> {
         let found = lock(&self.failed_exports)
             .iter()

@@ -7,13 +7,13 @@
 //! 3. Without a name: the disk that was added with its file, and whose kept scratch overlay is in its `keep` directory,
 //!    unless another drive gives the name or the top file of that disk.
 //!
-//! By 2 and 3, a drive is only a disk that has layers or has moved to a copy, and that no drive gives in the same words.
-//! A configured disk that no drive gives is forgotten. That fails if a drive would write to a file that the disk has
-//! left, unless that drive has its name, or the disk has moved to a full copy that some drive gives or that is gone. Where
-//! a layer is gone, its file system may only not be mounted.
+//! By 2 and 3, a drive is only a disk that has layers or has moved to a copy, and that no drive gives in the same
+//! words. A configured disk that no drive gives is forgotten. That fails if a drive would write to a file that the disk
+//! has left, unless that drive has its name, or the disk has moved to a full copy that some drive gives or that is
+//! gone. Where a layer is gone, its file system may only not be mounted.
 //!
-//! A disk with layers is not forgotten as long as a drive of another name gives a file below them, if only to read it. It
-//! is not served then.
+//! A disk with layers is not forgotten as long as a drive of another name gives a file below them, if only to read it.
+//! It is not served then.
 
 use super::add::NewDisk;
 use super::configured::exports_of_calls;

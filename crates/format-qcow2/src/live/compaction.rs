@@ -1,13 +1,14 @@
-//! Moving clusters from the end of the file down into holes, while guests go on. What is moved down leaves the end of the
-//! file free, and the file can then be cut off there, once the image is closed.
+//! Moving clusters from the end of the file down into holes, while guests go on. What is moved down leaves the end of
+//! the file free, and the file can then be cut off there, once the image is closed.
 //!
 //! A cluster that guests may overwrite in place cannot simply be copied: a write that was resolved before would land in
 //! the old place after the copy. So a move has these steps:
 //!
-//! 1. Under the mutex: the guest's clusters count as being allocated, so the slow path learns of the move. A bit says "a table may lie there" of their host clusters, so the path without a lock goes the slow way. New clusters
-//!    are counted.
-//! 2. Every operation that was resolved before ends (an epoch). Whoever wants to change the clusters meanwhile gives the
-//!    move up and goes on: it may itself be one of those that are waited for.
+//! 1. Under the mutex: the guest's clusters count as being allocated, so the slow path learns of the move. A bit says
+//!    "a table may lie there" of their host clusters, so the path without a lock goes the slow way. New clusters are
+//!    counted.
+//! 2. Every operation that was resolved before ends (an epoch). Whoever wants to change the clusters meanwhile gives
+//!    the move up and goes on: it may itself be one of those that are waited for.
 //! 3. The data are copied. Who wants to change them waits for the end of the move. Reads go on.
 //! 4. Under the mutex: the entries lead to the new place, and the old clusters are unlinked, as with any copy-on-write.
 //!    They stay barred until they are free: a write that found the old entry may ask for the bit late. So
@@ -16,8 +17,8 @@
 //!
 //! An L2 table moves as a snapshot's table is copied: the next flush writes its copy, and then the L1 entry.
 //!
-//! A pass looks at every entry. Each that leads behind where the file is to end, and stays, must have a refcount there. So
-//! what counts as free behind it is nobody's, whatever it holds, and can be cut off.
+//! A pass looks at every entry. Each that leads behind where the file is to end, and stays, must have a refcount there.
+//! So what counts as free behind it is nobody's, whatever it holds, and can be cut off.
 
 use crate::layout::entry::{COPIED, Cluster, ZERO};
 use crate::live::flush_queue::Barrier;
@@ -92,8 +93,8 @@ impl Compaction {
         self.fixed_bytes
     }
 
-    /// After a whole pass and [`Qcow2::look_at_still`]: host clusters of which all that count as free are nobody's, whatever
-    /// they hold. Everything that leads there was seen, and has a refcount.
+    /// After a whole pass and [`Qcow2::look_at_still`]: host clusters of which all that count as free are nobody's,
+    /// whatever they hold. Everything that leads there was seen, and has a refcount.
     #[must_use]
     pub fn looked_at(&self) -> Range<u64> {
         self.end..u64::MAX
@@ -211,8 +212,8 @@ impl Qcow2 {
         freed.fold(0, |sum, freed| sum.saturating_add(freed.clusters.end.saturating_sub(freed.clusters.start)))
     }
 
-    /// Begins a pass: finds out where the file can end. The caller has flushed, and nobody takes snapshots of the image or
-    /// runs another compaction until the end.
+    /// Begins a pass: finds out where the file can end. The caller has flushed, and nobody takes snapshots of the image
+    /// or runs another compaction until the end.
     pub async fn begin_compaction(&self, io: &MetaIo) -> IoResult<Compaction> {
         let inner = &self.inner;
         let ready = |_: &mut State| match inner.header_ready.load(Ordering::Acquire) {
@@ -248,9 +249,10 @@ impl Qcow2 {
         Ok(used)
     }
 
-    /// Moves the first thing from the byte `at` of the disk on that lies behind where the file is to end, if that is not far.
-    /// `waits` waits a little for requests in flight, and says whether to go on; where it says no, the move is given up.
-    /// `io` is for calls that block. The image is valid at every moment. After an error, what was moved stays moved.
+    /// Moves the first thing from the byte `at` of the disk on that lies behind where the file is to end, if that is
+    /// not far. `waits` waits a little for requests in flight, and says whether to go on; where it says no, the move is
+    /// given up. `io` is for calls that block. The image is valid at every moment. After an error, what was moved stays
+    /// moved.
     pub async fn compact_step(
         &self,
         io: &MetaIo,
@@ -483,8 +485,8 @@ impl Inner {
         Ok(true)
     }
 
-    /// From here on, whoever wants the guest's clusters waits for the end of the move. False if somebody has given it up,
-    /// or it does not go on: then its new place, where nothing was written, is given back at once.
+    /// From here on, whoever wants the guest's clusters waits for the end of the move. False if somebody has given it
+    /// up, or it does not go on: then its new place, where nothing was written, is given back at once.
     fn fix_move(&self, moving: &mut Move, goes_on: bool) -> bool {
         let mut state = self.lock();
         moving.is_tentative = false;

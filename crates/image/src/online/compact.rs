@@ -1,8 +1,9 @@
 //! Making the file of the top layer of a running disk shorter.
 //!
-//! Passes over the disk move what lies at the end of the file down into holes, by the format's own steps, while guests go
-//! on. Then requests are held until none is in flight. The layer is closed, the few tables at the end of its file are
-//! moved as in an offline edit, the file is cut off, and the layer is opened again. Each moment leaves a valid image.
+//! Passes over the disk move what lies at the end of the file down into holes, by the format's own steps, while guests
+//! go on. Then requests are held until none is in flight. The layer is closed, the few tables at the end of its file
+//! are moved as in an offline edit, the file is cut off, and the layer is opened again. Each moment leaves a valid
+//! image.
 
 use super::watch::CopyWatch;
 use crate::chain::closed_edit::ClosedEdit;
@@ -24,7 +25,8 @@ const FLUSH_BYTES: u64 = 16 << 20;
 /// So many flushes in a row that free nothing are enough: guests discard as fast.
 const VAIN_FLUSHES_MAX: u32 = 3;
 
-/// How long a move waits for requests in flight, in naps. Whoever wants to write there meanwhile does, and ends the wait.
+/// How long a move waits for requests in flight, in naps. Whoever wants to write there meanwhile does, and ends the
+/// wait.
 const NAPS: [u32; 3] = [20, 100, 1000];
 const NAP: Duration = Duration::from_micros(100);
 
@@ -38,7 +40,8 @@ pub struct Compacted {
     pub after_bytes: u64,
     /// What was moved.
     pub moved_bytes: u64,
-    /// What kept the file from being shorter, and is never moved: compressed clusters, and what internal snapshots share.
+    /// What kept the file from being shorter, and is never moved: compressed clusters, and what internal snapshots
+    /// share.
     pub fixed_bytes: u64,
     /// What could not be moved because guests took the room, or because requests in flight took too long.
     pub missed_bytes: u64,
@@ -58,13 +61,13 @@ impl std::fmt::Display for Compacted {
     }
 }
 
-/// Moves what lies at the end of the top layer's file down into holes while guests use the disk, and cuts the file off behind
-/// what is in use.
+/// Moves what lies at the end of the top layer's file down into holes while guests use the disk, and cuts the file off
+/// behind what is in use.
 ///
 /// A write of a guest to what is just moved waits for that. At the end guests are held for as long as their requests in
-/// flight take, and closing the layer, moving the few tables that are left at the end, and opening it again. On an error the
-/// disk is whole, and what was moved stays moved; so it does when the `watch` cancels. Blocks; not to be called on a
-/// reactor's thread.
+/// flight take, and closing the layer, moving the few tables that are left at the end, and opening it again. On an
+/// error the disk is whole, and what was moved stays moved; so it does when the `watch` cancels. Blocks; not to be
+/// called on a reactor's thread.
 pub fn compact(image: &Image, watch: &CopyWatch) -> Result<Compacted> {
     block_on(compact_async(image, watch, async || std::thread::sleep(NAP)))
 }
@@ -173,8 +176,8 @@ impl<N: AsyncFn()> Compacting<'_, N> {
         Ok(pass)
     }
 
-    /// What was discarded counts as used until its unlinking is durable. A flush frees only so much of it, and what requests in
-    /// flight may still use not at all.
+    /// What was discarded counts as used until its unlinking is durable. A flush frees only so much of it, and what
+    /// requests in flight may still use not at all.
     async fn free_what_was_discarded(&self) -> Result<()> {
         let (mut left, mut vain) = (u64::MAX, 0);
         while left > 0 && vain < VAIN_FLUSHES_MAX {

@@ -1,17 +1,18 @@
 //! A copy of a disk that guests write to, from its beginning to the moment when the copy takes the disk's place.
 //!
 //! 1. **Rounds.** All is copied while guests go on. A log notes what they write meanwhile
-//!    ([`crate::chain::exchange::change_log`]), which is copied in the next round. There are few rounds: until little is
-//!    left, or until one leaves more than half of what it began with.
-//! 2. **Both sides.** Each write goes to both chains ([`crate::chain::both_sides`]), so what is left only gets less. It is
-//!    copied, and the other chain is flushed. From then on the two hold the same, and what guests know to be durable is
-//!    durable in both.
+//!    ([`crate::chain::exchange::change_log`]), which is copied in the next round. There are few rounds: until little
+//!    is left, or until one leaves more than half of what it began with.
+//! 2. **Both sides.** Each write goes to both chains ([`crate::chain::both_sides`]), so what is left only gets less. It
+//!    is copied, and the other chain is flushed. From then on the two hold the same, and what guests know to be durable
+//!    is durable in both.
 //! 3. **The switch.** The record is changed while guests go on: whichever chain a restarted daemon finds there has
-//!    everything. Then the queues pass a barrier to the other chain. Nothing is drained, copied or flushed while they hold.
-//!    Requests in flight end on both sides.
+//!    everything. Then the queues pass a barrier to the other chain. Nothing is drained, copied or flushed while they
+//!    hold. Requests in flight end on both sides.
 //!
-//! So the last part ends however fast guests write. With a time to keep ([`CopyWatch::set_aim`]), the rounds end as soon as
-//! the time asks for it; and where the storage is too slow for guests and copy, each write waits a little before it begins.
+//! So the last part ends however fast guests write. With a time to keep ([`CopyWatch::set_aim`]), the rounds end as
+//! soon as the time asks for it; and where the storage is too slow for guests and copy, each write waits a little
+//! before it begins.
 
 use super::copying::{Copying, What};
 use super::ranges::{joined, total};
@@ -45,8 +46,9 @@ pub(super) enum End {
     Keep,
 }
 
-/// Copies what guests see to another chain, which then takes its place, or is closed. Before it takes its place, `record` is
-/// called. On an error, the queues are back on the disk's own layers before anything that the copy held is let go.
+/// Copies what guests see to another chain, which then takes its place, or is closed. Before it takes its place,
+/// `record` is called. On an error, the queues are back on the disk's own layers before anything that the copy held is
+/// let go.
 pub(super) async fn converge(
     image: &Image,
     chain: &Chain,

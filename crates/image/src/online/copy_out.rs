@@ -1,8 +1,8 @@
 //! Copying what a disk was at one moment to another image.
 //!
-//! Several pieces at once, by calls of threads: a slow target slows them, and nobody else. Guests may begin to write to the
-//! layers that are read here when the copy has been given up and has not noticed yet. So each read holds a place in the
-//! epochs of the first layer; while the target is written to, none is held.
+//! Several pieces at once, by calls of threads: a slow target slows them, and nobody else. Guests may begin to write to
+//! the layers that are read here when the copy has been given up and has not noticed yet. So each read holds a place in
+//! the epochs of the first layer; while the target is written to, none is held.
 
 use super::lanes::{InEpochs, Pieces, copy_in_lanes};
 use super::ranges::total;

@@ -41,7 +41,7 @@ struct Piece {
 /// A piece on its way.
 struct Found<'a> {
     piece: Piece,
-    /// What the piece lies in is not used again meanwhile.
+    /// Keeps the piece's clusters from being used again meanwhile.
     _in_top: Option<InEpochs<'a>>,
 }
 
@@ -77,7 +77,7 @@ impl<'a> Copying<'a> {
         let top = layers.first().ok_or_else(nothing)?;
         let next_top = next.layers.first().ok_or_else(nothing)?;
         let chain = Arc::new(Chain::plain(layers.to_vec(), &next.disk));
-        // What is written late to a layer of the disk may land on what guests have written since.
+        // A late write to a layer of the disk may overwrite what guests have written since.
         let is_apart = !layers.iter().any(|layer| Arc::ptr_eq(&layer.file, &next_top.file));
         let ends = if is_apart { Ends::All } else { Ends::Reads };
         let in_next = next_top.mapping.epochs().map(|epochs| {
@@ -101,12 +101,12 @@ impl<'a> Copying<'a> {
         })
     }
 
-    /// What ends waits for the other chain.
+    /// Ends waits for the other chain when the copy is given up.
     pub(super) fn given_up_by(&self) -> Option<Arc<GiveUp>> {
         self.watch.given_up_by().cloned()
     }
 
-    /// Where the other chain's layers are the disk's own: what guests send there ends, though nobody waits for it.
+    /// Guests' writes that nobody waits for any more, if the other chain has layers of the disk. They still end.
     pub(super) fn late(&self) -> Option<Arc<LateCalls>> {
         (self.ends == Ends::Reads).then(|| Arc::clone(&self.late))
     }
@@ -116,19 +116,19 @@ impl<'a> Copying<'a> {
         self.late.end().await;
     }
 
-    /// The other chain's top, for calls that end as those of the copy.
+    /// Opens the other chain's top. Its calls are given up when the copy's are.
     pub(super) fn next_meta(&self) -> Result<MetaIo> {
         self.calls.open(self.next_top, self.ends)
     }
 
-    /// What keeps the other chain from using space again that it frees.
+    /// Keeps the other chain from using space again that it frees.
     pub(super) fn into_hold(self) -> Option<(Participant, Ticket)> {
         self.in_next
     }
 
-    /// Copies these ranges while guests go on. With `both`, writes that guests send to both sides wait for the piece there
-    /// that is copied just then. Stops early when `goes_on` says so, which is asked after each piece and told how much is
-    /// left; what was not copied comes back.
+    /// Copies these ranges while guests go on. With `both`, a guest's write to a piece that is being copied waits for
+    /// the copy. `goes_on` is called after each piece with the bytes that are left; if it returns false, the copy
+    /// stops. Returns the ranges that were not copied.
     pub(super) async fn copy(
         &self,
         ranges: &[Range<u64>],
@@ -144,7 +144,7 @@ impl<'a> Copying<'a> {
         self.top.failed(&format!("cannot copy from byte {at} on"), error)
     }
 
-    /// Copies a piece; how many bytes were moved.
+    /// Copies a piece. Returns how many bytes were moved.
     async fn copy_piece(&self, at: u64, piece: &Piece) -> Result<u64> {
         let write_failed = |error| self.next_top.failed(&format!("cannot write what belongs at byte {at}"), error);
         match piece.kind {
@@ -174,7 +174,7 @@ impl<'a> Copying<'a> {
         Ok(data)
     }
 
-    /// What the first part of a range holds.
+    /// Returns what the first part of a range holds.
     async fn look(&self, at: u64, length_bytes: u64, what: What) -> IoResult<Piece> {
         let (extent, found_bytes, is_top) = match what {
             What::Top => {
@@ -223,7 +223,7 @@ impl<F: FnMut(u64) -> bool> Pieces for Pass<'_, F> {
         let look = self.copying.look(at, length_bytes, self.what).await;
         let piece = look.map_err(|error| self.copying.cannot_read(at, error))?;
         let length_bytes = match (self.both, piece.kind) {
-            // Where that is so no longer, a guest has written, which the other side gets or a log has noted.
+            // If a guest has written here since, both sides have its data, or the log has the range.
             (_, Kind::Nothing) | (None, _) => piece.length_bytes,
             (Some(_), _) => length_bytes.min(watch.piece_bytes(PIECE_BYTES, LANES)),
         };
@@ -237,7 +237,7 @@ impl<F: FnMut(u64) -> bool> Pieces for Pass<'_, F> {
         let end = at.saturating_add(length_bytes);
         let (mut at, mut moved_bytes) = (at, 0_u64);
         while at < end {
-            // For one extent only: a piece may have many, and guests wait no longer than for one.
+            // The lock is held for one extent, so that a guest's write never waits for a whole piece.
             let _range = both.lock(at..end).await;
             // Guests may have written since.
             let look = self.copying.look(at, end.saturating_sub(at), self.what).await;

@@ -39,10 +39,10 @@ pub struct OnlineBitmap {
 }
 
 impl Image {
-    /// Changes bitmaps or internal snapshots of the top layer while guests use the disk. Durable when this returns. Guests
-    /// wait for their requests in flight, a flush, and the change: of bitmaps, that takes as long as their tables; of
-    /// snapshots, as long as reading and writing all tables of the image. On an error the image is as before. Blocks; not to
-    /// be called on a reactor's thread.
+    /// Changes bitmaps or internal snapshots of the top layer while guests use the disk. Durable when this returns.
+    /// Guests wait for their requests in flight, a flush, and the change: of bitmaps, that takes as long as their
+    /// tables; of snapshots, as long as reading and writing all tables of the image. On an error the image is as
+    /// before. Blocks; not to be called on a reactor's thread.
     ///
     /// To apply a snapshot is for disks that no guest uses: what a guest has in memory would be wrong.
     pub fn edit_online(&self, edit: &ClosedEdit) -> Result<()> {

@@ -1,6 +1,6 @@
-//! Exchanges under shuttle: queues on reactors of their own write, read and flush, in whole clusters and in parts, while
-//! layers are put on top and taken back, and the disk grows. What each file operation does happens at some moment between
-//! its push and its end, so requests are in flight at every barrier.
+//! Exchanges under shuttle: queues on reactors of their own write, read and flush, in whole clusters and in parts,
+//! while layers are put on top and taken back, and the disk grows. What each file operation does happens at some moment
+//! between its push and its end, so requests are in flight at every barrier.
 
 use super::overlay::{OpenedOverlay, put_overlay_async};
 use super::take_back::take_back_async;

@@ -14,9 +14,10 @@ use std::sync::Arc;
 
 impl Image {
     /// Makes the disk larger while guests use it; what is added reads as zeros, whatever lies below. Durable when this
-    /// returns, and whoever subscribed has been told. Requests are held while the layer's header and tables change, which
-    /// takes as long as what is in flight, some flushes, and opening the image: not longer the more data it has. Refused where the disk would become smaller:
-    /// its guest may be using what would be lost. Blocks; not to be called on a reactor's thread.
+    /// returns, and whoever subscribed has been told. Requests are held while the layer's header and tables change,
+    /// which takes as long as what is in flight, some flushes, and opening the image: not longer the more data it has.
+    /// Refused where the disk would become smaller: its guest may be using what would be lost. Blocks; not to be called
+    /// on a reactor's thread.
     pub fn grow(&self, size_bytes: u64) -> Result<()> {
         block_on(self.grow_async(size_bytes))
     }

@@ -1,7 +1,8 @@
 //! A copy of many pieces, several of them at once.
 //!
-//! Pieces are looked up one after the other, because each says where the next begins. Then they are copied in *lanes*: in
-//! each a piece is on its way. A copy that is limited or paused goes piece by piece, and nothing is under way while it waits.
+//! Pieces are looked up one after the other, because each says where the next begins. Then they are copied in *lanes*:
+//! in each a piece is on its way. A copy that is limited or paused goes piece by piece, and nothing is under way while
+//! it waits.
 
 use super::ranges::total;
 use super::watch::CopyWatch;
@@ -33,7 +34,8 @@ pub(super) trait Pieces {
     fn goes_on(&self, left_bytes: u64) -> bool;
 }
 
-/// Copies these ranges. Returns what is left because [`Pieces::goes_on`] said so. Nothing is under way when this returns.
+/// Copies these ranges. Returns what is left because [`Pieces::goes_on`] said so. Nothing is under way when this
+/// returns.
 pub(super) async fn copy_in_lanes(
     pieces: &impl Pieces,
     calls: &JobCalls,

@@ -34,8 +34,8 @@ pub struct MirrorTarget {
 }
 
 impl MirrorTarget {
-    /// Opens an image of the disk's size. `file` was opened for writing. What the image names as its backing file is not
-    /// opened. `is_new` says that it was made for this, and holds nothing: zeros need not be written to it.
+    /// Opens an image of the disk's size. `file` was opened for writing. Its backing file is not opened. `is_new` says
+    /// that the image was made for this and is empty: zeros need not be written to it.
     pub fn open(
         name: &FileName,
         file: Arc<dyn File>,
@@ -74,9 +74,9 @@ pub enum MirrorEnd {
 /// Copies a disk to another image while guests use it, and ends as `end` says. It ends however fast guests write.
 ///
 /// Before the disk goes over to the other image, when that holds everything, `record` is called, while guests go on:
-/// whoever keeps a record of what the disk consists of makes it durable there. On an error, and where the `watch` cancels,
-/// the disk stays on its image; what was copied by then is of no use to anybody. Blocks; not to be called on a reactor's
-/// thread.
+/// whoever keeps a record of what the disk consists of makes it durable there. On an error, and where the `watch`
+/// cancels, the disk stays on its image; what was copied by then is of no use to anybody. Blocks; not to be called on a
+/// reactor's thread.
 pub fn mirror(
     image: &Image,
     target: MirrorTarget,
@@ -87,7 +87,7 @@ pub fn mirror(
     block_on(mirror_async(image, target, end, watch, record))
 }
 
-/// As [`mirror`], as a future that makes calls that block.
+/// Like [`mirror`], as a future. Its calls still block the thread.
 #[doc(hidden)]
 pub async fn mirror_async(
     image: &Image,
@@ -120,7 +120,7 @@ pub async fn mirror_async(
     if let Err(error) = former.close().await {
         tracing::warn!("the disk has gone over to another image, and its former one is not closed in order: {error}");
     }
-    // Nobody needs the former image any more. Whoever still looks at it without a request fails, or asks the next chain.
+    // The former image is no longer needed. Whoever still looks at it without a request fails, or asks the next chain.
     if let Some(epochs) = former.mapping.epochs() {
         epochs.close();
     }

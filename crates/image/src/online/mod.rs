@@ -19,10 +19,11 @@
 //! former top is closed: refcounts, dirty bit, persistent bitmaps, which stay in it. From then on it is only read.
 //!
 //! **Taking the top layer back** ([`take_back`]). Where the top layer holds data, nobody sees what the layer below has.
-//! So the data are copied down while guests go on, in rounds, and at last guests write to both layers ([`converge`]). Then
-//! the layer below becomes the top. Others see how far the copy has come, and can cancel it ([`watch`]).
+//! So the data are copied down while guests go on, in rounds, and at last guests write to both layers ([`converge`]).
+//! Then the layer below becomes the top. Others see how far the copy has come, and can cancel it ([`watch`]).
 //!
-//! **A copy elsewhere** ([`mirror`]) is made in the same way, of all layers or of the top one, and may take the disk's place.
+//! **A copy elsewhere** ([`mirror`]) is made in the same way, of all layers or of the top one, and may take the disk's
+//! place.
 //!
 //! **Other layers below** ([`move_onto`]). The top gets a copy of all that the layers that go away say, then its header
 //! names another backing file, or none.
@@ -30,12 +31,12 @@
 //! **More room** ([`grow`]) is a barrier too, with the format's own offline resize while nothing is in flight. So are
 //! changes to persistent bitmaps and internal snapshots ([`edit`]).
 //!
-//! **A shorter file** ([`compact`]). What lies at the end of the top layer's file moves down into holes while guests go on.
-//! The rest is a change like those of bitmaps: nothing in flight, a few tables moved, the file cut off.
+//! **A shorter file** ([`compact`]). What lies at the end of the top layer's file moves down into holes while guests go
+//! on. The rest is a change like those of bitmaps: nothing in flight, a few tables moved, the file cut off.
 //!
 //! **A point in time** ([`point_in_time`]). Under a temporary new top layer, the former one is what the disk was at the
-//! barrier, and a backup copies it ([`copy_out`]). Then the temporary layer is taken back. So a bitmap of the former top
-//! notes what was written meanwhile, when that is copied down.
+//! barrier, and a backup copies it ([`copy_out`]). Then the temporary layer is taken back. So a bitmap of the former
+//! top notes what was written meanwhile, when that is copied down.
 //!
 //! **The same files opened anew** ([`reopen`]): nothing in flight, the top closed, and a chain of fresh layers.
 

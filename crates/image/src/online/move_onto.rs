@@ -1,13 +1,13 @@
 //! Giving the top layer of a running disk what it needs, so that it can rest on other layers, or on none.
 //!
-//! What the guest sees never changes. A range of which the top layer says nothing is compared: what lies below now, with
-//! what will lie below. Where the two differ, the top gets a copy of what the guest sees (see
-//! [`Shared::copy_up`](crate::chain::queue::Shared)), several pieces at once ([`super::lanes`]). The layers below are only read, so one round is enough: what guests
-//! write meanwhile goes to the top, and stays there.
+//! What the guest sees never changes. For a range without data in the top layer, the layers below now are compared with
+//! those that will lie below. Where the two differ, the top gets a copy of what the guest sees (see
+//! [`Shared::copy_up`](crate::chain::queue::Shared)), several pieces at once ([`super::lanes`]). The layers below are
+//! only read, so one round is enough: what guests write meanwhile goes to the top, and stays there.
 //!
 //! Then requests are held until none is in flight. The top is closed, its header names the new backing file, and it is
-//! opened again. Until that one sector of the header has changed, the old chain is valid, and from then on the new one. So
-//! a crash at any moment leaves a chain with the same contents.
+//! opened again. Until that one sector of the header has changed, the old chain is valid, and from then on the new one.
+//! So a crash at any moment leaves a chain with the same contents.
 
 use super::lanes::{InEpochs, Pieces, copy_in_lanes};
 use super::watch::CopyWatch;
@@ -28,7 +28,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Compared and copied at once, but at least a cluster of the top layer.
+/// Bytes that are compared and copied at once, but at least a cluster of the top layer.
 const PIECE_BYTES: u64 = 256 << 10;
 
 /// A chain that is open for reading, and on which the top layer of a running disk may come to rest.
@@ -61,20 +61,18 @@ pub enum NewBelow {
     Base(OpenedBase),
 }
 
-/// Copies into the top layer what the guest sees and the new layers below do not say, while guests use the disk. Then the
-/// top layer rests on those, durably.
-///
-/// Guests are held at the end for as long as their requests in flight take, and closing the top layer and opening it
-/// again. Before the header is changed, `commit` is called: whoever has to allow the new base makes that durable there. On
-/// an error the disk rests on what it rested on; so it does when the `watch` cancels. An image that names no backing file
-/// is refused: its tables do not tell zeros from what was never written. Blocks; not to be called on a
-/// reactor's thread.
+/// Copies into the top layer what the guest sees and the new layers below do not hold, while guests use the disk. Then
+/// the top layer rests on the new layers, durably. At the end, guests are held while their requests in flight end, and
+/// while the top layer is closed and opened again. Before the header is changed, `commit` is called: whoever has to
+/// allow the new base makes that durable there. On an error, or if the `watch` cancels, the disk keeps its old layers
+/// below. An image without a backing file is refused: its tables do not tell zeros from what was never written. Blocks;
+/// not to be called on a reactor's thread.
 pub fn move_onto(image: &Image, below: NewBelow, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
     move_onto_or_stay(image, below, watch, commit, || ())
 }
 
-/// As [`move_onto`]. If the image keeps its base after `commit` was called, `stay` is called: the caller takes back what
-/// that did.
+/// Like [`move_onto`]. If the image keeps its base after `commit` was called, `stay` is called, in which the caller
+/// takes back what `commit` did.
 pub fn move_onto_or_stay(
     image: &Image,
     below: NewBelow,
@@ -85,7 +83,7 @@ pub fn move_onto_or_stay(
     block_on(move_onto_async(image, below, watch, commit, stay))
 }
 
-/// As [`move_onto_or_stay`], as a future that makes calls that block.
+/// Like [`move_onto_or_stay`], as a future. Its calls still block the thread.
 #[doc(hidden)]
 pub async fn move_onto_async(
     image: &Image,
@@ -107,7 +105,7 @@ pub async fn move_onto_async(
     let is_new = |layer: &&Arc<Layer>| !chain.layers.iter().any(|known| Arc::ptr_eq(known, layer));
     let new = below.iter().filter(is_new).cloned().collect();
     let barrier = hold_quiet_for(&image.board, new).await?;
-    // Storage may have hung since the last look.
+    // The storage may have hung since the last look.
     let mut is_asked = false;
     let decide = || {
         watch.check()?;
@@ -126,7 +124,7 @@ pub async fn move_onto_async(
     let result = set_backing(top, backing.as_ref()).await;
     let stays;
     let next = match chain.reopened(top) {
-        // What it rests on, its header says, also where changing that failed on the way.
+        // The header says what the layer rests on, even if the change failed halfway.
         Ok(layer) => {
             let has_moved = layer.mapping.backing().map(|(name, _)| name) == backing.as_ref().map(|new| &*new.file);
             stays = result.is_err() && !has_moved;
@@ -162,7 +160,7 @@ async fn check(chain: &Chain, below: NewBelow) -> Result<Vec<Arc<Layer>>> {
         return refuse("an image of this format rests on nothing; only qcow2 does".to_owned());
     }
     if top.mapping.backing().is_none() {
-        // While nothing lies below, its tables say nothing where the guest zeroes: a base would show there.
+        // Without a layer below, its tables do not record what the guest zeroes: a base would show there.
         return refuse("it names no backing file; stop the guest and use 'ringdisk rebase'".to_owned());
     }
     if top.mapping.data_file().is_some() {
@@ -221,10 +219,10 @@ struct Pulling<'a> {
 
 /// A piece on its way.
 enum Found<'a> {
-    /// The top says what it is, or nothing changes below.
+    /// The top has the range, or nothing changes below.
     Skip,
-    /// What lies below now may differ from what will. The top does not use space again meanwhile: guests' data that are
-    /// next to the piece are read, too.
+    /// The layers below now may differ from the new ones. The top does not use space again meanwhile, because guests'
+    /// data next to the piece are read, too.
     Compare(Option<InEpochs<'a>>),
 }
 
@@ -296,7 +294,7 @@ impl<'a> Pulling<'a> {
             return Ok(());
         }
         let (mut at, end) = (at, at.saturating_add(length_bytes));
-        // One call deals with what one allocation takes, and nobody else comes back to the rest.
+        // One call copies what one allocation takes, so the loop copies the rest.
         while at < end {
             at = at.saturating_add(self.seen.copy_up(at, end.saturating_sub(at)).await?);
         }

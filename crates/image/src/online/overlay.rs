@@ -43,8 +43,9 @@ impl OpenedOverlay {
     }
 }
 
-/// Refuses a new layer whose header names another file than the layer that it is to rest on. The disk may have got another
-/// top since the file was made. What such a file holds would be read over the wrong layer when it is opened again.
+/// Refuses a new layer whose header names another file than the layer that it is to rest on. The disk may have got
+/// another top since the file was made. What such a file holds would be read over the wrong layer when it is opened
+/// again.
 pub(super) fn refuse_unless_named(layer: &Layer, below: &Layer) -> Result<()> {
     let canonical = |name: FileName| {
         let canonical = |path: &Path| Ok(path.canonicalize().unwrap_or_else(|_| path.to_owned()));
@@ -83,17 +84,17 @@ async fn is_empty(layer: &Layer) -> Result<bool> {
     Ok(true)
 }
 
-/// Puts a new layer on top of each of these disks while guests use them. All disks pass one barrier: what is submitted to
-/// any of them after a write to any of them was acknowledged on the new layers goes to the new layers.
+/// Puts a new layer on top of each of these disks while guests use them. All disks pass one barrier: what is submitted
+/// to any of them after a write to any of them was acknowledged on the new layers goes to the new layers.
 ///
-/// First `commit` is called, while guests go on: whoever keeps a record of what a disk consists of makes it durable there.
-/// The new layers are empty, so a disk that is opened by that record before they are in place is the same. Then requests
-/// are held for the barrier only. If `commit` fails, or a queue cannot open a new layer, all goes on as before, and so says
-/// the error: the caller takes back what it has recorded, before it removes the new layers.
+/// First `commit` is called, while guests go on: whoever keeps a record of what a disk consists of makes it durable
+/// there. The new layers are empty, so a disk that is opened by that record before they are in place is the same. Then
+/// requests are held for the barrier only. If `commit` fails, or a queue cannot open a new layer, all goes on as
+/// before, and so says the error: the caller takes back what it has recorded, before it removes the new layers.
 ///
 /// Returns when the former tops are closed: no byte of theirs changes any more. The results say, disk by disk, whether
-/// that has succeeded. Where it has not, the new layer is in place all the same; every flush of the guest tries again to
-/// make the former top durable, and fails as long as that does. Blocks; not to be called on a reactor's thread.
+/// that has succeeded. Where it has not, the new layer is in place all the same; every flush of the guest tries again
+/// to make the former top durable, and fails as long as that does. Blocks; not to be called on a reactor's thread.
 pub fn put_overlay(
     disks: Vec<(Arc<Image>, OpenedOverlay)>,
     commit: impl FnOnce() -> Result<()>,

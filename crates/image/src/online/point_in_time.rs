@@ -1,7 +1,7 @@
 //! A disk as it is at one moment, kept while its guests go on.
 //!
-//! A new top layer takes what guests write from the barrier on. What lies below is the disk at that moment, and does not
-//! change. Afterwards the new layer is taken back. That writes to the layer below as guests would have done, so the
+//! A new top layer takes what guests write from the barrier on. What lies below is the disk at that moment, and does
+//! not change. Afterwards the new layer is taken back. That writes to the layer below as guests would have done, so the
 //! persistent bitmaps there note it.
 
 use super::copy_out::CopyOut;
@@ -19,8 +19,8 @@ use format_qcow2::{BitmapAction, BitmapBits};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
-/// A disk at the moment of [`PointInTime::begin`]. Nobody else changes the disk's chain as long as this lives. Dropped, it
-/// leaves the temporary layer in its place.
+/// A disk at the moment of [`PointInTime::begin`]. Nobody else changes the disk's chain as long as this lives. Dropped,
+/// it leaves the temporary layer in its place.
 pub struct PointInTime<'a> {
     image: &'a Image,
     view: Arc<Image>,
@@ -29,8 +29,8 @@ pub struct PointInTime<'a> {
 }
 
 impl<'a> PointInTime<'a> {
-    /// Puts the overlay on top, as [`crate::put_overlay`] does, and calls `commit` as that does. On an error nothing has
-    /// changed. Blocks; not to be called on a reactor's thread.
+    /// Puts the overlay on top, as [`crate::put_overlay`] does, and calls `commit` as that does. On an error nothing
+    /// has changed. Blocks; not to be called on a reactor's thread.
     pub fn begin(image: &'a Image, overlay: OpenedOverlay, commit: impl FnOnce() -> Result<()>) -> Result<Self> {
         block_on(Self::begin_async(image, overlay, commit))
     }
@@ -62,8 +62,8 @@ impl<'a> PointInTime<'a> {
         block_on(self.former_top()?.read_bitmap(bitmap))
     }
 
-    /// Clears a persistent bitmap durably: afterwards it says what was written since. Guests are held for their requests in
-    /// flight, and for as long as the tables of the bitmaps take.
+    /// Clears a persistent bitmap durably: afterwards it says what was written since. Guests are held for their
+    /// requests in flight, and for as long as the tables of the bitmaps take.
     pub fn clear_bitmap(&self, bitmap: &str) -> Result<()> {
         let edit = ClosedEdit::Bitmaps(vec![(bitmap.to_owned(), BitmapAction::Clear)]);
         block_on(self.image.edit_layer(1, &edit))
@@ -84,7 +84,8 @@ impl<'a> PointInTime<'a> {
         CopyOut::new(self.view()?, to, is_blank)
     }
 
-    /// Takes the temporary layer back, as [`crate::take_back`] does. On an error it stays on top, and can be taken back later.
+    /// Takes the temporary layer back, as [`crate::take_back`] does. On an error it stays on top, and can be taken back
+    /// later.
     pub fn end(self, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
         block_on(self.end_async(watch, commit))
     }

@@ -9,8 +9,8 @@ use block::{Disk, Error, ErrorKind, Locks, Result, block_on};
 use std::sync::{Arc, PoisonError};
 
 impl Image {
-    /// Goes over to files that `open` opens, while guests use the disk. Requests in flight end on the old files, then all
-    /// are held. What is in memory of the old files is written to them and dropped. If that fails, or the new files
+    /// Goes over to files that `open` opens, while guests use the disk. Requests in flight end on the old files, then
+    /// all are held. What is in memory of the old files is written to them and dropped. If that fails, or the new files
     /// cannot be used, the disk goes on with the old ones; with `force`, what could not be written is given up.
     ///
     /// `open` opens files that are still the same without locks: the old descriptors keep those. A guest learns of a
@@ -39,7 +39,8 @@ impl Image {
             }
             tracing::warn!("{error}; it is given up, because the disk is opened anew by force");
         }
-        // A new mapping uses freed space again. Whoever looks at the disk without a request fails, or asks the next chain.
+        // A new mapping uses freed space again. Whoever looks at the disk without a request fails, or asks the next
+        // chain.
         if let Some(epochs) =
             chain.layers.first().filter(|_| !chain.disk.read_only).and_then(|top| top.mapping.epochs())
         {

@@ -18,20 +18,20 @@ const EMPTIED_BYTES: u64 = 64 << 20;
 /// More clusters than this do not wait for a flush that frees them.
 const UNFREED_CLUSTERS_MAX: u64 = 1 << 14;
 
-/// Copies what the top layer holds into the layer below while guests use the disk, and takes the top layer off. The layer
-/// below has to have been the top before: it is open for writing. A top layer with internal snapshots is refused.
+/// Copies what the top layer holds into the layer below while guests use the disk, and takes the top layer off. The
+/// layer below has to have been the top before: it is open for writing. A top layer with internal snapshots is refused.
 ///
-/// At the end guests write to both layers, and are held for the barrier only. Before that `commit` is called, while guests go
-/// on: whoever keeps a record of what the disk consists of makes it durable there. After that nobody may use the layer that
-/// was taken off, because the layer below it changes. It is emptied, as `qemu-img commit` does, so its space goes back to
-/// the host. On an error the disk stays as it was. A cancel gives an error of the kind [`ErrorKind::Cancelled`]. Blocks; not
-/// to be called on a reactor's thread.
+/// At the end guests write to both layers, and are held for the barrier only. Before that `commit` is called, while
+/// guests go on: whoever keeps a record of what the disk consists of makes it durable there. After that nobody may use
+/// the layer that was taken off, because the layer below it changes. It is emptied, as `qemu-img commit` does, so its
+/// space goes back to the host. On an error the disk stays as it was. A cancel gives an error of the kind
+/// [`ErrorKind::Cancelled`]. Blocks; not to be called on a reactor's thread.
 pub fn take_back(image: &Image, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
     block_on(take_back_async(image, watch, commit))
 }
 
-/// As [`take_back`]. Calls `is_off` when the layer is off, before it is emptied: a cancel, or a pause, is only about its
-/// space from there on.
+/// Like [`take_back`]. Calls `is_off` when the layer is off, before it is emptied. From then on, a cancel or a pause
+/// concerns only the emptying.
 pub fn take_back_then(
     image: &Image,
     watch: &CopyWatch,
@@ -41,7 +41,7 @@ pub fn take_back_then(
     block_on(take_back_then_async(image, watch, commit, is_off))
 }
 
-/// As [`take_back`], as a future that makes calls that block.
+/// Like [`take_back`], as a future. Its calls still block the thread.
 #[doc(hidden)]
 pub async fn take_back_async(image: &Image, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
     take_back_then_async(image, watch, commit, || ()).await
@@ -56,7 +56,7 @@ async fn take_back_then_async(
     let _turn = image.board.try_turn()?;
     let former = take_back_in_turn(image, watch, commit).await?;
     is_off();
-    // The disk needs nothing of what follows: storage that hangs can be left.
+    // The disk does not need the rest: storage that hangs can be left.
     watch.set_decided(false);
     if let Err(error) = empty(&former, watch).await {
         tracing::warn!("'{}' was taken off its disk, and keeps its space: {error}", former.name);
@@ -84,7 +84,7 @@ pub(super) async fn take_back_in_turn(
         }
         return Err(error);
     }
-    // No request is in flight. Whoever still looks at the layer without one fails, or asks the next chain.
+    // No request is in flight. Whoever still looks at the layer without a request fails, or asks the next chain.
     if let Some(epochs) = former.mapping.epochs() {
         epochs.close();
     }
@@ -99,8 +99,8 @@ async fn stay_on(image: &Image, chain: &Chain, layers: &[Arc<Layer>]) -> Result<
     }
 }
 
-/// Empties a layer that no disk uses any more: its space goes back to the host. It stays a valid image, which shows what the
-/// layer below holds. Goes on until the `watch` cancels, and waits while it pauses.
+/// Empties a layer that no disk uses any more: its space goes back to the host. It stays a valid image, which shows
+/// what the layer below holds. Goes on until the `watch` cancels, and waits while it pauses.
 async fn empty(former: &Layer, watch: &CopyWatch) -> Result<()> {
     if former.mapping.qcow2().is_none() || former.mapping.data_file().is_some() {
         return Ok(());
@@ -151,7 +151,7 @@ async fn check(chain: &Chain) -> Result<()> {
     if below.size_bytes > chain.size_bytes {
         return refuse("the layer below is larger");
     }
-    // They are lost with the layer, and before that they show what comes into the layer below.
+    // Internal snapshots would go with the layer. Until then they would show data that the commit writes below.
     match top.internal_snapshots().await?.first() {
         None => Ok(()),
         Some(first) => {
@@ -161,7 +161,7 @@ async fn check(chain: &Chain) -> Result<()> {
     }
 }
 
-/// The layers, the one below the top made as large as the disk where that has grown.
+/// Makes the layer below the top as large as the disk, if the disk has grown. Returns the layers.
 async fn below_made_as_large(image: &Image, chain: &Chain, watch: &CopyWatch) -> Result<Vec<Arc<Layer>>> {
     let [top, below, rest @ ..] = &*chain.layers else { return Ok(chain.layers.clone()) };
     if below.size_bytes >= chain.size_bytes {

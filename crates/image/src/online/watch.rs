@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 /// Watches, slows down and stops a copy that goes on for long. Shared by the one who copies and by those who look.
 ///
-/// The total is the disk's size, plus what guests write meanwhile and so has to be copied again. Both figures only rise,
-/// and are equal when all is copied.
+/// The total is the disk's size, plus what guests write meanwhile and so has to be copied again. Both figures only
+/// rise, and are equal when all is copied.
 #[derive(Debug, Default)]
 pub struct CopyWatch {
     is_cancelled: AtomicBool,
@@ -78,8 +78,9 @@ impl CopyWatch {
         Self { give_up: Some(Arc::default()), ..Self::default() }
     }
 
-    /// Cancels, and waits no longer for storage that hangs: reads, and what is done to the target of a copy, end with errors.
-    /// What is written to a layer of the disk is waited for by the copy, and not by guests who wrote it to both sides.
+    /// Cancels, and waits no longer for storage that hangs: reads, and what is done to the target of a copy, end with
+    /// errors. What is written to a layer of the disk is waited for by the copy, and not by guests who wrote it to both
+    /// sides.
     pub fn give_up(&self) {
         self.cancel();
         if let Some(give_up) = &self.give_up {
@@ -149,8 +150,8 @@ impl CopyWatch {
         self.total_bytes.load(Ordering::Relaxed)
     }
 
-    /// How long the rest takes if it goes on as in the last seconds; `None` where nobody can say. What guests write meanwhile
-    /// is not foreseen.
+    /// How long the rest takes if it goes on as in the last seconds; `None` where nobody can say. What guests write
+    /// meanwhile is not foreseen.
     #[must_use]
     pub fn time_left(&self) -> Option<Duration> {
         if self.is_paused() || self.is_cancelled() {
@@ -239,8 +240,8 @@ impl CopyWatch {
         elapsed.saturating_add(rest.saturating_mul(2)) > within
     }
 
-    /// How long each write has to wait so that the rest is copied in time, where `done_bytes` were since `since`, and each
-    /// write waits for `delay` now.
+    /// How long each write has to wait so that the rest is copied in time, where `done_bytes` were since `since`, and
+    /// each write waits for `delay` now.
     pub(super) fn delay_for(&self, left_bytes: u64, done_bytes: u64, since: Instant, delay: Duration) -> Duration {
         let Aim { within: Some(within), stall } = self.aim() else { return Duration::ZERO };
         let most = stall.map_or(DELAY_MAX, |stall| part(stall, 2).clamp(DELAY_MIN, DELAY_MAX));
