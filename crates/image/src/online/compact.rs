@@ -16,34 +16,33 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Passes at most: guests may fill holes as fast as they are found.
+/// The most passes: guests may fill holes as fast as they are found.
 const PASSES_MAX: usize = 4;
 
-/// So much is moved between two flushes. Until then the old places are in use, too.
+/// Bytes that are moved between two flushes. Until a flush, the old places count as used, too.
 const FLUSH_BYTES: u64 = 16 << 20;
 
-/// So many flushes in a row that free nothing are enough: guests discard as fast.
+/// After so many flushes in a row that free nothing, no more follow: guests discard as fast.
 const VAIN_FLUSHES_MAX: u32 = 3;
 
-/// How long a move waits for requests in flight, in naps. Whoever wants to write there meanwhile does, and ends the
-/// wait.
+/// How long a move waits for requests in flight, in naps. A write to that place meanwhile goes on, and ends the wait.
 const NAPS: [u32; 3] = [20, 100, 1000];
 const NAP: Duration = Duration::from_micros(100);
 
-/// What a compaction has come to.
+/// The result of a compaction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Compacted {
-    /// The length of the file before, and now.
+    /// The length of the file before.
     pub before_bytes: u64,
-    /// See `before_bytes`.
+    /// The length of the file afterwards.
     pub after_bytes: u64,
-    /// What was moved.
+    /// Bytes that were moved.
     pub moved_bytes: u64,
-    /// What kept the file from being shorter, and is never moved: compressed clusters, and what internal snapshots
-    /// share.
+    /// Bytes that kept the file from being shorter, and are never moved: compressed clusters, and clusters that
+    /// internal snapshots share.
     pub fixed_bytes: u64,
-    /// What could not be moved because guests took the room, or because requests in flight took too long.
+    /// Bytes that could not be moved because guests took the room, or because requests in flight took too long.
     pub missed_bytes: u64,
 }
 
@@ -61,19 +60,19 @@ impl std::fmt::Display for Compacted {
     }
 }
 
-/// Moves what lies at the end of the top layer's file down into holes while guests use the disk, and cuts the file off
-/// behind what is in use.
+/// Moves clusters from the end of the top layer's file down into holes while guests use the disk. Then cuts the file
+/// off behind the last cluster in use.
 ///
-/// A write of a guest to what is just moved waits for that. At the end guests are held for as long as their requests in
-/// flight take, and closing the layer, moving the few tables that are left at the end, and opening it again. On an
-/// error the disk is whole, and what was moved stays moved; so it does when the `watch` cancels. Blocks; not to be
-/// called on a reactor's thread.
+/// A guest's write to a cluster that is being moved waits for the move. At the end, guests are held while their
+/// requests in flight end, the layer is closed, the last tables are moved, and the layer is opened again. On an error,
+/// or if the `watch` cancels, the disk is whole, and what was moved stays moved. Blocks; not to be called on a
+/// reactor's thread.
 pub fn compact(image: &Image, watch: &CopyWatch) -> Result<Compacted> {
     block_on(compact_async(image, watch, async || std::thread::sleep(NAP)))
 }
 
-/// As [`compact`], as a future that makes calls that block, but for `nap`, which lets requests in flight come a little
-/// further.
+/// Like [`compact`], as a future. Its calls still block the thread, except `nap`, which gives requests in flight some
+/// time.
 #[doc(hidden)]
 pub async fn compact_async(image: &Image, watch: &CopyWatch, nap: impl AsyncFn()) -> Result<Compacted> {
     let _turn = image.board.try_turn()?;
@@ -165,7 +164,7 @@ impl<N: AsyncFn()> Compacting<'_, N> {
             self.watch.left(size_bytes.saturating_sub(next));
             self.watch.pace(moved_bytes);
             at = next;
-            // Others of this thread get on, where it is a reactor's.
+            // On a reactor's thread, other tasks go on meanwhile.
             block::yield_now().await;
         }
         let pass = Pass {
@@ -176,8 +175,8 @@ impl<N: AsyncFn()> Compacting<'_, N> {
         Ok(pass)
     }
 
-    /// What was discarded counts as used until its unlinking is durable. A flush frees only so much of it, and what
-    /// requests in flight may still use not at all.
+    /// Discarded clusters count as used until their unlinking is durable. One flush frees only a part of them, and none
+    /// that requests in flight may still use.
     async fn free_what_was_discarded(&self) -> Result<()> {
         let (mut left, mut vain) = (u64::MAX, 0);
         while left > 0 && vain < VAIN_FLUSHES_MAX {
@@ -194,7 +193,7 @@ impl<N: AsyncFn()> Compacting<'_, N> {
         self.under_way.as_ref().map_or(0, Compaction::fixed_bytes)
     }
 
-    /// Looks at what the last pass did not meet. Returns where all that counts as free is nobody's.
+    /// Looks at what the last pass did not meet. Returns the clusters of which all that count as free are unused.
     async fn look_at_rest(&mut self) -> Result<Range<u64>> {
         let Some(compaction) = &mut self.under_way else { return Ok(0..0) };
         let goes_on = || self.watch.check().is_ok();
@@ -204,7 +203,8 @@ impl<N: AsyncFn()> Compacting<'_, N> {
         Ok(compaction.looked_at())
     }
 
-    /// Moves what comes next. Where requests in flight take long, it waits longer the next time, and then leaves it.
+    /// Moves the next clusters. If requests in flight take long, it tries again with longer waits, and then leaves
+    /// them.
     async fn step(&self, compaction: &mut Compaction, at: u64) -> Result<CompactionStep> {
         let failed = |error| self.top.failed(&format!("cannot move what belongs at byte {at}"), error);
         let mut limits = NAPS.into_iter();

@@ -28,13 +28,13 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Rounds of copying while guests write to one side only, at most.
+/// The most rounds of copying while guests write to one side only.
 const ROUNDS_MAX: usize = 5;
-/// So little is left to the part in which guests write to both sides.
+/// The rounds end when this many bytes are left.
 const LAST_ROUND_BYTES: u64 = 4 << 20;
-/// Passes over what the two sides may differ in because a write failed on one of them, at most.
+/// How often, at most, ranges are copied again in which a write failed on one side.
 const REPAIRS_MAX: usize = 5;
-/// More parts than this are not told apart.
+/// A first round with more parts than this copies them as one.
 const DATA_RUNS_MAX: usize = 1 << 20;
 
 /// What becomes of the copy.
@@ -47,8 +47,7 @@ pub(super) enum End {
 }
 
 /// Copies what guests see to another chain, which then takes its place, or is closed. Before it takes its place,
-/// `record` is called. On an error, the queues are back on the disk's own layers before anything that the copy held is
-/// let go.
+/// `record` is called. On an error, the queues go back to the disk's own layers before the copy releases what it holds.
 pub(super) async fn converge(
     image: &Image,
     chain: &Chain,
@@ -97,7 +96,7 @@ async fn converge_by(
     Ok(())
 }
 
-/// What is left when the rounds are over; writes from here on are in the log of the disk's chain.
+/// Copies in rounds. Returns what is left when they are over; later writes are in the log of the disk's chain.
 async fn in_rounds(
     image: &Image,
     chain: &Chain,
@@ -106,7 +105,7 @@ async fn in_rounds(
     watch: &CopyWatch,
 ) -> Result<Vec<Range<u64>>> {
     let noting = || Chain::noting(chain.layers.clone(), &chain.disk);
-    // What was begun before is not noted, so it has to be over.
+    // Writes that began before are not noted, so they have to end first.
     go_over(&image.board, noting()).await?;
     let mut ranges = first_ranges(image, chain, what)?;
     let mut what = what;
@@ -121,7 +120,7 @@ async fn in_rounds(
         let noted = image.chain();
         go_over(&image.board, noting()).await?;
         ranges = noted.log.as_ref().map(|log| log.ranges(chain.size_bytes)).unwrap_or_default();
-        // What was copied once may have to become zeros.
+        // A range that was copied may have to become zeros.
         what = later(what);
         let left = total(&ranges);
         if left <= LAST_ROUND_BYTES || left > begun_with / 2 {
@@ -138,7 +137,7 @@ fn later(what: What) -> What {
     }
 }
 
-/// What the first round looks at.
+/// Returns the ranges for the first round.
 fn first_ranges(image: &Image, chain: &Chain, what: What) -> Result<Vec<Range<u64>>> {
     let all: Vec<_> = std::iter::once(0..chain.size_bytes).collect();
     if what != (What::All { skip_zeros: true }) {
@@ -157,7 +156,7 @@ fn first_ranges(image: &Image, chain: &Chain, what: What) -> Result<Vec<Range<u6
     Ok(joined([ranges]))
 }
 
-/// Has all writes go to both chains. What is left to copy does not get more from here on.
+/// Makes all writes go to both chains. From here on, no more has to be copied.
 async fn to_both_sides(
     image: &Image,
     chain: &Chain,
@@ -221,7 +220,7 @@ fn note_waits(chain: &Chain, watch: &CopyWatch) {
     }
 }
 
-/// The two sides may differ again where a guest's write failed since.
+/// Fails if a guest's write has failed since, because the two sides may then differ again.
 fn are_even(both: &BothSides) -> Result<()> {
     match both.take_differences().is_empty() {
         true => Ok(()),
@@ -259,7 +258,7 @@ async fn switch(
         }
     };
     if let Some(top) = next.layers.first() {
-        // Should the guest have chosen write-through since it wrote last.
+        // The guest may have switched to write-through since its last write.
         top.mapping.flush_with_next_write();
     }
     barrier.release(vec![Arc::clone(next)]).await;
@@ -268,7 +267,7 @@ async fn switch(
     Ok(())
 }
 
-/// Lets the disk go on alone: the other chain is what it was at that moment.
+/// Lets the disk go on alone. The other chain keeps the contents of that moment.
 async fn part(
     image: &Image,
     chain: &Chain,

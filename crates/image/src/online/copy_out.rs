@@ -1,8 +1,8 @@
-//! Copying what a disk was at one moment to another image.
+//! Copying the contents of a disk at one moment to another image.
 //!
-//! Several pieces at once, by calls of threads: a slow target slows them, and nobody else. Guests may begin to write to
-//! the layers that are read here when the copy has been given up and has not noticed yet. So each read holds a place in
-//! the epochs of the first layer; while the target is written to, none is held.
+//! Several pieces are copied at once, by calls of threads, so a slow target slows only the copy. When the copy has been
+//! given up and has not noticed yet, guests may begin to write to the layers that it reads. So each read holds a place
+//! in the epochs of the first layer; while the target is written to, none is held.
 
 use super::lanes::{InEpochs, Pieces, copy_in_lanes};
 use super::ranges::total;
@@ -27,7 +27,7 @@ const PIECE_BYTES: u64 = 256 << 10;
 pub enum Copied {
     /// All that the guest saw.
     All,
-    /// What the first layer says itself.
+    /// The first layer's own data and zeros.
     TopLayer,
     /// These ranges of what the guest saw.
     Ranges(Vec<Range<u64>>),
@@ -44,7 +44,7 @@ pub struct CopyOut {
 enum Found<'a> {
     Skip,
     Zeros,
-    /// It lies there. The first layer does not use its space again meanwhile.
+    /// Data at this place. The first layer does not use the space again meanwhile.
     Data(Place, Option<InEpochs<'a>>),
 }
 
@@ -63,7 +63,7 @@ impl CopyOut {
         block_on(self.run_async(what, watch))
     }
 
-    /// As [`CopyOut::run`], as a future that makes calls that block.
+    /// Like [`CopyOut::run`], as a future. Its calls still block the thread.
     #[doc(hidden)]
     pub async fn run_async(&self, what: &Copied, watch: &CopyWatch) -> Result<()> {
         let calls = JobCalls::new(watch.given_up_by());
@@ -102,7 +102,7 @@ struct Copying {
 }
 
 impl Copying {
-    /// What the first part of a range is, and its length.
+    /// Returns what the first part of a range is, and its length.
     async fn look(&self, at: u64, length_bytes: u64) -> IoResult<(Found<'_>, u64)> {
         let from = &self.from;
         let in_from = InEpochs::enter(self.in_from.as_ref(), from.chain.top()?.mapping.epochs());

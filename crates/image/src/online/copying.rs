@@ -126,9 +126,9 @@ impl<'a> Copying<'a> {
         self.in_next
     }
 
-    /// Copies these ranges while guests go on. With `both`, a guest's write to a piece that is being copied waits for
-    /// the copy. `goes_on` is called after each piece with the bytes that are left; if it returns false, the copy
-    /// stops. Returns the ranges that were not copied.
+    /// Copies these ranges while guests go on. With `both`, a guest's write waits while the same place is being copied.
+    /// `goes_on` is called after each piece with the bytes that are left; if it returns false, the copy stops. Returns
+    /// the ranges that were not copied.
     pub(super) async fn copy(
         &self,
         ranges: &[Range<u64>],

@@ -13,9 +13,9 @@ use block::{DirtyBitmaps, DirtyMap, Error, ErrorKind, Result, block_on};
 use format_qcow2::{BitmapAction, Snapshot, SnapshotName};
 use std::sync::Arc;
 
-/// How often a list is read anew that was changed while it was read.
+/// How often a list is read again if it was changed during the read.
 const TRIES: usize = 5;
-/// The most bits of a bitmap that somebody is told, in bytes.
+/// The longest bitmap that is returned, in bytes.
 const DIRTY_BYTES_MAX: u64 = 64 << 20;
 
 /// A bitmap of an image that is open.
@@ -28,13 +28,13 @@ pub struct OnlineBitmap {
     pub name: String,
     /// Bytes of the disk that one bit stands for.
     pub granularity_bytes: u64,
-    /// What is written to the disk is noted in it, while its layer is the top.
+    /// The bitmap notes writes to the disk while its layer is the top.
     pub recording: bool,
-    /// Whoever used it did not come to an end: its bits mean nothing, it can only be removed.
+    /// The last program that used it did not close it. Its bits mean nothing, and it can only be removed.
     pub inconsistent: bool,
-    /// It is kept in the layer's file. That of a raw image is in memory, and gone when the image is closed.
+    /// It is kept in the layer's file. A raw image's bitmap is in memory, and is lost when the image is closed.
     pub persistent: bool,
-    /// Bytes that were written according to it, in whole granules; `None` where nobody can say.
+    /// Bytes that it marks as written, in whole granules; `None` if that is unknown.
     pub dirty_bytes: Option<u64>,
 }
 
@@ -49,7 +49,7 @@ impl Image {
         block_on(self.edit_online_async(edit))
     }
 
-    /// As [`Image::edit_online`], as a future that makes calls that block.
+    /// Like [`Image::edit_online`], as a future. Its calls still block the thread.
     #[doc(hidden)]
     pub async fn edit_online_async(&self, edit: &ClosedEdit) -> Result<()> {
         let _turn = self.board.try_turn()?;
@@ -60,7 +60,8 @@ impl Image {
         self.edit_layer(0, edit).await
     }
 
-    /// As [`Image::edit_online`], for a layer of the chain that was opened for writing, by whoever has the turn.
+    /// Like [`Image::edit_online`], for a layer of the chain that was opened for writing. The caller holds the right to
+    /// change the chain.
     pub(crate) async fn edit_layer(&self, index: usize, edit: &ClosedEdit) -> Result<()> {
         let chain = self.chain();
         let nothing = || Error::new(ErrorKind::Io, "an image without layers");
@@ -84,12 +85,12 @@ impl Image {
             barrier.give_up().await;
             return Err(error);
         }
-        // Whoever still looks at it without a request fails, or asks the chain that comes.
+        // Whoever still looks at the layer without a request fails, or asks the next chain.
         if let Some(epochs) = layer.mapping.epochs() {
             epochs.close();
         }
         let result = layer.edit_closed(edit).await;
-        // Its tables may be others also where the change has failed.
+        // Its tables may have changed even if the change failed.
         let lower = Chain::plain(chain.layers.get(index..).unwrap_or_default().to_vec(), &chain.disk);
         let next = match lower.reopened(layer) {
             Ok(edited) => {
@@ -205,7 +206,7 @@ impl DirtyBitmaps for Image {
     }
 }
 
-/// Reads what somebody may be changing: then it makes no sense, or not all of it is there.
+/// Repeats a read that fails or makes no sense because somebody changes the image meanwhile.
 fn again<T>(read: impl Fn() -> Result<T>) -> Result<T> {
     let mut result = read();
     for _ in 1..TRIES {

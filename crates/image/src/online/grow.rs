@@ -13,16 +13,16 @@ use memory::IoBuf;
 use std::sync::Arc;
 
 impl Image {
-    /// Makes the disk larger while guests use it; what is added reads as zeros, whatever lies below. Durable when this
-    /// returns, and whoever subscribed has been told. Requests are held while the layer's header and tables change,
-    /// which takes as long as what is in flight, some flushes, and opening the image: not longer the more data it has.
-    /// Refused where the disk would become smaller: its guest may be using what would be lost. Blocks; not to be called
-    /// on a reactor's thread.
+    /// Makes the disk larger while guests use it. The new part reads as zeros, whatever the layers below hold there.
+    /// When this returns, the change is durable and subscribers have been told. Requests are held while those in flight
+    /// end, some flushes run, and the image is opened again: the time does not depend on the amount of data. Refuses to
+    /// make the disk smaller: its guest may be using what would be lost. Blocks; not to be called on a reactor's
+    /// thread.
     pub fn grow(&self, size_bytes: u64) -> Result<()> {
         block_on(self.grow_async(size_bytes))
     }
 
-    /// As [`Image::grow`], as a future that makes calls that block.
+    /// Like [`Image::grow`], as a future. Its calls still block the thread.
     #[doc(hidden)]
     pub async fn grow_async(&self, size_bytes: u64) -> Result<()> {
         let _turn = self.board.try_turn()?;
@@ -74,7 +74,7 @@ impl Image {
 
 /// A layer after it was made larger.
 pub(super) struct Grown {
-    /// With its new mapping, also where it could not be made larger; `None` where it could not be opened again.
+    /// The layer with its new mapping, even if it could not be made larger; `None` if it could not be opened again.
     pub(super) layer: Option<Layer>,
     pub(super) result: Result<()>,
 }

@@ -1,8 +1,8 @@
-//! A copy of many pieces, several of them at once.
+//! Copies many pieces, several of them at once.
 //!
-//! Pieces are looked up one after the other, because each says where the next begins. Then they are copied in *lanes*:
-//! in each a piece is on its way. A copy that is limited or paused goes piece by piece, and nothing is under way while
-//! it waits.
+//! Pieces are looked up one after the other, because each says where the next begins. Then they are copied in *lanes*,
+//! one piece at a time in each. A copy that is limited or paused goes piece by piece, and nothing is under way while it
+//! waits.
 
 use super::ranges::total;
 use super::watch::CopyWatch;
@@ -30,7 +30,7 @@ pub(super) trait Pieces {
     /// Copies a piece; returns how many bytes were moved for it.
     async fn copy<'a>(&'a self, at: u64, length_bytes: u64, found: Self::Found<'a>) -> Result<u64>;
 
-    /// Asked after each piece, and told how much is left: whether to go on.
+    /// Whether to go on. Called after each piece with the bytes that are left.
     fn goes_on(&self, left_bytes: u64) -> bool;
 }
 
@@ -74,7 +74,7 @@ struct Course<'a> {
     /// The range of the next piece, and how much of that is taken.
     next: Cell<(usize, u64)>,
     left_bytes: Cell<u64>,
-    /// What was moved under a limit, and is not paid for.
+    /// Bytes that were moved under a limit, and that the copy has not waited for yet.
     moved_bytes: Cell<u64>,
     is_finding: Cell<bool>,
     found: WaitList,
@@ -82,7 +82,7 @@ struct Course<'a> {
     is_over: Cell<bool>,
     /// No more pieces begin before the copy has waited.
     rests: Cell<bool>,
-    /// There is one lane. After each piece the copy looks whether that is still right.
+    /// There is one lane. After each piece the copy checks whether more are allowed.
     is_alone: Cell<bool>,
     error: RefCell<Option<Error>>,
 }
@@ -104,7 +104,7 @@ impl<'a> Course<'a> {
         }
     }
 
-    /// The range whose first part is the next piece.
+    /// Returns the range whose first part is the next piece.
     fn place(&self) -> Option<Range<u64>> {
         let (mut index, mut taken_bytes) = self.next.get();
         loop {
@@ -174,7 +174,7 @@ impl<'a> Course<'a> {
         }
     }
 
-    /// The first error counts. What is under way ends.
+    /// Keeps the first error. No more pieces begin; those under way end.
     fn fail(&self, error: Error) {
         self.is_over.set(true);
         self.error.borrow_mut().get_or_insert(error);
@@ -185,7 +185,7 @@ impl<'a> Course<'a> {
 pub(super) struct InEpochs<'a>(&'a RefCell<Participant>, Ticket);
 
 impl<'a> InEpochs<'a> {
-    /// Where there is nothing to keep, this keeps nothing.
+    /// Returns `None` if the layer has no epochs.
     pub(super) fn enter(participant: Option<&'a RefCell<Participant>>, epochs: Option<&Epochs>) -> Option<Self> {
         let (participant, epochs) = (participant?, epochs?);
         let ticket = participant.borrow_mut().begin(epochs);

@@ -20,8 +20,8 @@ pub struct OpenedOverlay {
 }
 
 impl OpenedOverlay {
-    /// Opens a new qcow2 image that was created over the image that it is to rest on, durably, and that holds nothing.
-    /// `file` was opened for writing. What the image names as its backing file is not opened, and not looked at.
+    /// Opens a new, empty qcow2 image that was durably created over the image that it is to rest on. `file` was opened
+    /// for writing. The image's backing file is not opened, and not looked at.
     pub fn open(name: &FileName, file: Arc<dyn File>) -> Result<Self> {
         let layer = open_layer(name, file, Format::OF_OVERLAYS, Role::Writable, None)?;
         let refuse = |what: &str| {
@@ -54,7 +54,7 @@ pub(super) fn refuse_unless_named(layer: &Layer, below: &Layer) -> Result<()> {
     let named = layer.mapping.backing().map(|(name, _)| backing_path(&layer.name, name)).transpose()?;
     let named = named.map(canonical).transpose()?;
     let is_below = |named: &FileName| match below.name.is_remote() {
-        // The header leaves out what is for this program only.
+        // The header leaves out the parts of a name that only this program knows.
         true => named.address() == below.name.address(),
         false => canonical(below.name.clone()).is_ok_and(|below| named.is_same_file(&below)),
     };
@@ -84,17 +84,17 @@ async fn is_empty(layer: &Layer) -> Result<bool> {
     Ok(true)
 }
 
-/// Puts a new layer on top of each of these disks while guests use them. All disks pass one barrier: what is submitted
-/// to any of them after a write to any of them was acknowledged on the new layers goes to the new layers.
+/// Puts a new layer on top of each of these disks while guests use them. All disks pass one barrier. Once a write to a
+/// new layer of any disk is acknowledged, every later request of every disk goes to the new layers.
 ///
 /// First `commit` is called, while guests go on: whoever keeps a record of what a disk consists of makes it durable
 /// there. The new layers are empty, so a disk that is opened by that record before they are in place is the same. Then
 /// requests are held for the barrier only. If `commit` fails, or a queue cannot open a new layer, all goes on as
-/// before, and so says the error: the caller takes back what it has recorded, before it removes the new layers.
+/// before. The error says so, and the caller takes back what it has recorded before it removes the new layers.
 ///
 /// Returns when the former tops are closed: no byte of theirs changes any more. The results say, disk by disk, whether
-/// that has succeeded. Where it has not, the new layer is in place all the same; every flush of the guest tries again
-/// to make the former top durable, and fails as long as that does. Blocks; not to be called on a reactor's thread.
+/// that has succeeded. If not, the new layer is in place all the same. Every flush then first tries to make the former
+/// top durable. Until that succeeds, flushes fail. Blocks; not to be called on a reactor's thread.
 pub fn put_overlay(
     disks: Vec<(Arc<Image>, OpenedOverlay)>,
     commit: impl FnOnce() -> Result<()>,
@@ -102,7 +102,7 @@ pub fn put_overlay(
     block_on(put_overlay_async(disks, commit))
 }
 
-/// As [`put_overlay`], as a future that makes calls that block.
+/// Like [`put_overlay`], as a future. Its calls still block the thread.
 #[doc(hidden)]
 pub async fn put_overlay_async(
     disks: Vec<(Arc<Image>, OpenedOverlay)>,
@@ -112,7 +112,7 @@ pub async fn put_overlay_async(
     put_on(disks.into_iter().map(exchange).collect::<Result<Vec<_>>>()?, commit).await
 }
 
-/// As [`put_overlay_async`], for one disk, by whoever has the turn to change its chain.
+/// Like [`put_overlay_async`], for one disk. The caller holds the right to change its chain.
 pub(super) async fn put_overlay_in_turn(
     image: &Image,
     overlay: OpenedOverlay,
@@ -142,7 +142,7 @@ struct Exchange {
     former: Arc<Chain>,
     /// The end of the former chain.
     over: Arc<Over>,
-    /// Those of the next chain.
+    /// The layers of the next chain.
     layers: Vec<Arc<Layer>>,
     /// Keeps the former top from using space again that it frees.
     in_epochs: Option<(Participant, Ticket)>,

@@ -35,7 +35,7 @@ impl<'a> PointInTime<'a> {
         block_on(Self::begin_async(image, overlay, commit))
     }
 
-    /// As [`PointInTime::begin`], as a future that makes calls that block.
+    /// Like [`PointInTime::begin`], as a future. Its calls still block the thread.
     #[doc(hidden)]
     pub async fn begin_async(
         image: &'a Image,
@@ -49,7 +49,7 @@ impl<'a> PointInTime<'a> {
         Ok(Self { image, view, settled, _turn: turn })
     }
 
-    /// The disk as it was then. Fails if what was written by then cannot be made durable.
+    /// Returns the disk as it was then. Fails if what was written by then cannot be made durable.
     pub fn view(&self) -> Result<Arc<Image>> {
         match &self.settled {
             Ok(()) => Ok(Arc::clone(&self.view)),
@@ -57,7 +57,7 @@ impl<'a> PointInTime<'a> {
         }
     }
 
-    /// The bits of a persistent bitmap, as they were then.
+    /// Returns the bits of a persistent bitmap, as they were then.
     pub fn read_bitmap(&self, bitmap: &str) -> Result<BitmapBits> {
         block_on(self.former_top()?.read_bitmap(bitmap))
     }
@@ -69,7 +69,7 @@ impl<'a> PointInTime<'a> {
         block_on(self.image.edit_layer(1, &edit))
     }
 
-    /// A new image that names what the former top rests on, opened over those layers: to copy the former top to.
+    /// Opens a new image over the layers below the former top, as the target for a copy of the former top.
     pub fn image_beside_top(&self, new: OpenedOverlay) -> Result<Image> {
         let below = self.view.chain().layers.get(1..).unwrap_or_default().to_vec();
         if let Some(below) = below.first() {
@@ -79,7 +79,8 @@ impl<'a> PointInTime<'a> {
         Ok(Image::new(Chain::new(layers, &constants(false))))
     }
 
-    /// What copies it to an image. `is_blank` says that the image reads as zeros where nothing was written to it.
+    /// Returns a copy of it to an image, not yet begun. `is_blank` says that the image reads as zeros where nothing was
+    /// written to it.
     pub fn copy_out(&self, to: Arc<Image>, is_blank: bool) -> Result<CopyOut> {
         CopyOut::new(self.view()?, to, is_blank)
     }
@@ -90,7 +91,7 @@ impl<'a> PointInTime<'a> {
         block_on(self.end_async(watch, commit))
     }
 
-    /// As [`PointInTime::end`], as a future that makes calls that block.
+    /// Like [`PointInTime::end`], as a future. Its calls still block the thread.
     #[doc(hidden)]
     pub async fn end_async(self, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
         take_back_in_turn(self.image, watch, commit).await.map(drop)

@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-/// How many bytes they are.
+/// Returns the sum of their lengths, in bytes.
 pub(super) fn total(ranges: &[Range<u64>]) -> u64 {
     ranges.iter().map(|range| range.end.saturating_sub(range.start)).fold(0, u64::saturating_add)
 }
 
-/// All that is in one of these lists or in both.
+/// Returns the union of these lists.
 pub(super) fn joined(lists: impl IntoIterator<Item = Vec<Range<u64>>>) -> Vec<Range<u64>> {
     let mut all: Vec<Range<u64>> = lists.into_iter().flatten().filter(|range| !range.is_empty()).collect();
     all.sort_unstable_by_key(|range| range.start);

@@ -3,21 +3,21 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// What was done is noted at most so often,
+/// The least time between two notes.
 const STEP: Duration = Duration::from_millis(500);
-/// and so many times: about the last ten seconds count.
+/// The most notes: about the last ten seconds count.
 const NOTES_MAX: usize = 20;
-/// Nobody can say after a shorter time.
+/// After a shorter time, there is no rate yet.
 const SHORTEST: Duration = Duration::from_millis(200);
 
 #[derive(Debug, Default)]
 pub(super) struct RecentRate {
-    /// When so many bytes were done, the oldest first.
+    /// When how many bytes were done, the oldest first.
     notes: VecDeque<(Instant, u64)>,
 }
 
 impl RecentRate {
-    /// So many bytes are done in all.
+    /// Notes that so many bytes are done in all.
     pub(super) fn note(&mut self, now: Instant, done_bytes: u64) {
         if self.notes.back().is_some_and(|(last, _)| now.saturating_duration_since(*last) < STEP) {
             return;
@@ -28,12 +28,12 @@ impl RecentRate {
         self.notes.push_back((now, done_bytes));
     }
 
-    /// What was before does not count: the copy has rested.
+    /// Forgets the notes, because the copy has rested.
     pub(super) fn forget(&mut self) {
         self.notes.clear();
     }
 
-    /// How long the rest takes at the rate of late; `None` where nobody can say.
+    /// How long the rest takes at the recent rate; `None` if there is none.
     pub(super) fn time_for(&self, now: Instant, done_bytes: u64, left_bytes: u64) -> Option<Duration> {
         let (since, before_bytes) = self.notes.front()?;
         let (elapsed, bytes) = (now.saturating_duration_since(*since), done_bytes.saturating_sub(*before_bytes));
