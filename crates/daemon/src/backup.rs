@@ -77,7 +77,7 @@ pub struct WholeBackup<'a> {
 pub struct LastBackup {
     /// Its path.
     pub path: PathBuf,
-    /// Whether its file is there, and no other that got its path.
+    /// Whether its file is there, and the path has not got another file.
     pub is_there: bool,
 }
 
@@ -228,7 +228,7 @@ impl Backup {
         let result = opened.and_then(|()| self.run_to(&mut target, image, watch, has_new_top, record));
         target.close();
         match target.made.take() {
-            // One that could not be removed stays on record: the next daemon removes it.
+            // A target that could not be removed stays on record: the next daemon removes it.
             Some(name) if target.is_removed => result.and(record.is_given_up(&name)),
             _ => result,
         }
@@ -274,7 +274,7 @@ impl Backup {
             });
             let copied = copying.and_then(|copying| watched(copying, &fleece, watch));
             let copied = copied.and_then(|()| self.is_whole(image, target, record));
-            // The copy ends where it is. Guests must not wait for it.
+            // The copy ends early. Guests must not wait for it.
             watch.cancel();
             target.give_up_unless(copied.is_ok());
             if copied.is_err() {
@@ -395,14 +395,14 @@ struct Target {
     /// Set while a thread copies to it.
     copied_to: Option<Arc<Image>>,
     is_blank: bool,
-    /// Its name, as long as it is half a backup.
+    /// The target's name, until the backup is complete.
     made: Option<FileName>,
-    /// Half a backup was removed.
+    /// The incomplete target was removed.
     is_removed: bool,
 }
 
 impl Target {
-    /// Opens it, and makes it before if it is to be new.
+    /// Opens the target; makes it first if it is to be new.
     fn open(&mut self, backup: &Backup, image: &Image, watch: &CopyWatch, record: &mut dyn BackupRecord) -> Result<()> {
         let options = &backup.options;
         let name = &options.target;
@@ -439,7 +439,7 @@ impl Target {
         Ok(())
     }
 
-    /// Makes its file, which the record names before.
+    /// Makes the target's file, after the record names it.
     fn make(&mut self, name: &FileName, record: &mut dyn BackupRecord) -> Result<()> {
         if name.path().is_none_or(|path| path.try_exists().is_ok_and(|exists| !exists)) {
             record.will_make_target(name)?;
@@ -459,7 +459,7 @@ impl Target {
         }
     }
 
-    /// Closes it, and removes it if it is half a backup.
+    /// Closes the target, and removes it if it was made here and is not complete.
     fn close(&mut self) {
         (self.opened, self.copied_to) = (None, None);
         let Some(name) = self.made.as_ref().filter(|_| !self.is_removed) else { return };
@@ -480,16 +480,16 @@ impl Drop for Target {
     }
 }
 
-/// What opens a target past the page cache if the disk is and the file system can. Else much would be written back at
-/// once, and guests of the same storage would wait.
+/// Returns an opener for direct I/O, if the disk uses direct I/O and the target's file system can. Else much would be
+/// written back at once, and guests of the same storage would wait.
 fn direct_opener_for(target: &FileName, disk: &DiskOptions) -> Option<EngineOpener> {
     let direct = EngineOpener::default().with_cache(CacheMode::None);
     let can_be_direct = || direct.clone().without_locks().open(target, Role::Backing).is_ok();
     (disk.cache.is_direct() && target.path().is_some() && can_be_direct()).then_some(direct)
 }
 
-/// Opens a target. One that was not made here is looked at first, until the `watch` cancels. Where that fails, it may
-/// be because what the target rests on lies where direct I/O is impossible.
+/// Opens a target. If it was not made here, it is checked first, until the `watch` cancels. If opening fails, direct
+/// I/O may be impossible for a layer below the target, so it is opened again without.
 fn open_target(
     options: &ImageOptions,
     opener: &dyn Opener,
@@ -551,7 +551,7 @@ fn new_target(backup: &Backup, image: &Image) -> Result<CreateOptions> {
 mod tests {
     use super::*;
 
-    /// One of whose files lies where direct I/O is impossible.
+    /// An opener that fails for one file, as direct I/O does on some file systems.
     struct Direct<'a>(&'a Path);
 
     impl Opener for Direct<'_> {

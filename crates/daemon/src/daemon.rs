@@ -39,15 +39,15 @@ pub struct DaemonConfig {
     /// or the control group's memory, but at least 16 MiB and at most 256 MiB. The payload of NBD clients' requests may
     /// take as much again.
     pub buffer_memory_bytes: Option<usize>,
-    /// Memory that the indexes of kept overlays may take, over all disks of the process: a part of what there is if
-    /// nobody says.
+    /// Memory that the indexes of kept overlays may take, over all disks of the process. By default a quarter of the
+    /// host's or the control group's memory.
     pub index_memory_bytes: Option<usize>,
     /// As [`ReactorConfig::inline_bytes`]; by default the engine's value.
     pub inline_bytes: Option<usize>,
     /// As [`ReactorConfig::harvest_after_submit`].
     pub harvest_after_submit: bool,
-    /// How long a disk that is removed, or the daemon that ends, waits for requests that the storage does not end, and
-    /// for jobs that were cancelled, and calls, that move nothing.
+    /// How long the removal of a disk, or the end of the daemon, waits: for requests without an answer, and for
+    /// cancelled jobs and calls that make no progress.
     pub give_up_after: Duration,
 }
 
@@ -306,7 +306,7 @@ impl Daemon {
             given_up.store(true, Ordering::Release);
         }
         let patience = Patience::with_end(&found);
-        // Its locks go with it: whoever finds the name free finds the image free, too.
+        // Closing releases the image's locks: when the name is free, the image is, too.
         let hopeless = given_up.load(Ordering::Acquire) || self.table.has_left_works(id);
         // The storage may answer again by now.
         let doubtful = || self.table.gave_up_requests(id).then_some(CLOSE_PATIENCE + HOPELESS_PATIENCE);

@@ -11,10 +11,11 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// The cluster size of the new file: small writes copy nothing from below, and take no more space than they are long. They
-/// lie one behind the other, so the file has few extents, and is quickly removed.
+/// The cluster size of the new file. Small writes copy nothing from below, and take no more space than their length.
+/// They lie one behind the other, so the file has few extents, and is quickly removed.
 const CLUSTER_BYTES: u64 = 4 << 10;
-/// The same for disks whose tables would be too large then. Its extended L2 entries let small writes copy nothing.
+/// The cluster size for disks whose tables would be too large with small clusters. Its extended L2 entries let small
+/// writes copy nothing.
 const CLUSTER_BYTES_OF_LARGE: u64 = 128 << 10;
 /// Disks of more bytes are large.
 const LARGE_BYTES: u64 = 1 << 40;
@@ -60,9 +61,9 @@ impl Fleece {
         Ok((fleece, overlay))
     }
 
-    /// Closes the file, as the last who has it open, on a thread of its own: a file system may take seconds to give the space
-    /// back, and neither a reactor nor the job is to wait for that. `is_off` says that the disk has let go of it and nobody
-    /// needs its contents any more: its space is given back at once then.
+    /// Closes the file, as the last who has it open, on a thread of its own: a file system may take seconds to give the
+    /// space back, and neither a reactor nor the job is to wait for that. `is_off` says that the disk has let go of it
+    /// and nobody needs its contents any more: its space is given back at once then.
     pub(crate) fn let_go(self, is_off: bool) {
         let close = std::thread::Builder::new().name("fleece".to_owned()).spawn(move || self.close_last(is_off));
         if let Err(error) = close {

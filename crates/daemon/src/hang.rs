@@ -15,13 +15,15 @@ use std::time::Duration;
 
 /// How long files get after they were asked to give up.
 const CANCEL_PATIENCE: Duration = Duration::from_secs(1);
-/// How long closing a disk may take before a connection to a server is given up, and for how long it is waited for if
-/// an export of the disk had requests given up before. It may have much to write.
+/// How long a disk may take to close: it may have much to write. After that, connections to servers are given up. If an
+/// export has given up requests before, the caller waits only [`HOPELESS_PATIENCE`] longer than this.
 pub(crate) const CLOSE_PATIENCE: Duration = Duration::from_secs(30);
-/// How long the jobs of a disk may move nothing before such a connection is given up. As long as they do, they are
-/// waited for: they may have to write as much as guests did in hours. Calls that move get this time in all.
+/// How long the jobs of a disk may make no progress before such a connection is given up. While they make progress,
+/// they are waited for: they may have to write as much as guests did in hours. Calls that make progress get this time
+/// in all.
 pub(crate) const JOBS_PATIENCE: Duration = Duration::from_secs(600);
-/// How long these may take if requests were given up, because the storage most likely does not answer.
+/// How long jobs, calls and closing may take if requests were given up, because the storage most likely does not
+/// answer.
 pub(crate) const HOPELESS_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Guards a wait, for as long as this lives. If it lasts too long, an action is taken.
@@ -77,7 +79,7 @@ impl Patience {
         })
     }
 
-    /// Guards the wait for the jobs of a disk, which have moved so many bytes.
+    /// Guards the wait for the jobs of a disk. `moved_bytes` says how many bytes they have moved.
     pub(crate) fn with_jobs(found: &Found, moved_bytes: impl Fn() -> u64 + Send + 'static) -> Option<Self> {
         let image = found.disk.image.clone();
         let mut before_bytes = moved_bytes();

@@ -51,7 +51,7 @@ struct Job {
     node: NodeId,
     disk: String,
     watch: Arc<CopyWatch>,
-    /// Watches what it has to finish after it was cancelled, too.
+    /// Watches what the job has to finish even after a cancel.
     ending: Arc<CopyWatch>,
     /// Its claim in the table.
     work: u64,
@@ -68,7 +68,7 @@ impl Job {
         self.end.get().is_none()
     }
 
-    /// Rises as long as its storage answers.
+    /// Returns a counter that grows while its storage answers.
     fn moved_bytes(&self) -> u64 {
         self.watch.done_bytes().saturating_add(self.ending.done_bytes())
     }
@@ -185,7 +185,7 @@ impl Jobs {
         Ok(Editing { jobs: Arc::clone(self), node })
     }
 
-    /// Returns what rises as long as jobs of this disk, which run now, move anything.
+    /// Returns a counter that grows while jobs of this disk make progress.
     pub(crate) fn moved_bytes_by(&self, node: NodeId) -> impl Fn() -> u64 + Send + use<> {
         let jobs = self.running_jobs_on(node);
         move || jobs.iter().map(|job| job.moved_bytes()).fold(0, u64::saturating_add)
@@ -195,7 +195,7 @@ impl Jobs {
         self.lock().jobs.values().filter(|job| job.node == node && job.runs()).cloned().collect()
     }
 
-    /// Ends a job, unless `is_late` says that it is not to end, or it has ended: then the result comes back.
+    /// Ends a job. Returns the result unused if `is_late` forbids the end, or if the job has ended already.
     fn end(&self, job: &Job, result: Result<()>, is_late: impl FnOnce() -> bool) -> Result<(), Result<()>> {
         let mut state = self.lock();
         if is_late() {
@@ -250,7 +250,7 @@ impl Drop for Running {
     }
 }
 
-/// Who waits for the end of a job that was cancelled.
+/// The wait for the end of a cancelled job.
 struct JobPatience {
     jobs: Arc<Jobs>,
     table: Arc<Table>,
@@ -315,7 +315,7 @@ impl JobPatience {
         let what = "what it has begun ends when the storage answers; until then the layers of the disk cannot change, and \
                     their files stay locked";
         let error = self.job.explained(Error::new(ErrorKind::Io, what));
-        // One that is about to be done is done, not cancelled, when its storage answers.
+        // A job that can no longer be cancelled ends as done when its storage answers.
         let is_late = || self.job.is_decided() && !self.is_disk_going || !self.table.leave_work(self.job.work);
         if self.jobs.end(&self.job, Err(error), is_late).is_ok() {
             let Job { id, disk, .. } = &*self.job;
@@ -331,13 +331,13 @@ impl Daemon {
         JobPatience { jobs, table, job, limit, has_given_up, is_disk_going }.begin();
     }
 
-    /// Waits no longer than this for the jobs of a disk, which were cancelled.
+    /// Limits the wait for the cancelled jobs of a disk.
     pub(crate) fn be_patient_with_jobs_of(&self, node: NodeId) {
         self.jobs.running_jobs_on(node).into_iter().for_each(|job| self.be_patient_with(job, true));
     }
 
     /// Starts to take the top layer of a disk back into the layer below, which was the top before. Guests go on
-    /// meanwhile. The file that is taken off stays where it is, and is of no use to anybody when the job is done.
+    /// meanwhile. The file that is taken off stays where it is. When the job is done, it is no longer needed.
     ///
     /// The disk cannot be removed meanwhile, except by force, which cancels the job first.
     pub fn start_take_overlay_back(&self, node: NodeId) -> Result<JobId> {
@@ -476,7 +476,7 @@ impl Daemon {
         self.start_job_with_ending(kind, node, bytes_per_second, Arc::default(), work_on)
     }
 
-    /// As [`Daemon::start_job`], for one that has something to finish after it was cancelled, which `ending` watches.
+    /// Like [`Daemon::start_job`], for a job that has something to finish after a cancel, which `ending` watches.
     pub(crate) fn start_job_with_ending(
         &self,
         kind: JobKind,

@@ -13,23 +13,23 @@ use std::time::Duration;
 
 /// The disks of a machine, by their names.
 pub(crate) trait Disks {
-    /// All of them.
+    /// Returns the names of all disks.
     fn names(&self) -> Result<Vec<String>>;
 
-    /// What the disk was opened with.
+    /// Returns the options with which the disk was opened.
     fn options(&self, name: &str) -> Result<Options>;
 
-    /// The layers of a disk, the top first. There is one.
+    /// Returns the layers of a disk, the top first. There is at least one.
     fn layers(&self, name: &str) -> Result<Vec<Layer>>;
 
-    /// Puts a new layer on each of these disks at the same moment. What was the top is durable when this returns, and
-    /// does not change any more.
+    /// Puts a new layer on each of these disks at the same moment. When this returns, the former tops are durable and
+    /// do not change any more.
     fn freeze(&self, overlays: Vec<(String, PathBuf)>) -> Result<()>;
 
     /// The internal snapshots of a disk's top layer.
     fn snapshots(&self, name: &str) -> Result<Vec<InternalSnapshot>>;
 
-    /// Takes an internal snapshot, which keeps the machine's state if there is one: so many bytes of a file.
+    /// Takes an internal snapshot. It keeps the machine's state, if given: a file and how many bytes of it.
     fn take_snapshot(&self, name: &str, snapshot: &str, state: Option<(&Path, u64)>) -> Result<()>;
 
     fn delete_snapshot(&self, name: &str, snapshot: &str) -> Result<()>;
@@ -40,8 +40,8 @@ pub(crate) trait Disks {
     /// Waits until no job changes the disk.
     fn wait_for_jobs(&self, name: &str) -> Result<()>;
 
-    /// Serves a disk with these options under a new layer, in the place of the one of its name. The layer is there
-    /// before anybody can write. `former_tops` may be taken back into later. It may rest on `bases`.
+    /// Serves a disk with these options under a new layer, and replaces the disk of its name. The layer is in place
+    /// before anybody can write. Later, layers may be taken back into `former_tops`. The disk may rest on `bases`.
     fn replace(
         &self,
         name: &str,
@@ -52,7 +52,7 @@ pub(crate) trait Disks {
     ) -> Result<()>;
 }
 
-/// Those of a daemon.
+/// The disks of a daemon.
 #[derive(Debug)]
 pub(crate) struct Daemon(Client);
 
@@ -70,7 +70,7 @@ fn refused(error: CallError) -> Error {
     }
 }
 
-/// A name as a part of a path.
+/// Returns a name as a part of a path.
 fn segment(name: &str) -> String {
     let mut segment = String::new();
     for byte in name.bytes() {
@@ -83,7 +83,7 @@ fn segment(name: &str) -> String {
     segment
 }
 
-/// `qcow2 '/images/a': io_uring...`
+/// Parses `qcow2 '/images/a': io_uring...`.
 fn layer(line: &str) -> Option<Layer> {
     let (format, rest) = line.split_once(" '")?;
     let (file, _) = rest.split_once("': ")?;

@@ -1,6 +1,6 @@
-//! Files that a power cut leaves as they were or as they are to be: all that this room makes, replaces and removes.
+//! Makes, replaces and removes files so that a power cut leaves either the old state or the new one.
 //!
-//! What is written counts when it was synced, and a name when its directory was.
+//! Data are durable when they were synced, and a name when its directory was.
 
 use block::{Error, Result};
 use std::fs::{File, OpenOptions};
@@ -19,7 +19,7 @@ pub(crate) struct NewFile<'a> {
 }
 
 impl<'a> NewFile<'a> {
-    /// Fails if there is one of this name.
+    /// Creates a file. Fails if there is one of this name.
     pub(crate) fn create(path: &'a Path) -> Result<Self> {
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
         let file = file.map_err(|error| failed("make", path, error))?;
@@ -27,7 +27,7 @@ impl<'a> NewFile<'a> {
         Ok(Self { file, path })
     }
 
-    /// In the place of one that is of no use.
+    /// Creates a file, or empties one that is no longer needed.
     pub(crate) fn create_or_truncate(path: &'a Path) -> Result<Self> {
         let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path);
         let file = file.map_err(|error| failed("write", path, error))?;
@@ -41,7 +41,7 @@ impl<'a> NewFile<'a> {
         Ok(())
     }
 
-    /// Makes what was written durable, and not its name.
+    /// Makes the contents durable, but not the name.
     pub(crate) fn sync(self) -> Result<()> {
         self.file.sync_all().map_err(|error| failed("make durable", self.path, error))?;
         note(self.path, Change::Sync);
@@ -76,7 +76,7 @@ pub(crate) fn sync_directory(directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What is done to a directory, for tests that cut the power.
+/// A change of a directory, for tests that cut the power.
 #[derive(Debug, Clone)]
 #[cfg_attr(not(test), allow(dead_code, reason = "only tests look at changes"))]
 pub(crate) enum Change {

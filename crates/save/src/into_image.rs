@@ -1,6 +1,6 @@
 //! Saving into the images themselves: an internal snapshot of each disk, one of which keeps the machine's state.
 //!
-//! The snapshot with the state is taken last. So where there is one, all of them are there.
+//! The snapshot with the state is taken last. So if it exists, all of them exist.
 
 use crate::disks::{Disks, Layer};
 use crate::files::sync_directory;
@@ -12,7 +12,7 @@ use block::{Error, ErrorKind, Result};
 use control::api::InternalSnapshot;
 use std::path::Path;
 
-/// What cannot be saved so, before the machine stops. `before` is what was saved last.
+/// Refuses a save that is impossible, before the machine stops. `before` is the last save.
 pub(crate) fn check(disks: &dyn Disks, names: &[String], snapshot: &str, before: Option<&Record>) -> Result<()> {
     if snapshot.is_empty() {
         return Err(Error::new(ErrorKind::BadOption, "the snapshot needs a name"));
@@ -41,7 +41,7 @@ fn kept(found: &[InternalSnapshot], snapshot: &str, state_bytes: u64) -> bool {
     found.iter().any(|own| own.name == snapshot && own.vm_state_bytes == state_bytes)
 }
 
-/// A layer that a save or a restore has put on goes with the next save, and a snapshot in it would go, too.
+/// Refuses a top layer that a save or a restore has put on: the next save removes it, and a snapshot in it with it.
 fn refuse_above_base(name: &str, layers: &[Layer], before: Option<&Record>) -> Result<()> {
     let saved = before.and_then(|before| before.disks.iter().find(|disk| disk.name == name));
     let above = saved.and_then(|saved| layers.iter().position(|layer| layer.file == saved.base)).unwrap_or(0);
@@ -56,7 +56,7 @@ fn refuse_above_base(name: &str, layers: &[Layer], before: Option<&Record>) -> R
 }
 
 impl Saving<'_> {
-    /// Puts the machine into its images while it stands still; returns the bytes of its state.
+    /// Saves the machine into its images while it stands still. Returns the size of its state, in bytes.
     pub(crate) fn put_into_images(
         &mut self,
         snapshot: &str,
@@ -83,7 +83,7 @@ impl Saving<'_> {
         }
     }
 
-    /// Takes all snapshots, that with the state last. Where that fails, none stays.
+    /// Takes all snapshots, the one with the state last. If that fails, none stays.
     fn take_all(&mut self, snapshot: &str, file: &Path, state_bytes: u64, progress: &mut Progress<'_>) -> Result<()> {
         let Some((keeper, others)) = self.names.split_first() else { return Ok(()) };
         progress.begin(Step::Freeze);
@@ -95,7 +95,7 @@ impl Saving<'_> {
         }
         progress.begin(Step::Publish);
         let Err(error) = self.disks.take_snapshot(keeper, snapshot, Some((file, state_bytes))) else { return Ok(()) };
-        // It may be there though the call has failed: in the image, or behind an answer that was lost.
+        // The snapshot may exist although the call has failed, for example if the answer was lost.
         match self.disks.snapshots(keeper).map(|found| kept(&found, snapshot, state_bytes)) {
             Ok(true) => {
                 self.notes.push(format!("disk '{keeper}' has the snapshot with the whole state, but: {error}"));
@@ -109,7 +109,7 @@ impl Saving<'_> {
         }
     }
 
-    /// Deletes the snapshots of this name that these disks have. What stays, the error says.
+    /// Deletes the snapshots of this name on these disks. The error names those that stay.
     fn without(&self, names: &[String], snapshot: &str, error: Error) -> Error {
         let delete = |name: &String| {
             let is_there = self.disks.snapshots(name)?.iter().any(|own| own.name == snapshot);
@@ -121,7 +121,7 @@ impl Saving<'_> {
         })
     }
 
-    /// Of the pair before, the state stays.
+    /// Removes all states but that of the pair before.
     fn remove_new_states(&self) -> Result<()> {
         remove_states(self.directory, self.before.as_ref().map(|before| before.state.as_str()))
     }

@@ -13,9 +13,9 @@ pub struct Machine {
     pub qmp: PathBuf,
     /// The control socket of the daemon that has its disks.
     pub control: PathBuf,
-    /// The directory in which it is saved.
+    /// The directory for its saves.
     pub state: PathBuf,
-    /// The names of its disks in the daemon; all disks of the daemon where none is given.
+    /// The names of its disks in the daemon; all disks of the daemon if none is given.
     #[serde(default)]
     pub disks: Vec<String>,
     /// The command that starts it, without `-incoming`.
@@ -40,7 +40,7 @@ impl Machine {
         Ok(machine)
     }
 
-    /// With what is known of another one put in the place of what is missing here.
+    /// Fills missing fields from another description.
     #[must_use]
     pub fn or(self, other: Self) -> Self {
         let path = |own: PathBuf, other| if own.as_os_str().is_empty() { other } else { own };

@@ -23,7 +23,7 @@ impl OwnLayers {
         Ok(read_json(&directory.join(FILE))?.unwrap_or_default())
     }
 
-    /// Notes layers that are about to be put on, durably: whatever is interrupted then, they are known.
+    /// Notes durably the layers that are about to be put on, so that they are known after any interruption.
     pub(crate) fn note<'a>(&mut self, directory: &Path, new: impl IntoIterator<Item = &'a Path>) -> Result<()> {
         self.layers.retain(|layer| layer.exists());
         self.layers.extend(new.into_iter().map(Path::to_owned));

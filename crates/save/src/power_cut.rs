@@ -1,8 +1,8 @@
-//! The power is cut at every moment of a row of saves: there is the old pair or the new one, whole.
+//! Cuts the power at every moment of a row of saves: the old pair or the new one is there, whole.
 //!
-//! What a save does to its directory is noted ([`Change`]) while it runs, over a monitor and disks that are made up.
-//! Then each moment is gone back to, and the directory is put together as a file system may leave it: of what was not
-//! synced, any part is there, of the names as well as of the bytes.
+//! A save runs with a made-up monitor and made-up disks, and its changes of the directory are noted ([`Change`]). Then
+//! the directory of each moment is put together as a file system may leave it: any part of the names and bytes that
+//! were not synced is there.
 
 use crate::disks::{Disks, Layer};
 use crate::files::Change;

@@ -1,10 +1,10 @@
 //! How far a save or a restore has come: step by step, and as a whole.
 
-/// What a save does, in order: from [`Step::Stop`] to [`Step::Resume`]. A restore looks, serves, starts, gives the
-/// state back and resumes.
+/// The steps of a save, in order, are those from [`Step::Stop`] to [`Step::Resume`]. A restore looks, serves, starts,
+/// reads the state and resumes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// What was saved is compared with what was noted of it.
+    /// The saved state and disks are compared with the record.
     Look,
     /// The disks are served as they were saved.
     Serve,
@@ -18,14 +18,14 @@ pub enum Step {
     Freeze,
     /// The record names the new pair.
     Publish,
-    /// What was written since the last save goes into the images.
+    /// The data since the last save go into the images.
     Commit,
     /// The machine goes on.
     Resume,
 }
 
 impl Step {
-    /// Those of a save, with their parts of the whole.
+    /// The steps of a save, with their parts of the whole.
     pub(crate) const SAVE: &[(Self, f64)] = &[
         (Self::Stop, 0.02),
         (Self::State, 0.58),
@@ -35,7 +35,7 @@ impl Step {
         (Self::Resume, 0.03),
     ];
 
-    /// Those of a restore.
+    /// The steps of a restore.
     pub(crate) const RESTORE: &[(Self, f64)] =
         &[(Self::Look, 0.25), (Self::Serve, 0.10), (Self::Start, 0.10), (Self::State, 0.53), (Self::Resume, 0.02)];
 
@@ -65,7 +65,7 @@ pub struct Moment {
     pub done_bytes: u64,
     /// Bytes of this step in all, as far as that is known. Rises only.
     pub total_bytes: u64,
-    /// The same part of `all_total_bytes` as `whole` is of 1. Rises only.
+    /// `whole` times `all_total_bytes`. Only rises.
     pub all_done_bytes: u64,
     /// Bytes of all steps, as far as they are known. Rises only.
     pub all_total_bytes: u64,
@@ -89,13 +89,13 @@ pub(crate) struct Progress<'a> {
 }
 
 impl<'a> Progress<'a> {
-    /// Of these steps, with their parts of the whole.
+    /// Makes the progress of these steps, with their parts of the whole.
     pub(crate) fn new(steps: &'static [(Step, f64)], tell: &'a mut dyn FnMut(Moment)) -> Self {
         let step = steps.first().map_or(Step::Stop, |(step, _)| *step);
         Self { tell, steps, step, step_total: 0, step_done: 0, bytes_before: 0, all_done: 0, all_total: 0, whole: 0.0 }
     }
 
-    /// Of what goes on where another one has told all of the first step: so many bytes.
+    /// Makes the progress after another one that has told all of the first step: so many bytes.
     pub(crate) fn behind_first(
         steps: &'static [(Step, f64)],
         step_bytes: u64,

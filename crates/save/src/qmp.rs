@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// The longest message that is read.
 const MESSAGE_MAX_BYTES: u64 = 16 << 20;
-/// How long a command may take: those that take longer answer at once and are asked about.
+/// How long a command may take. QEMU answers longer commands at once, and their progress is polled.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A connection to a monitor.
@@ -24,7 +24,7 @@ pub struct Qmp {
 }
 
 impl Qmp {
-    /// Connects to the monitor at `socket`, and tries for so long: one that is starting has no socket yet.
+    /// Connects to the monitor at `socket`. Tries for up to `patience`, because a starting QEMU has no socket yet.
     pub fn connect(socket: &Path, patience: Duration) -> Result<Self> {
         let failed = |error| Error::io(format!("cannot reach a machine at '{}' (qmp)", socket.display()), error);
         let begun = Instant::now();
@@ -64,7 +64,7 @@ impl Qmp {
         status.get("running").and_then(Value::as_bool).ok_or_else(|| self.wrong("it does not say whether it runs"))
     }
 
-    /// What the machine is doing: `running`, `paused`, `inmigrate`...
+    /// Returns what the machine is doing: `running`, `paused`, `inmigrate`...
     pub fn status(&mut self) -> Result<String> {
         let status = self.run("query-status", json!({}))?;
         let status = status.get("status").and_then(Value::as_str).map(str::to_owned);
@@ -109,7 +109,7 @@ impl Qmp {
         }
     }
 
-    /// The answer to the command that was sent last. Events in between are passed over.
+    /// Returns the answer to the last command. Skips events in between.
     fn answer(&mut self, command: &str) -> Result<Value> {
         loop {
             let mut message = self.message()?;

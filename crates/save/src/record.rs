@@ -49,7 +49,7 @@ pub struct SavedDisk {
     pub file: PathBuf,
     /// The format of that file.
     pub format: String,
-    /// The image into which later saves take back what is above.
+    /// The image into which later saves take back the layers above.
     pub base: PathBuf,
     /// The options that the daemon had for it.
     pub options: Options,
@@ -58,8 +58,8 @@ pub struct SavedDisk {
     /// The layers below the file, the next one first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub below: Vec<LayerBelow>,
-    /// The other files that hold the disk, as they were: those of the layers below, and data that have a file of their
-    /// own. Without those that are being taken back, and those that this host does not have.
+    /// The other files that hold the disk, as they were: the layers below, and external data files. Files that are
+    /// being taken back, or that this host does not have, are left out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub others: Vec<OtherFile>,
 }
@@ -82,8 +82,8 @@ pub struct OtherFile {
     seen: Seen,
 }
 
-/// What tells whether a file was changed. All zero for a block device: nothing tells that, and its node is made anew
-/// when the host starts.
+/// Shows whether a file was changed. All zero for a block device: nothing shows that, and its node is made anew when
+/// the host starts.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Seen {
@@ -94,8 +94,8 @@ pub struct Seen {
 }
 
 impl Seen {
-    /// How the file is from here on. Its times may be in memory only after a flush of what it holds, so all of it is
-    /// made durable: after a power cut it looks the same.
+    /// Returns how the file is, after making it durable with its times: after a power cut it looks the same. A flush of
+    /// the data alone may leave the times in memory only.
     pub(crate) fn durable(path: &Path) -> Result<Self> {
         let synced = File::open(path).and_then(|file| file.sync_all());
         synced.map_err(|error| failed("make durable", path, error))?;
@@ -112,7 +112,7 @@ impl Seen {
         self == now || (now.is_device() && self.length_bytes == 0)
     }
 
-    /// Whether all but the times is the same.
+    /// Whether everything but the times is the same.
     fn is_same_file(&self, other: &Self) -> bool {
         (self.inode, self.length_bytes) == (other.inode, other.length_bytes)
     }
@@ -132,7 +132,7 @@ impl Seen {
     }
 }
 
-/// What a save that is under way wants to know if it is run again.
+/// A save under way, as the next run has to know it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct UnderWay {
@@ -162,7 +162,7 @@ impl Record {
         if is_plain { Ok(Some(record)) } else { Err(bad("the state must be a file in the same directory".to_owned())) }
     }
 
-    /// Puts this record in the place of the one before, durably: after a power cut there is the one or the other.
+    /// Replaces the record durably: after a power cut there is the old one or the new one.
     pub(crate) fn publish(&self, directory: &Path) -> Result<()> {
         write_json(directory, NEW_FILE, self)?;
         files::replace(directory, NEW_FILE, FILE)
@@ -174,8 +174,8 @@ impl Record {
         directory.join(&self.state)
     }
 
-    /// Whether the disks' files are as they were when they were saved. With `force`, times count for nothing where a
-    /// restore was broken off.
+    /// Whether the disks' files are as they were when they were saved. With `force`, times are ignored if a restore was
+    /// broken off.
     pub(crate) fn check_disks(&self, force: bool) -> Result<()> {
         let checked = self.disks.iter().try_for_each(|disk| disk.check(force && self.is_being_restored));
         checked.map_err(|error| match self.is_being_restored && !force {
@@ -188,18 +188,18 @@ impl Record {
         })
     }
 
-    /// Whether all layers were taken back that the save wanted to, and the disks were frozen again.
+    /// Whether all layers that the save wanted to take back were taken back, and the disks frozen again.
     pub(crate) fn is_finished(&self) -> bool {
         self.disks.iter().all(|disk| disk.seen.is_some())
     }
 
-    /// Removes states that no record names: of earlier saves, and of those that were broken off.
+    /// Removes states of earlier saves and of saves that were broken off, which the record does not name.
     pub(crate) fn remove_others(&self, directory: &Path) -> Result<()> {
         remove_states(directory, Some(&self.state))
     }
 }
 
-/// The directory, which is made if it is not there. One program at a time saves to it or restores from it.
+/// Locks the directory, which is made if it is missing. One program at a time saves to it or restores from it.
 pub(crate) fn lock_directory(directory: &Path) -> Result<File> {
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(directory);
     made.map_err(|error| failed("make", directory, error))?;
@@ -211,7 +211,7 @@ pub(crate) fn lock_directory(directory: &Path) -> Result<File> {
     Ok(lock)
 }
 
-/// Removes states but one.
+/// Removes all states but one.
 pub(crate) fn remove_states(directory: &Path, but: Option<&str>) -> Result<()> {
     let entries = std::fs::read_dir(directory).map_err(|error| failed("read", directory, error))?;
     for entry in entries {
@@ -225,7 +225,7 @@ pub(crate) fn remove_states(directory: &Path, but: Option<&str>) -> Result<()> {
     Ok(())
 }
 
-/// Where a layer's data lie, if that is a file of its own that its name tells.
+/// Returns a layer's external data file, if the layer's name tells it.
 fn data_of(file: &Path, format: &str) -> Option<PathBuf> {
     (format == "scratch").then(|| {
         let mut name = file.as_os_str().to_owned();
@@ -238,8 +238,8 @@ fn is_remote(file: &Path) -> bool {
     FileName::parse(file).is_ok_and(|name| name.is_remote())
 }
 
-/// Whether this program can compare the files of a disk with what they were, as a restore does. Fails where it sees a
-/// file and may not open it. Files that it does not see are not compared, but for the top.
+/// Checks that this program can compare the files of a disk with the record, as a restore does. Fails if it sees a file
+/// and may not open it. Apart from the top, files that it does not see are not compared.
 pub(crate) fn check_files(name: &str, layers: &[Layer]) -> Result<()> {
     for (index, layer) in layers.iter().enumerate() {
         for file in [Some(layer.file.clone()), data_of(&layer.file, &layer.format)].into_iter().flatten() {
@@ -274,7 +274,7 @@ impl SavedDisk {
             match Seen::durable(&file).or_else(|_| Seen::of(&file)) {
                 Ok(seen) if seen.is_device() => {}
                 Ok(seen) => self.others.push(OtherFile { file, seen }),
-                // It is for the daemon only.
+                // Only the daemon can see this file.
                 Err(error) if !is_told => {
                     let what = "if that changes, what is saved is of no use, and restore will not notice";
                     tracing::warn!("disk '{}': {error}; {what}", self.name);
@@ -296,7 +296,7 @@ impl SavedDisk {
         })
     }
 
-    /// What is above the image is about to be taken back into it: what they look like says nothing any more.
+    /// Notes that the layers above the image are about to be taken back into it, so the files' looks mean nothing.
     pub(crate) fn is_taken_back(&mut self) {
         self.seen = None;
         let first_that_stays = match self.below.iter().position(|layer| layer.file == self.base) {
@@ -311,7 +311,7 @@ impl SavedDisk {
         self.others.retain(|other| stay.iter().any(|layer| belongs(layer, &other.file)));
     }
 
-    /// The layers below its file that may be taken back into: those down to the image, the next one first.
+    /// Returns the layers below its file down to the image, the next one first. Layers may be taken back into them.
     pub(crate) fn former_tops(&self) -> Vec<FormerTop> {
         let Some(base) = self.below.iter().position(|layer| layer.file == self.base) else { return Vec::new() };
         let tops = self.below.iter().take(base + 1);

@@ -29,18 +29,18 @@ pub struct Restore {
     pub state: StateFile,
     /// Where that is.
     pub state_path: PathBuf,
-    /// A save was begun after it, and has not come to its end.
+    /// A save was begun after it and did not end.
     pub was_broken_off: bool,
-    /// What a person should know: what the machine wrote before, and that nobody needs unless they do.
+    /// Notes for the user: files with what the machine wrote before, which only the user may still need.
     pub notes: Vec<String>,
 }
 
 /// How long a QEMU may take to open its monitor.
 const START_PATIENCE: Duration = Duration::from_secs(30);
 
-/// Finds what was saved last, and looks whether it is whole: the state against its checksum, the disks against what was
-/// noted of them. With `force`, disks that a save has not frozen again are taken as they are. `tell` hears of the first
-/// step of a restore; setting `cancel` ends it.
+/// Finds the last save and checks it: the state against its checksum, the disks against the record. With `force`, disks
+/// that a save has not frozen again are taken as they are. `tell` hears of the first step of a restore; setting
+/// `cancel` ends it.
 pub fn find(machine: &Machine, force: bool, cancel: &AtomicBool, tell: &mut dyn FnMut(Moment)) -> Result<Restore> {
     let directory = &machine.state;
     let record = Record::read(directory)?.ok_or_else(|| {
@@ -71,7 +71,7 @@ fn check(cancel: &AtomicBool) -> Result<()> {
     }
 }
 
-/// Whether the machine says that it stands since its state was written.
+/// Whether the machine says that it has not run since its state was written.
 fn stands(machine: &Machine) -> bool {
     let qmp = Qmp::connect(&machine.qmp, Duration::ZERO);
     qmp.and_then(|mut qmp| stands_since_saved(&mut qmp)).unwrap_or(false)
@@ -82,7 +82,7 @@ impl Restore {
     fn drives(&self) -> impl Iterator<Item = (&str, Options)> {
         self.record.disks.iter().map(|disk| {
             let mut options = disk.options.clone();
-            // The file that was saved holds what a scratch overlay held, or is that.
+            // The file that was saved holds the scratch overlay's contents, or is the overlay itself.
             if options.get("keep").is_some() {
                 options.remove(&["snapshot", "keep"]);
             }
@@ -119,7 +119,7 @@ fn refuse_used<'a>(names: impl IntoIterator<Item = &'a str>, is_used: impl Fn(&s
 }
 
 /// Serves the disks as they were saved, each under a new layer for what the machine writes from here on. The daemon
-/// runs. Where it is interrupted, the pair is as it was. With `force`, nobody asks who uses them.
+/// runs. An interruption leaves the pair as it was. With `force`, disks in use are not refused.
 fn serve_disks(
     machine: &Machine,
     restore: &mut Restore,
@@ -135,8 +135,8 @@ fn serve_disks(
         let saved = restore.record.disks.iter().map(|disk| &disk.name).filter(|name| present.contains(name));
         refuse_used(saved.map(String::as_str), |name| disks.is_used(name))?;
     }
-    // Opening an image for writing may change its times, and no byte that a guest sees. The record says what has become
-    // of it, disk by disk, so that a restore that is broken off does not make the pair look changed.
+    // Opening an image for writing may change its times, but no byte that a guest sees. So each disk is recorded anew:
+    // a restore that is broken off must not make the pair look changed.
     restore.record.is_being_restored = true;
     restore.record.publish(&machine.state)?;
     let drives: Vec<(String, Options)> = restore.drives().map(|(name, options)| (name.to_owned(), options)).collect();
@@ -211,7 +211,7 @@ pub fn serve(
     Ok(())
 }
 
-/// Waits for the monitor of a machine that starts.
+/// Waits for the monitor of a starting machine.
 fn connect(child: &mut Child, machine: &Machine, cancel: &AtomicBool) -> Result<Qmp> {
     let begun = Instant::now();
     loop {
@@ -226,9 +226,9 @@ fn connect(child: &mut Child, machine: &Machine, cancel: &AtomicBool) -> Result<
     }
 }
 
-/// Starts the machine again from what was saved. The daemon must run; its disks are put back first. Killed in the
-/// middle, it leaves the pair as it is; the program that it has started may be there, and is ended before it is run
-/// again. Setting `cancel` ends what it has started, and leaves the pair as it is.
+/// Starts the machine again from what was saved. The daemon must run; its disks are put back first. If it is killed,
+/// the pair is as before. The program that it started may still run; end that before the next try. Setting `cancel`
+/// ends the program, and the pair is as before.
 pub fn run(
     machine: &Machine,
     restore: &mut Restore,
@@ -272,7 +272,7 @@ pub fn run(
         Ok(())
     })();
     if let Err(error) = begun {
-        // It has taken half a state: nothing of it is of use.
+        // It has taken half a state, so it is of no use.
         let _ = child.kill();
         let _ = child.wait();
         return Err(error);

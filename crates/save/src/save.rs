@@ -22,10 +22,10 @@ use std::time::{Duration, Instant};
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct SaveOptions {
-    /// What the guest wrote since the last save stays in layers of its own.
+    /// Keep the guest's writes since the last save in layers of their own.
     pub keep: bool,
-    /// Everything goes into an internal snapshot of this name of each disk's image instead, and the first disk's keeps
-    /// the machine's state.
+    /// Save into an internal snapshot of this name in each disk's image instead. The first disk's snapshot keeps the
+    /// machine's state.
     pub into_image: Option<String>,
 }
 
@@ -49,7 +49,7 @@ pub struct Saved {
     pub paused: Duration,
     /// How long the save took.
     pub total: Duration,
-    /// What a person should know: a disk whose layers could not be taken back.
+    /// Notes for the user: disks whose layers could not be taken back.
     pub notes: Vec<String>,
 }
 
@@ -58,9 +58,9 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// The machine stands still meanwhile: no limit.
 const UNLIMITED_BYTES_PER_SECOND: u64 = 1 << 50;
 
-/// Saves a running machine, which goes on then. Whatever fails, it goes on, and the pair that was saved before stands.
-/// What kills this program leaves the machine stopped: saving it again lets it go on. Only if what the killed save has
-/// left cannot be finished, the machine stays stopped: its pair is whole that way.
+/// Saves a running machine, which then goes on. It also goes on after an error, and the pair that was saved before
+/// stays valid. If this program is killed, the machine stays stopped until the next save. If that save cannot finish
+/// the work of the killed one, the machine stays stopped, so that its pair stays whole.
 pub fn save(
     machine: &Machine,
     options: &SaveOptions,
@@ -70,7 +70,7 @@ pub fn save(
     save_with(machine, &Daemon::new(&machine.control)?, options, cancel, tell)
 }
 
-/// As [`save`], of a machine with these disks.
+/// Like [`save`], for a machine with these disks.
 pub(crate) fn save_with(
     machine: &Machine,
     disks: &dyn Disks,
@@ -84,7 +84,7 @@ pub(crate) fn save_with(
     let mut own_layers = OwnLayers::read(directory)?;
     let mut before = Record::read(directory)?;
     let names = if machine.disks.is_empty() { disks.names()? } else { machine.disks.clone() };
-    // Before the machine stops: what cannot be saved at all.
+    // Refused before the machine stops: all that cannot be saved.
     let under_way = UnderWay::read(directory)?;
     let checked = match &options.into_image {
         Some(snapshot) => into_image::check(disks, &names, snapshot, before.as_ref()),
@@ -148,12 +148,12 @@ fn new_layer(number: u64, base: &Path) -> Result<PathBuf> {
     })
 }
 
-/// After layers were taken back: what is the top now must not be written to.
+/// Freezes disks again after layers were taken back: the present top must not be written to.
 fn freeze_again(disks: &dyn Disks, record: &mut Record, directory: &Path, own_layers: &mut OwnLayers) -> Result<()> {
     let (mut overlays, mut chains) = (Vec::new(), Vec::new());
     for disk in &mut record.disks {
         let layers = disks.layers(&disk.name)?;
-        // Wherever taking it back has come to: the top shows what was saved.
+        // However far taking it back has come, the top shows what was saved.
         if !layers.iter().any(|layer| layer.file == disk.file)
             && let Some(top) = layers.first()
         {
@@ -174,8 +174,8 @@ fn freeze_again(disks: &dyn Disks, record: &mut Record, directory: &Path, own_la
     record.publish(directory)
 }
 
-/// A save that was killed while layers were taken back: the daemon has gone on with that. What is left is done before
-/// the machine may go on.
+/// Finishes a save that was killed while layers were taken back, before the machine may go on. The daemon has gone on
+/// with its part.
 fn finish_commit(
     disks: &dyn Disks,
     qmp: &mut Qmp,
@@ -188,7 +188,7 @@ fn finish_commit(
     };
     before.disks.iter().try_for_each(|disk| disks.wait_for_jobs(&disk.name))?;
     if !stands_since_saved(qmp)? {
-        // What it wrote may be in the files that were saved: they are never said to be whole.
+        // The machine's writes may be in the saved files, so these never count as whole.
         return Ok(());
     }
     freeze_again(disks, before, directory, own_layers)
@@ -199,8 +199,7 @@ pub(crate) fn stands_since_saved(qmp: &mut Qmp) -> Result<bool> {
     Ok(qmp.status()? == "postmigrate")
 }
 
-/// A save that was killed may have left QEMU in the middle of its migration, or behind the end of it, where it takes no
-/// other.
+/// Ends the migration of a killed save. QEMU may be in the middle of it, or behind its end, where it starts no other.
 fn leave_earlier(qmp: &mut Qmp) -> Result<()> {
     let is_under_way = |answer: &Value| {
         let ended = ["none", "completed", "failed", "cancelled"];
@@ -231,7 +230,7 @@ pub(crate) struct Saving<'a> {
 }
 
 impl Saving<'_> {
-    /// What has become of it, when the machine goes on or cannot.
+    /// Decides the result of the save, when the machine goes on or cannot.
     fn end(
         self,
         done: Result<u64>,
@@ -252,7 +251,7 @@ impl Saving<'_> {
             (Err(error), Ok(())) => error,
             (Err(error), Err(second)) => error.in_context(second.to_string()),
         };
-        // What cannot be read is not taken for the old one: its state stays.
+        // A record that cannot be read may be the new one, so its state stays.
         let published = match Record::read(self.directory) {
             Ok(Some(record)) if record.number == self.record.number => Some(record.is_finished()),
             Ok(_) => None,
@@ -309,12 +308,12 @@ impl Saving<'_> {
         }
     }
 
-    /// The top of a disk, as it is to be saved.
+    /// Returns the record of a disk that is to be saved.
     fn saved_disk(&self, name: &str, layers: &[Layer]) -> Result<SavedDisk> {
         let missing = || Error::new(ErrorKind::Unsupported, format!("disk '{name}' has no file that could be saved"));
         let top = layers.first().ok_or_else(missing)?;
         let before = self.before.as_ref().and_then(|before| before.disks.iter().find(|disk| disk.name == name));
-        // Where saves before have put layers, or else here.
+        // The base of earlier saves, or else the present top.
         let base = before.map(|before| &before.base).filter(|base| layers.iter().any(|layer| layer.file == **base));
         Ok(SavedDisk {
             name: name.to_owned(),
@@ -328,8 +327,8 @@ impl Saving<'_> {
         })
     }
 
-    /// Takes layers of saves and restores back into what lies below them, and freezes that. A layer that somebody else
-    /// has put on stays: what lies below it is a moment that they want to keep.
+    /// Takes layers of saves and restores back into the layers below them, and freezes those. A layer that somebody
+    /// else has put on stays, because they may want to keep the state below it.
     fn commit(&mut self, progress: &mut Progress<'_>) -> Result<()> {
         let mut counts = Vec::new();
         for disk in &self.record.disks {
@@ -365,7 +364,7 @@ impl Saving<'_> {
         }
         freeze_again(self.disks, &mut self.record, self.directory, &mut self.own_layers)?;
         for (name, file) in gone {
-            // What is still used is used; what cannot be removed is in nobody's way.
+            // Files in use stay. A file that cannot be removed does no harm.
             if self.disks.layers(&name)?.iter().all(|layer| layer.file != file) {
                 let _ = std::fs::remove_file(file);
             }
@@ -373,7 +372,7 @@ impl Saving<'_> {
         Ok(())
     }
 
-    /// Writes the machine's state, which QEMU sends through a pipe; returns its bytes.
+    /// Writes the machine's state, which QEMU sends through a pipe. Returns its size, in bytes.
     pub(crate) fn state(&self, qmp: &mut Qmp, progress: &mut Progress<'_>) -> Result<u64> {
         const NAME: &str = "ringdisk-state";
         let pipe = pipe_with(PipeFlags::CLOEXEC);
@@ -399,12 +398,12 @@ impl Saving<'_> {
             let fell_over = |_| Err(Error::new(ErrorKind::Io, "the thread that writes the machine's state has failed"));
             (writer.join().unwrap_or_else(fell_over), ended)
         });
-        // What somebody else migrates later goes as it would have gone.
+        // Later migrations by others must not be affected.
         for parameter in [json!({ "mode": "normal" }), json!({ "max-bandwidth": bandwidth })] {
             let _ = qmp.run("migrate-set-parameters", parameter);
         }
         let written = match (written, ended) {
-            // It was told to stop, or it fails because nobody takes what it writes.
+            // QEMU was told to stop, or it fails because nobody reads what it writes.
             (_, Err(error)) if error.kind() == ErrorKind::Cancelled => return Err(error),
             (Err(error), _) | (Ok(_), Err(error)) => return Err(error),
             (Ok(written), Ok(())) => written,
@@ -412,7 +411,7 @@ impl Saving<'_> {
         Ok(written.stream_bytes)
     }
 
-    /// Waits until QEMU says how it ended.
+    /// Waits until QEMU says how the migration ended.
     fn watch_migration(&self, qmp: &mut Qmp, progress: &mut Progress<'_>, written_bytes: &AtomicU64) -> Result<()> {
         loop {
             self.check()?;
@@ -425,7 +424,7 @@ impl Saving<'_> {
                 }
                 _ => {}
             }
-            // Of the machine's memory: what is zero takes next to nothing in the file.
+            // These are figures of the machine's memory. Zero pages take next to nothing in the file.
             let memory = |what: &str| answer.pointer(&format!("/ram/{what}")).and_then(Value::as_u64).unwrap_or(0);
             let total = memory("total");
             let seen = total.saturating_sub(memory("remaining"));
@@ -435,8 +434,8 @@ impl Saving<'_> {
     }
 }
 
-/// How the state is to be written; returns the bound that QEMU had for the bytes of a second. A disk of ours keeps no
-/// log of what it writes; a QEMU that knows the mode `cpr-reboot` needs none for a machine that stands still.
+/// Sets how QEMU writes the state. Returns the limit that QEMU had, in bytes a second. Ringdisk's disks have no log of
+/// written memory; a QEMU that knows the mode `cpr-reboot` needs none while the machine stands still.
 fn prepare(qmp: &mut Qmp) -> Result<Value> {
     let before = qmp.run("query-migrate-parameters", json!({}))?;
     qmp.run("migrate-set-parameters", json!({ "max-bandwidth": UNLIMITED_BYTES_PER_SECOND }))?;

@@ -56,7 +56,7 @@ impl StateFile {
         Ok(Self { path: path.to_owned(), stream_bytes, checksum })
     }
 
-    /// Looks at the end of a file: whether it holds a state, and how long that is. Not at its contents.
+    /// Reads the end of a file: whether it holds a state, and how long that is. Does not check the contents.
     pub fn open(path: &Path) -> Result<Self> {
         let bad = |what: &str| Error::new(ErrorKind::BadImage, format!("'{}': {what}", path.display()));
         let failed = |error| Error::io(format!("cannot read '{}'", path.display()), error);
@@ -74,12 +74,12 @@ impl StateFile {
         Ok(Self { path: path.to_owned(), stream_bytes, checksum })
     }
 
-    /// Copies the machine's state, without what we added, and compares it with its checksum.
+    /// Copies the machine's state without the trailer, and compares it with its checksum.
     pub fn extract(&self, target: &mut dyn Write) -> Result<()> {
         self.extract_telling(target, &mut |_| Ok(()))
     }
 
-    /// As [`StateFile::extract`]; `told` hears how many bytes are copied, and may end it.
+    /// Like [`StateFile::extract`]. `told` gets the number of bytes copied, and may end the copy.
     pub fn extract_telling(&self, target: &mut dyn Write, told: &mut dyn FnMut(u64) -> Result<()>) -> Result<()> {
         let failed = |error| Error::io(format!("cannot read '{}'", self.path.display()), error);
         let mut stream = File::open(&self.path).map_err(failed)?.take(self.stream_bytes);

@@ -15,7 +15,7 @@ use std::path::Path;
 /// A disk that is to be opened and recorded.
 pub(super) struct NewDisk<'a> {
     pub(super) drive: &'a DriveOptions,
-    /// What the record says of it; `None` if JSON cannot say it.
+    /// Its options in the record; `None` if JSON cannot hold them.
     pub(super) options: Option<Options>,
     /// Whether to serve it at the socket of its options.
     pub(super) own_export: bool,
@@ -193,8 +193,8 @@ impl Manager {
         }
     }
 
-    /// Also a disk that another call removes, or the end of the daemon, leaves the record: half of what was asked for
-    /// must not come back.
+    /// Removes the disk from the record even if another call or the end of the daemon has removed it: half of the
+    /// request must not come back.
     pub(super) fn undo_add_of(&self, name: &str, node: NodeId) {
         self.undo_add(node);
         self.forget_ended_exports();

@@ -51,7 +51,7 @@ fn rounds_of(rounds: &image::CopyRounds) -> Option<Rounds> {
     })
 }
 
-/// Rounded up: a job that goes on needs a second at least.
+/// Rounds up, because a job that goes on needs at least a second.
 fn whole_seconds(time: Duration) -> u64 {
     time.as_secs().saturating_add(u64::from(time.subsec_nanos() > 0)).max(1)
 }

@@ -1,5 +1,5 @@
-//! Disks of the record that are not served at the moment. Nobody else may take their names, or write to what lies below
-//! their layers: no lock on a file says that it is theirs.
+//! Disks of the record that are not served at the moment. Nobody else may take their names, or write to the files below
+//! their layers, although no lock protects those files.
 
 use super::{Manager, lock};
 use block::{Error, ErrorKind, Result};
@@ -18,7 +18,7 @@ struct State {
     changing: BTreeSet<String>,
 }
 
-/// A disk that a reload closes or opens. It is away until this goes.
+/// A disk that a reload closes or opens. It is away until this is dropped.
 pub(super) struct Changing<'a> {
     away: &'a Away,
     name: String,
@@ -45,12 +45,12 @@ impl Away {
         lock(&self.0).failed.contains_key(name)
     }
 
-    /// The disk is no longer one that could not be opened. Returns why it could not.
+    /// Removes a disk from those that could not be opened. Returns why it could not.
     pub(super) fn take_failed(&self, name: &str) -> Option<String> {
         lock(&self.0).failed.remove(name)
     }
 
-    /// From here on, a reload closes or opens this disk.
+    /// Notes that a reload closes or opens this disk.
     pub(super) fn changes(&self, name: &str) -> Changing<'_> {
         lock(&self.0).changing.insert(name.to_owned());
         Changing { away: self, name: name.to_owned() }

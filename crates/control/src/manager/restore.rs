@@ -7,13 +7,12 @@
 //! 3. Without a name: the disk that was added with its file, and whose kept scratch overlay is in its `keep` directory,
 //!    unless another drive gives the name or the top file of that disk.
 //!
-//! By 2 and 3, a drive is only a disk that has layers or has moved to a copy, and that no drive gives in the same
-//! words. A configured disk that no drive gives is forgotten. That fails if a drive would write to a file that the disk
-//! has left, unless that drive has its name, or the disk has moved to a full copy that some drive gives or that is
-//! gone. Where a layer is gone, its file system may only not be mounted.
+//! Rules 2 and 3 only find a disk that has layers or has moved to a copy, and that no drive gives in the same words. A
+//! configured disk that no drive gives is forgotten. The start fails if a drive would write to a file that the disk has
+//! left. Exceptions: that drive has the disk's name; or the disk has moved to a full copy that some drive gives or that
+//! no longer exists. A missing layer is no exception, because its file system may not be mounted.
 //!
-//! A disk with layers is not forgotten as long as a drive of another name gives a file below them, if only to read it.
-//! It is not served then.
+//! A disk with layers is kept, but not served, while a drive of another name gives a file below them, even for reading.
 
 use super::add::NewDisk;
 use super::configured::exports_of_calls;
@@ -200,8 +199,8 @@ fn keep_layers(record: &mut Record, given: &Configured, configured: &[Configured
     }
 }
 
-/// Refuses that another disk writes to a file that `disk` has left, when `disk` is no longer configured. What its guest
-/// wrote since would be missing there, and its layers would be destroyed.
+/// When `disk` is no longer configured, refuses drives that would write to a file that it has left. What its guest has
+/// written since is missing there, and its layers would be destroyed.
 pub(super) fn refuse_left_files(disk: &RecordedDisk, configured: &[Configured]) -> Result<()> {
     let is_full_copy = disk.files().count() == 1;
     if disk.is_gone_copy() || (is_full_copy && gives_top(configured, disk)) {
@@ -210,8 +209,7 @@ pub(super) fn refuse_left_files(disk: &RecordedDisk, configured: &[Configured]) 
     configured.iter().try_for_each(|given| refuse_left_file(disk, given))
 }
 
-/// Refuses that `given` writes to a file that `disk` has left, unless it gives a disk of the same name: who does that
-/// means it.
+/// Refuses that `given` writes to a file that `disk` has left, unless it has the name of `disk`, which shows intent.
 pub(super) fn refuse_left_file(disk: &RecordedDisk, given: &Configured) -> Result<()> {
     let is_another = given.name() != Some(&disk.name);
     let Some(file) = given.written().filter(|file| is_another && disk.has_left(file)) else { return Ok(()) };
@@ -225,8 +223,7 @@ pub(super) fn refuse_left_file(disk: &RecordedDisk, given: &Configured) -> Resul
     Err(Error::new(ErrorKind::BadOption, message))
 }
 
-/// Refuses to forget a disk with layers while a drive of another name gives a file below them, if only to read it: that
-/// file was not left out.
+/// Refuses to forget a disk with layers while a drive of another name gives a file below them, even for reading.
 pub(super) fn refuse_forgetting(disk: &RecordedDisk, configured: &[Configured]) -> Result<()> {
     let others = configured.iter().filter(|given| given.name() != Some(&disk.name)).filter_map(Configured::file);
     let has_layers = disk.files().count() > 1 && !disk.is_gone_copy();

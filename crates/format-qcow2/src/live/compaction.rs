@@ -1,24 +1,24 @@
-//! Moving clusters from the end of the file down into holes, while guests go on. What is moved down leaves the end of
-//! the file free, and the file can then be cut off there, once the image is closed.
+//! Moves clusters from the end of the file down into holes, while guests go on. Once the image is closed, the file can
+//! be cut off where its end has become free.
 //!
 //! A cluster that guests may overwrite in place cannot simply be copied: a write that was resolved before would land in
 //! the old place after the copy. So a move has these steps:
 //!
-//! 1. Under the mutex: the guest's clusters count as being allocated, so the slow path learns of the move. A bit says
-//!    "a table may lie there" of their host clusters, so the path without a lock goes the slow way. New clusters are
-//!    counted.
-//! 2. Every operation that was resolved before ends (an epoch). Whoever wants to change the clusters meanwhile gives
-//!    the move up and goes on: it may itself be one of those that are waited for.
-//! 3. The data are copied. Who wants to change them waits for the end of the move. Reads go on.
+//! 1. Under the mutex: the guest's clusters count as being allocated, so the slow path learns of the move. The bits
+//!    that protect tables are set for the old host clusters, so writes without the lock take the slow path. New
+//!    clusters are allocated.
+//! 2. Every operation that was resolved before ends (an epoch). A write to the clusters meanwhile cancels the move and
+//!    goes on, because the move might be waiting for that very write.
+//! 3. The data are copied. Writes to them wait for the end of the move. Reads go on.
 //! 4. Under the mutex: the entries lead to the new place, and the old clusters are unlinked, as with any copy-on-write.
-//!    They stay barred until they are free: a write that found the old entry may ask for the bit late. So
-//!    the next flush makes the copy durable before the entries, and the old place is used again, or punched, only when
-//!    the entries are durable and the reads in flight have ended.
+//!    So the next flush makes the copy durable before the entries. The old place is used again, or punched, only when
+//!    the entries are durable and the reads in flight have ended. Until then its bits stay set, because a write that
+//!    found the old entry may check them late.
 //!
 //! An L2 table moves as a snapshot's table is copied: the next flush writes its copy, and then the L1 entry.
 //!
-//! A pass looks at every entry. Each that leads behind where the file is to end, and stays, must have a refcount there.
-//! So what counts as free behind it is nobody's, whatever it holds, and can be cut off.
+//! A pass looks at every entry. If an entry leads behind the new end of the file and does not move, its clusters must
+//! have a refcount. So clusters behind the end that count as free are unused, whatever they hold, and can be cut off.
 
 use crate::layout::entry::{COPIED, Cluster, ZERO};
 use crate::live::flush_queue::Barrier;
@@ -35,7 +35,7 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// What is moved at once, at least one cluster: writes of guests to it wait meanwhile.
+/// Bytes that are moved at once, at least one cluster. Guests' writes to them wait meanwhile.
 const PIECE_BYTES: u64 = 512 << 10;
 
 /// Refcounts that are counted in one step.
@@ -50,13 +50,13 @@ pub struct Compaction {
     /// Host clusters from here on are to become free.
     pub(super) end: u64,
     moved_bytes: u64,
-    /// Behind the end, and not moved in this pass for want of room below.
+    /// Bytes behind the end that were not moved in this pass, for want of room below.
     missed_bytes: u64,
-    /// Behind the end, and never moved.
+    /// Bytes behind the end that are never moved.
     pub(super) fixed_bytes: u64,
 }
 
-/// What a step has come to.
+/// The result of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CompactionStep {
@@ -64,7 +64,7 @@ pub struct CompactionStep {
     pub next: u64,
     /// Bytes of the file that were moved.
     pub moved_bytes: u64,
-    /// So many bytes were not moved, because requests in flight took too long. They may be tried again.
+    /// Bytes that were not moved, because requests in flight took too long. They may be tried again.
     pub late_bytes: u64,
 }
 
@@ -81,20 +81,20 @@ impl Compaction {
         self.moved_bytes
     }
 
-    /// Bytes behind where the file was to end for which there was no room below, because guests took it.
+    /// Bytes behind the planned end for which there was no room below, because guests took it.
     #[must_use]
     pub fn missed_bytes(&self) -> u64 {
         self.missed_bytes
     }
 
-    /// Bytes behind where the file was to end that are never moved: compressed clusters, and what snapshots share.
+    /// Bytes behind the planned end that are never moved: compressed clusters, and clusters that snapshots share.
     #[must_use]
     pub fn fixed_bytes(&self) -> u64 {
         self.fixed_bytes
     }
 
-    /// After a whole pass and [`Qcow2::look_at_still`]: host clusters of which all that count as free are nobody's,
-    /// whatever they hold. Everything that leads there was seen, and has a refcount.
+    /// After a whole pass and [`Qcow2::look_at_still`]: the host clusters of which all that count as free are unused,
+    /// whatever they hold. Every entry that leads there was seen, and its clusters have a refcount.
     #[must_use]
     pub fn looked_at(&self) -> Range<u64> {
         self.end..u64::MAX
@@ -107,14 +107,14 @@ impl Drop for Compaction {
     }
 }
 
-/// A move that has begun. Dropped, it is given up, and writes of guests go on.
+/// A move that has begun. Dropping it gives it up, and guests' writes go on.
 #[derive(Debug)]
 struct Move {
     /// Host clusters that nobody may overwrite in place without the mutex: the old place.
     barred: Range<u64>,
     /// The new place. It is given back, if it is not published.
     allocation: Allocation,
-    /// Whoever wants the guest's clusters may give the move up.
+    /// A write to the guest's clusters may still give the move up.
     is_tentative: bool,
     /// First byte of the old place.
     from: u64,
@@ -137,18 +137,18 @@ impl Drop for Move {
     }
 }
 
-/// Instead of the guest's clusters of a move that somebody has given up: they may be that one's in flight by now.
+/// Replaces the guest's clusters of a move that a write has given up: that write may have them in flight by now.
 const NOBODYS: Range<u64> = u64::MAX..u64::MAX;
 
-/// What was found at a place of the disk.
+/// The first thing to move from a place of the disk on.
 #[derive(Debug)]
 enum Found {
-    /// Nothing to move before this guest cluster; so many clusters are behind the end all the same.
+    /// Nothing to move before the guest cluster `next`. `fixed` clusters before it stay behind the end.
     Nothing {
         next: u64,
         fixed: u64,
     },
-    /// There is no room below for what lies there, up to this guest cluster.
+    /// There is no room below for `clusters` clusters, up to the guest cluster `next`.
     NoRoom {
         next: u64,
         clusters: u64,
@@ -161,7 +161,7 @@ enum Found {
 /// What an entry leads to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// Nothing, or something in front of the end.
+    /// No cluster, or one in front of the end.
     Settled,
     Fixed,
     Data(u64),
@@ -188,7 +188,7 @@ impl Kind {
 }
 
 impl Qcow2 {
-    /// Why the file of this image cannot be made shorter while it is in use; `None` where it can.
+    /// Returns why the file of this image cannot be made shorter while it is in use; `None` if it can.
     #[must_use]
     pub fn refuses_compaction(&self) -> Option<&'static str> {
         let inner = &self.inner;
@@ -204,7 +204,7 @@ impl Qcow2 {
         (!inner.can_discard).then_some("its file system cannot make holes in a file")
     }
 
-    /// Host clusters that nothing leads to any more and that count as used all the same. A flush frees some of them.
+    /// Returns how many host clusters still count as used although nothing leads to them. A flush frees some of them.
     #[must_use]
     pub fn unfreed_clusters(&self) -> u64 {
         let state = self.inner.lock();
@@ -249,10 +249,9 @@ impl Qcow2 {
         Ok(used)
     }
 
-    /// Moves the first thing from the byte `at` of the disk on that lies behind where the file is to end, if that is
-    /// not far. `waits` waits a little for requests in flight, and says whether to go on; where it says no, the move is
-    /// given up. `io` is for calls that block. The image is valid at every moment. After an error, what was moved stays
-    /// moved.
+    /// Moves the first clusters or the table behind the planned end of the file, from the byte `at` of the disk on, if
+    /// that is not far. `waits` waits a little for requests in flight. If it returns false, the move is given up. `io`
+    /// is for calls that block. The image is valid at every moment. After an error, what was moved stays moved.
     pub async fn compact_step(
         &self,
         io: &MetaIo,
@@ -262,7 +261,7 @@ impl Qcow2 {
     ) -> IoResult<CompactionStep> {
         let inner = &*self.inner;
         let cluster = inner.geometry.cluster_of(at);
-        // What is read here of tables that others move may not be used again meanwhile.
+        // Tables that are read here may be moved by others. Their old place must not be used again meanwhile.
         let ticket = compaction.participant.begin(&inner.epochs);
         let end = compaction.end;
         let found = inner.run(io, |state| self.find_move(state, cluster, end)).await;
@@ -292,7 +291,7 @@ impl Qcow2 {
         })
     }
 
-    /// Copies and publishes. False if that would take too long.
+    /// Copies and publishes. Returns false if that would take too long.
     async fn finish_move(
         &self,
         io: &MetaIo,
@@ -312,8 +311,8 @@ impl Qcow2 {
         }
         inner.run(io, |state| inner.publish_move(state, &moving)).await?;
         moving.allocation.unpublished = 0..0;
-        // The old place stays barred until it is free. A write that began after all that the move waited for may have
-        // found the old entry, and may ask only now whether it may overwrite in place.
+        // The old place stays barred until it is free. A write that began after the wait may have found the old entry,
+        // and may check only now whether it may overwrite in place.
         moving.barred = 0..0;
         Ok(true)
     }
@@ -338,7 +337,7 @@ impl Qcow2 {
         if inner.slices.view(slice).is_none() {
             return Err(Stop::Need(Need::Slice(slice)));
         }
-        // A table that a snapshot shares stays, and so does all that it leads to, and what lies behind the disk's end.
+        // A table that a snapshot shares does not move, nor do its clusters, nor clusters behind the disk's end.
         let movable_end = if table.copied { geometry.guest_clusters() } else { 0 };
         let limit = geometry.slice_end(first);
         let (mut cluster, mut fixed) = (first, 0u64);
@@ -351,7 +350,7 @@ impl Qcow2 {
                 kind if kind.host().is_some() && cluster < movable_end => break kind,
                 _ => match inner.require_counted(state, slice, cluster) {
                     Ok(()) => fixed = fixed.saturating_add(1),
-                    // Each may need another block. What was looked at before is not looked at again.
+                    // Each entry may need another block. Those before it are not looked at again.
                     Err(Stop::Need(_)) if cluster > first => return Ok(Found::Nothing { next: cluster, fixed }),
                     Err(stop) => return Err(stop),
                 },
@@ -364,7 +363,7 @@ impl Qcow2 {
         self.begin_move(state, slice, cluster..limit.min(movable_end), kind, end)
     }
 
-    /// Begins to move as much as lies together, from the first of some clusters of a slice on.
+    /// Begins to move the clusters that lie together, from the first of `clusters` of a slice on.
     fn begin_move(&self, state: &mut State, slice: u64, clusters: Range<u64>, kind: Kind, end: u64) -> Step<Found> {
         let inner = &*self.inner;
         let geometry = &inner.geometry;
@@ -427,7 +426,7 @@ impl Qcow2 {
 }
 
 impl Inner {
-    /// How many clusters are in use from `at` on, as far as one step goes; and where to go on.
+    /// Counts the clusters in use from `at` on, as far as one step goes. Returns also where to go on.
     fn count_step(&self, state: &mut State, at: u64) -> Step<(u64, u64)> {
         let block = self.geometry.block_of(at);
         let to = self.geometry.block_end(block).min(state.space.frontier).min(at.saturating_add(COUNT_CLUSTERS));
@@ -438,7 +437,7 @@ impl Inner {
         }
     }
 
-    /// What the entry of a guest cluster leads to, whose slice is in memory.
+    /// Returns what the entry of a guest cluster leads to. Its slice is in memory.
     fn kind(&self, slice: u64, cluster: u64, end: u64) -> Step<Kind> {
         let (entry, holds_data) = match self.geometry.extended_l2 {
             true => {
@@ -457,7 +456,7 @@ impl Inner {
         })
     }
 
-    /// Fails where an entry leads to what counts as free: it would be cut off.
+    /// Fails if an entry leads to a cluster that counts as free, because the cluster would be cut off.
     fn require_counted(&self, state: &mut State, slice: u64, cluster: u64) -> Step<()> {
         let entry = match self.geometry.extended_l2 {
             true => self.extended(slice, cluster)?.cluster,
@@ -469,7 +468,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Gives an L2 table a place below `end`. False if there is none, or the table is not this disk's alone.
+    /// Moves an L2 table to a place below `end`. Returns false if there is none, or if a snapshot shares the table.
     fn try_move_table(&self, state: &mut State, l1_index: u64, offset: u64, end: u64) -> Step<bool> {
         self.guard_l2(state, offset)?;
         let old = self.geometry.cluster_of(offset);
@@ -485,8 +484,8 @@ impl Inner {
         Ok(true)
     }
 
-    /// From here on, whoever wants the guest's clusters waits for the end of the move. False if somebody has given it
-    /// up, or it does not go on: then its new place, where nothing was written, is given back at once.
+    /// Makes writes to the guest's clusters wait for the end of the move. Returns false if a write has given the move
+    /// up, or if `goes_on` is false. Then the new place, where nothing was written, is given back at once.
     fn fix_move(&self, moving: &mut Move, goes_on: bool) -> bool {
         let mut state = self.lock();
         moving.is_tentative = false;
@@ -500,7 +499,7 @@ impl Inner {
         }
         while !allocation.unpublished.is_empty() {
             let first = allocation.unpublished.start;
-            // Where the block is not in memory, the rest is given back as that of any allocation.
+            // If the block is not in memory, the rest is given back like any allocation.
             if state.refcounts.set(first, 0).is_err() {
                 break;
             }
@@ -510,7 +509,7 @@ impl Inner {
         false
     }
 
-    /// Copies what lies at `from` to the new place. Zeros take no space there.
+    /// Copies the data at `from` to the new place. Zeros take no space there.
     async fn copy(&self, io: &MetaIo, from: u64, to: &Allocation) -> IoResult {
         // The write may outlive this task. The new place is not used again before it has ended.
         let mut place = self.epochs.join();
@@ -536,7 +535,7 @@ impl Inner {
         for (index, cluster) in allocation.guest.clone().enumerate() {
             let distance = self.geometry.start_of(index as u64);
             let host = allocation.file_offset.checked_add(distance).ok_or(IoError::EIO)?;
-            // Nobody can have changed it: whoever wants to waits for the end of the move.
+            // No write can have changed the entry: writes wait for the end of the move.
             let expected = from.checked_add(distance);
             if self.kind(slice, cluster, old_first)?.host() != expected {
                 return Err(Stop::Fail(IoError::EIO));

@@ -34,7 +34,7 @@ const ROUNDS_MAX: usize = 5;
 const LAST_ROUND_BYTES: u64 = 4 << 20;
 /// How often, at most, ranges are copied again in which a write failed on one side.
 const REPAIRS_MAX: usize = 5;
-/// A first round with more parts than this copies them as one.
+/// If the data lie in more parts than this, the first round covers the whole disk.
 const DATA_RUNS_MAX: usize = 1 << 20;
 
 /// What becomes of the copy.

@@ -13,7 +13,7 @@ use block::{DirtyBitmaps, DirtyMap, Error, ErrorKind, Result, block_on};
 use format_qcow2::{BitmapAction, Snapshot, SnapshotName};
 use std::sync::Arc;
 
-/// How often a list is read again if it was changed during the read.
+/// How often, at most, a list is read if it changes meanwhile.
 const TRIES: usize = 5;
 /// The longest bitmap that is returned, in bytes.
 const DIRTY_BYTES_MAX: u64 = 64 << 20;
@@ -42,9 +42,8 @@ impl Image {
     /// Changes bitmaps or internal snapshots of the top layer while guests use the disk. Durable when this returns.
     /// Guests wait for their requests in flight, a flush, and the change: of bitmaps, that takes as long as their
     /// tables; of snapshots, as long as reading and writing all tables of the image. On an error the image is as
-    /// before. Blocks; not to be called on a reactor's thread.
-    ///
-    /// To apply a snapshot is for disks that no guest uses: what a guest has in memory would be wrong.
+    /// before. Blocks; not to be called on a reactor's thread. A snapshot may only be applied to a disk that no guest
+    /// uses: what a guest has in memory would be wrong.
     pub fn edit_online(&self, edit: &ClosedEdit) -> Result<()> {
         block_on(self.edit_online_async(edit))
     }

@@ -64,11 +64,10 @@ pub enum NewBelow {
 /// Copies into the top layer what the guest sees and the new layers below do not hold, while guests use the disk. Then
 /// the top layer rests on the new layers, durably.
 ///
-/// At the end, guests are held while their requests in flight end, and
-/// while the top layer is closed and opened again. Before the header is changed, `commit` is called: whoever has to
-/// allow the new base makes that durable there. On an error, or if the `watch` cancels, the disk keeps its old layers
-/// below. An image without a backing file is refused: its tables do not tell zeros from what was never written. Blocks;
-/// not to be called on a reactor's thread.
+/// At the end, guests are held while their requests in flight end, and while the top layer is closed and opened again.
+/// Before the header is changed, `commit` is called: whoever has to allow the new base makes that durable there. On an
+/// error, or if the `watch` cancels, the disk keeps its old layers below. An image without a backing file is refused:
+/// its tables do not tell zeros from what was never written. Blocks; not to be called on a reactor's thread.
 pub fn move_onto(image: &Image, below: NewBelow, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
     move_onto_or_stay(image, below, watch, commit, || ())
 }

@@ -1,5 +1,5 @@
-//! The files of a running disk opened anew: one was replaced, or changed behind the disk, or they are to be opened in
-//! another way.
+//! Opens the files of a running disk anew: after one was replaced or changed from outside, or to open them in another
+//! way.
 
 use crate::chain::exchange::{Barrier, hold_quiet};
 use crate::chain::image::Image;
@@ -9,9 +9,9 @@ use block::{Disk, Error, ErrorKind, Locks, Result, block_on};
 use std::sync::{Arc, PoisonError};
 
 impl Image {
-    /// Goes over to files that `open` opens, while guests use the disk. Requests in flight end on the old files, then
-    /// all are held. What is in memory of the old files is written to them and dropped. If that fails, or the new files
-    /// cannot be used, the disk goes on with the old ones; with `force`, what could not be written is given up.
+    /// Goes over to files that `open` opens, while guests use the disk. Requests in flight end on the old files, and
+    /// later ones are held. Tables in memory are written to the old files and dropped. If that fails, or the new files
+    /// cannot be used, the disk goes on with the old ones. With `force`, data that cannot be written are given up.
     ///
     /// `open` opens files that are still the same without locks: the old descriptors keep those. A guest learns of a
     /// new size, which must not be smaller. Blocks; not to be called on a reactor's thread.
@@ -19,7 +19,7 @@ impl Image {
         block_on(self.reopen_async(force, open))
     }
 
-    /// As [`Image::reopen`], as a future that makes calls that block.
+    /// Like [`Image::reopen`], as a future. Its calls still block the thread.
     #[doc(hidden)]
     pub async fn reopen_async(&self, force: bool, open: impl FnOnce() -> Result<Self>) -> Result<()> {
         let _turn = self.board.try_turn()?;
@@ -65,7 +65,7 @@ impl Image {
         }
     }
 
-    /// The chain of the new files, for which the queues are ready.
+    /// Returns the chain of the new files. The queues are ready for it.
     async fn replacement(
         &self,
         chain: &Arc<Chain>,
@@ -84,12 +84,12 @@ impl Image {
             return Err(Error::new(ErrorKind::BadOption, "the disk would change between read-only and writable"));
         }
         barrier.prepare_more(&opened.layers).await?;
-        // Whether a guest's writes have to be durable by themselves is between the disk and its guests, and stays.
+        // The guest's choice of write-through stays.
         chain.disk.table_cache.set(opened.disk.table_cache.bytes());
         Ok(Chain::new(opened.layers.clone(), &chain.disk))
     }
 
-    /// Where new files have no locks of their own, those of the old ones hold.
+    /// Keeps the locks of old files for new files that have none of their own.
     fn keep_locks(&self, former: &Chain) {
         let lacks = |layer: &Arc<Layer>| layer.writable && layer.file.info().locks == Locks::NotWanted;
         let mut kept = self.locked_by.lock().unwrap_or_else(PoisonError::into_inner);
@@ -103,7 +103,7 @@ impl Image {
     }
 }
 
-/// Writes what is in memory of the layers that are written to.
+/// Writes the tables in memory to the layers that are open for writing.
 async fn close(chain: &Chain) -> Result<()> {
     match chain.layers.first() {
         Some(top) if !chain.disk.read_only => top.close().await,

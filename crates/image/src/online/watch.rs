@@ -1,4 +1,4 @@
-//! How whoever changes a running disk is watched, slowed down and stopped.
+//! Watches, slows down and stops copies and other long changes of running disks.
 
 use super::recent_rate::RecentRate;
 use crate::chain::give_up::GiveUp;
@@ -35,7 +35,7 @@ pub struct CopyWatch {
 struct Pace {
     is_paused: bool,
     bytes_per_second: Option<u64>,
-    /// When what was moved so far is paid for.
+    /// When the rate allows the next bytes.
     paid_at: Option<Instant>,
     aim: Aim,
 }
@@ -45,7 +45,7 @@ struct Pace {
 pub struct Aim {
     /// It has to be done in this time.
     pub within: Option<Duration>,
-    /// No request of a guest may take longer because of it than this.
+    /// The most time by which the copy may delay a guest's request.
     pub stall: Option<Duration>,
 }
 
@@ -53,15 +53,15 @@ pub struct Aim {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct CopyRounds {
-    /// Passes over what was left, the one of now included.
+    /// Passes over what was left, including the one under way.
     pub rounds: u64,
     /// What is left of this pass.
     pub left_bytes: u64,
-    /// The longest time that a request of a guest took longer because of the copy.
+    /// The longest delay of a guest's request because of the copy.
     pub longest_stall: Duration,
-    /// How long requests of guests were made to wait so that the copy gets ahead, all together.
+    /// The sum of the waits that guests' requests were given so that the copy gets ahead.
     pub throttled: Duration,
-    /// It takes longer than it was to.
+    /// It takes longer than the time that was set.
     pub is_late: bool,
 }
 
@@ -72,15 +72,14 @@ impl CopyWatch {
         self.change(|_| ());
     }
 
-    /// One whose copy ends even if its storage hangs: see [`CopyWatch::give_up`].
+    /// Returns a watch whose copy ends even if its storage hangs: see [`CopyWatch::give_up`].
     #[must_use]
     pub fn that_can_give_up() -> Self {
         Self { give_up: Some(Arc::default()), ..Self::default() }
     }
 
-    /// Cancels, and waits no longer for storage that hangs: reads, and what is done to the target of a copy, end with
-    /// errors. What is written to a layer of the disk is waited for by the copy, and not by guests who wrote it to both
-    /// sides.
+    /// Cancels, and waits no longer for storage that hangs: reads, and all calls to the target of a copy, end with
+    /// errors. The copy waits for writes to layers of the disk, but guests that wrote to both sides do not.
     pub fn give_up(&self) {
         self.cancel();
         if let Some(give_up) = &self.give_up {
@@ -92,7 +91,7 @@ impl CopyWatch {
         self.give_up.as_ref()
     }
 
-    /// Whether it is too late to end it: a record of the disk may name what the copy makes of it.
+    /// Whether it is too late to end the copy: a record of the disk may already name the result.
     #[must_use]
     pub fn is_decided(&self) -> bool {
         self.is_decided.load(Ordering::Acquire)
@@ -113,19 +112,19 @@ impl CopyWatch {
         self.change(|pace| pace.is_paused = true);
     }
 
-    /// Goes on.
+    /// Lets a paused copy go on.
     pub fn resume(&self) {
         self.lock_rate().forget();
         self.change(|pace| pace.is_paused = false);
     }
 
-    /// Whether it is to wait.
+    /// Whether the copy is paused.
     #[must_use]
     pub fn is_paused(&self) -> bool {
         self.pace.lock().unwrap_or_else(PoisonError::into_inner).is_paused
     }
 
-    /// The most bytes that are moved in a second while guests go on; 0 lifts the limit.
+    /// Sets the most bytes that are moved in a second while guests go on; 0 lifts the limit.
     pub fn set_rate(&self, bytes_per_second: u64) {
         self.change(|pace| {
             pace.bytes_per_second = Some(bytes_per_second).filter(|rate| *rate > 0);
@@ -150,8 +149,8 @@ impl CopyWatch {
         self.total_bytes.load(Ordering::Relaxed)
     }
 
-    /// How long the rest takes if it goes on as in the last seconds; `None` where nobody can say. What guests write
-    /// meanwhile is not foreseen.
+    /// How long the rest takes at the rate of the last seconds; `None` if that is unknown. Further writes of guests are
+    /// not foreseen.
     #[must_use]
     pub fn time_left(&self) -> Option<Duration> {
         if self.is_paused() || self.is_cancelled() {
@@ -166,18 +165,18 @@ impl CopyWatch {
         self.rate.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes what it has come to, once, for people.
+    /// Sets the result, once, in words for people.
     pub fn set_outcome(&self, outcome: String) {
         let _ = self.outcome.set(outcome);
     }
 
-    /// What it has come to, where there is more to say than that it is done.
+    /// Returns the result, if there is more to say than that it is done.
     #[must_use]
     pub fn outcome(&self) -> Option<&str> {
         self.outcome.get().map(String::as_str)
     }
 
-    /// What the copy has to keep to.
+    /// Sets what the copy has to keep to.
     pub fn set_aim(&self, aim: Aim) {
         self.change(|pace| pace.aim = aim);
     }
@@ -186,7 +185,7 @@ impl CopyWatch {
         self.pace.lock().unwrap_or_else(PoisonError::into_inner).aim
     }
 
-    /// How it comes to its end.
+    /// Returns how the copy comes to its end.
     #[must_use]
     pub fn rounds(&self) -> CopyRounds {
         let micros = |count: &AtomicU64| Duration::from_micros(count.load(Ordering::Relaxed));
@@ -199,7 +198,7 @@ impl CopyWatch {
         }
     }
 
-    /// A pass over so many bytes begins.
+    /// Notes that a pass over so many bytes begins.
     pub(super) fn round(&self, bytes: u64) {
         self.begun.get_or_init(Instant::now);
         self.more(bytes);
@@ -212,7 +211,7 @@ impl CopyWatch {
         self.left_bytes.store(bytes, Ordering::Relaxed);
     }
 
-    /// So many bytes of a pass were left to the next one, which counts them again.
+    /// Notes that so many bytes of a pass are left to the next one, which counts them again.
     pub(super) fn again(&self, bytes: u64) {
         self.done(bytes);
     }
@@ -240,8 +239,8 @@ impl CopyWatch {
         elapsed.saturating_add(rest.saturating_mul(2)) > within
     }
 
-    /// How long each write has to wait so that the rest is copied in time, where `done_bytes` were since `since`, and
-    /// each write waits for `delay` now.
+    /// Returns how long each write has to wait so that the rest is copied in time. `done_bytes` were copied since
+    /// `since`, while each write waited for `delay`.
     pub(super) fn delay_for(&self, left_bytes: u64, done_bytes: u64, since: Instant, delay: Duration) -> Duration {
         let Aim { within: Some(within), stall } = self.aim() else { return Duration::ZERO };
         let most = stall.map_or(DELAY_MAX, |stall| part(stall, 2).clamp(DELAY_MIN, DELAY_MAX));
@@ -258,7 +257,7 @@ impl CopyWatch {
         }
     }
 
-    /// How large a piece may be while guests wait for it, where so many are copied at once: at most `most_bytes`.
+    /// Returns how large a piece may be while guests wait for it and `at_once` pieces are copied: at most `most_bytes`.
     pub(super) fn piece_bytes(&self, most_bytes: u64, at_once: usize) -> u64 {
         let Some(stall) = self.aim().stall else { return most_bytes };
         let rate = self.done_bytes() as f64 / self.elapsed().as_secs_f64().max(0.001);
@@ -289,7 +288,7 @@ impl CopyWatch {
         pace.is_paused || pace.bytes_per_second.is_some()
     }
 
-    /// Waits as long as the copy is paused, and until so many bytes are paid for.
+    /// Waits while the copy is paused, and until its rate allows so many bytes.
     pub(super) fn pace(&self, bytes: u64) {
         let mut pace = self.pace.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(rate) = pace.bytes_per_second {
@@ -311,7 +310,7 @@ impl CopyWatch {
 
 /// The shortest time that a write is made to wait.
 const DELAY_MIN: Duration = Duration::from_millis(1);
-/// The longest, where nobody says how long a request may take longer.
+/// The longest time, unless [`Aim::stall`] sets one.
 const DELAY_MAX: Duration = Duration::from_millis(25);
 /// A piece that guests wait for is not smaller than this.
 const PIECE_BYTES_MIN: u64 = 64 << 10;
@@ -324,7 +323,7 @@ fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// How long so many bytes take where others took so long.
+/// How long `left_bytes` take if `done_bytes` took `elapsed`.
 fn time_for(left_bytes: u64, done_bytes: u64, elapsed: Duration) -> Duration {
     let seconds = left_bytes as f64 / done_bytes.max(1) as f64 * elapsed.as_secs_f64();
     Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
