@@ -7,13 +7,14 @@ use std::path::{Path, PathBuf};
 /// Options about TLS for NBD clients.
 #[derive(clap::Args)]
 pub(crate) struct TlsArgs {
-    /// Serve NBD clients with TLS. DIRECTORY has ca-cert.pem, server-cert.pem and server-key.pem, as for QEMU.
+    /// Serve NBD clients with TLS. DIRECTORY has ca-cert.pem, server-cert.pem and server-key.pem, or only a keys.psk with
+    /// keys that clients share, as for QEMU.
     #[arg(long, value_name = "DIRECTORY")]
     pub(crate) tls_creds: Option<PathBuf>,
     /// Whether clients must use TLS, or may.
     #[arg(long, value_enum, default_value = "required", requires = "tls_creds")]
     tls: TlsUse,
-    /// Whether clients need a certificate of the same authority.
+    /// Whether clients need a certificate of the same authority. With keys.psk they need a key.
     #[arg(long, value_enum, default_value = "on", requires = "tls_creds")]
     tls_verify_peer: Verify,
 }

@@ -206,13 +206,16 @@ fn a_guest_goes_on_when_the_server_of_its_disk_under_tls_is_killed_and_comes_bac
     let uri = format!("nbds+unix:///d?tls-certificates={creds}&reconnect-s=60&socket={socket}");
     let daemon = Server::start(&["--drive", &format!("file={uri},format=raw,name=root,socket={guest}")]);
     let mut load = ringdisk();
-    load.args([
-        "bench", "--verify", "--rw", "randrw", "--bs", "4k", "--depth", "8", "--time", "30", "--socket", &guest,
-    ]);
+    load.args(["bench", "--destroy", "--verify", "--rw", "randrw", "--bs", "4k", "--depth", "8"]);
+    // Longer than three restarts take on a busy machine.
+    load.args(["--time", "30", "--socket", &guest]);
     let mut load = load.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     for _ in 0..3 {
         std::thread::sleep(Duration::from_secs(1));
-        assert!(load.try_wait().unwrap().is_none(), "the load has ended already");
+        if load.try_wait().unwrap().is_some() {
+            let output = load.wait_with_output().unwrap();
+            panic!("the load has ended already: {}{}", text(&output.stdout), text(&output.stderr));
+        }
         server.kill();
         std::fs::remove_file(&socket).unwrap();
         server = serve(&raw, &socket, &["--tls-creds", &creds]);

@@ -428,7 +428,7 @@ pub struct AddNbd {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct AddTls {
-    /// A directory with `ca-cert.pem`, `server-cert.pem` and `server-key.pem`.
+    /// A directory with `ca-cert.pem`, `server-cert.pem` and `server-key.pem`, or only a `keys.psk`.
     #[schema(value_type = String)]
     pub credentials: PathBuf,
     /// Whether clients must use it; otherwise it is optional.

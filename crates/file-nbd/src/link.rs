@@ -66,7 +66,7 @@ pub(crate) struct Link {
     making: Option<Receiver<Option<Lane>>>,
     /// That connection leads to a server that is gone.
     is_stale: bool,
-        /// A new connection, used once the call with this number has ended.
+    /// A new connection, used once the call with this number has ended.
     joining: Option<(u64, Lane)>,
     /// A connection could not be made, so no more are tried.
     has_enough: bool,

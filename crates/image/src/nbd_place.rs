@@ -147,7 +147,7 @@ mod tests {
             ("nbd://H:10809/x?connections=4", "nbd://h/x"),
             ("nbd://me:secret@h:99/a%20b", "nbd://h:99/a%20b"),
             ("nbd://h", "nbd://h/"),
-            ("nbds://h/x?tls-certificates=/home/me&reconnect-s=5", "nbds://h/x"),
+            ("nbds://h/x?tls-certificates=/pki/me&reconnect-s=5", "nbds://h/x"),
             ("nbds://[::1]:7/x", "nbds://[::1]:7/x"),
             ("nbd+unix:///%61?connections=2&socket=/run/a%2Fb+c", "nbd+unix:///a?socket=/run/a/b%2Bc"),
             ("nbds+unix:///a?tls-hostname=h&socket=/s", "nbds+unix:///a?socket=/s"),

@@ -22,8 +22,8 @@ pub(crate) struct Args {
     /// The image to serve.
     #[arg(value_name = "IMAGE")]
     image: Option<PathBuf>,
-    /// Another disk, with options as of serve, except those for guests, and nothing that waits for "ctl resume". Its export
-    /// has the disk's name (name=). May be repeated.
+    /// Another disk, with options as of serve, except those for guests, and nothing that waits for "ctl resume". Its
+    /// export has the disk's name (name=). May be repeated.
     #[arg(long, value_name = "OPTIONS")]
     drive: Vec<String>,
     /// Listen at this Unix socket. fd:NAME or fd:NUMBER is a socket that a service manager passed, Unix or TCP [default:
@@ -162,8 +162,8 @@ fn refuse_to_hold(disk: &DiskOptions) -> anyhow::Result<()> {
     let policies = [("on-error", disk.on_error), ("on-no-space", disk.on_no_space)];
     let Some((key, _)) = policies.iter().find(|(_, policy)| *policy == ErrorPolicy::Hold) else { return Ok(()) };
     Err(usage(format!(
-        "--drive: {key}=hold waits for 'ctl resume', which cannot reach this command: leave it out, or use 'serve' with \
-         --nbd and --control"
+        "--drive: {key}=hold waits for 'ctl resume', which cannot reach this command: leave it out, or use 'serve' \
+         with --nbd and --control"
     )))
 }
 

@@ -42,8 +42,8 @@ pub(crate) struct Args {
     /// repeated.
     #[arg(long, value_name = "SOCKET|ADDRESS:PORT")]
     nbd: Vec<String>,
-    /// Serve NBD clients with TLS, which they must use; they need a certificate of the same authority. DIRECTORY has
-    /// ca-cert.pem, server-cert.pem and server-key.pem.
+    /// Serve NBD clients with TLS, which they must use. DIRECTORY has ca-cert.pem, server-cert.pem and server-key.pem, and
+    /// clients need a certificate of the same authority. Or it has only a keys.psk, and they need a key of it.
     #[arg(long, value_name = "DIRECTORY", requires = "nbd")]
     nbd_tls_creds: Option<PathBuf>,
     /// The permissions of NBD sockets, in octal [default: 0600, or 0660 with --nbd-socket-group].

@@ -144,7 +144,7 @@ mod tests {
         }
         for (text, recorded) in [
             ("nbd://h/x", "nbd://h/x"),
-            ("nbds://me@h/x?tls-certificates=/home/me/pki&reconnect-s=5", "nbds://h/x"),
+            ("nbds://me@h/x?tls-certificates=/pki/me&reconnect-s=5", "nbds://h/x"),
             ("nbd+unix:///x?connections=1&socket=/run/s", "nbd+unix:///x?socket=/run/s"),
             ("https://h/x?y#cache=/c", "https://h/x?y"),
             ("rbd:p/i@s:conf=/c", "rbd:p/i@s"),

@@ -382,7 +382,7 @@ mod tests {
         assert_eq!(anywhere.0, said("rbd:p/other"));
         let anywhere = pass(BackingPolicy::Anywhere, &[], "nbd+unix:///x?connections=9&socket=/s").unwrap();
         assert_eq!(anywhere.0, said("nbd+unix:///x?socket=/s"));
-        let error = pass(BackingPolicy::Anywhere, &[], "nbds://h/x?tls-certificates=/home/me").unwrap_err();
+        let error = pass(BackingPolicy::Anywhere, &[], "nbds://h/x?tls-certificates=/pki/me").unwrap_err();
         assert!(error.to_string().contains("'nbds://h/x'") && error.to_string().contains("--backing"), "{error}");
     }
 
