@@ -5,6 +5,7 @@ mod common;
 
 use common::{PATIENCE, Server, at, directory, path_str, ringdisk, run_ok};
 use std::io::{ErrorKind, Read, Write};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
@@ -79,4 +80,20 @@ fn a_server_that_was_started_under_nohup_stays_when_its_terminal_goes() {
     server.signal("HUP");
     reads(&socket);
     server.stop();
+}
+
+#[test]
+fn a_repair_goes_on_though_nobody_reads_what_it_finds() {
+    let dir = directory();
+    let image = at(&dir, "leak.qcow2");
+    run_ok(&["create", "-q", "-f", "qcow2", path_str(&image), "1M"]);
+    // A cluster that nothing refers to has a refcount.
+    let file = std::fs::OpenOptions::new().write(true).open(&image).unwrap();
+    file.set_len(11 << 16).unwrap();
+    file.write_all_at(&[0, 1], (2 << 16) + 20).unwrap();
+    let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let check = |more: &[&str]| ringdisk().arg("check").args(more).arg(&image).stderr(full()).status().unwrap().code();
+    assert_eq!(check(&[]), Some(3));
+    assert_eq!(check(&["-r", "leaks"]), Some(0));
+    assert_eq!(check(&[]), Some(0));
 }

@@ -204,13 +204,16 @@ impl<'a> Line<'a> {
             "convert" if self.value("--target-is-zero").is_some() && self.value("-n").is_none() => {
                 Told::words(Stage::Line, "--target-is-zero requires use of -n flag")
             }
+            "create" if said("the size of the image is missing") => {
+                Told::words(Stage::Options, "Image creation needs a size parameter")
+            }
             "dd" if said("invalid number: '") => about_number(quoted),
             "snapshot" => self.about_snapshot(message),
             "resize" if said("Use the --shrink option") => Told::ours(
                 Stage::Line,
                 Some(
-                    "warning: Shrinking an image will delete all data beyond the shrunken image's end. Before performing \
-                     such an operation, make sure there is no important data there.",
+                    "qemu-img: warning: Shrinking an image will delete all data beyond the shrunken image's end. Before \
+                     performing such an operation, make sure there is no important data there.",
                 ),
             ),
             _ => Told::ours(Stage::Options, None),

@@ -543,6 +543,10 @@ impl<'a, 'w> Walk<'a, 'w> {
     fn count_blocks(&mut self, may_grow: bool) {
         let file_clusters = self.geometry.clusters_for(self.file_bytes);
         for index in 0..self.table.len() {
+            // What was not counted would look as if nothing referred to it.
+            if self.stopped {
+                return;
+            }
             let entry = self.table.get(index).copied().unwrap_or(0);
             let offset = entry & !REFCOUNT_TABLE_RESERVED;
             let cluster = self.geometry.cluster_of(offset);
