@@ -281,11 +281,9 @@ fn guests() -> Result<Counts> {
     let kernel = packages::guest_kernel()?;
     count(
         Program::cargo()
-            .args(["test", "--package", "ringdisk", "--test", "guests", "--test", "guests_rbd"])
-            .args(["--test", "save_guest", "--test", "tree_copy", "--"])
+            .args(["test", "--package", "ringdisk", "--test", "guests", "--test", "guests_rbd", "--"])
             .args(["--ignored", "--test-threads=2", "--nocapture"])
             .env("RINGDISK_GUEST_KERNEL", kernel)
-            .env("RINGDISK_SAVE_GUEST_ROUNDS", "1")
             .limit(GUESTS_LIMIT),
     )
 }
