@@ -6,7 +6,7 @@
 //! at the mark once a batch and hang up. Any other fault goes to the previous handler; by default the process ends.
 //!
 //! The kernel may refuse private memory for a whole mapping (limits of memory). Then a file of our own covers it, which
-//! takes none ([`refuge`]), if need be in place of a spare mapping ([`spares`]). The process ends only if the kernel
+//! takes none (`refuge`), if need be in place of a spare mapping (`spares`). The process ends only if the kernel
 //! refuses even that.
 //!
 //! A SIGBUS that another process sends is no fault, and is ignored.
