@@ -114,6 +114,7 @@ fn copy_differences(
     open.format = Some(format);
     open.allow_backing = options.allow_backing.clone();
     open.listed.clone_from(&options.listed);
+    open.will_have_backing = options.backing.is_some();
     let top = Arc::new(image::open(&open, opener)?);
     let below = match &options.backing {
         None => None,
@@ -129,8 +130,8 @@ fn copy_differences(
         let what = format!("'{}' cannot be its own backing file", options.top);
         return Err(Error::new(ErrorKind::BadOption, what));
     }
-    // An image without a backing file need not say that a cluster is zero. Other data are packed.
-    let says_zero = top.formats().count() > 1 && (top.can_say_zero() || !options.compress);
+    // Where an image cannot say that a cluster is zero, zeros are written, and packed.
+    let says_zero = top.can_say_zero() || !options.compress;
     closed(copy(&top, below.as_ref(), (options.compress, says_zero), reactors, control), &top)
 }
 

@@ -145,6 +145,13 @@ impl Mapping {
         self.header().is_none_or(|header| header.version >= 3)
     }
 
+    /// The image is going to get a backing file: zeroed clusters say that they are zero from now on.
+    pub(crate) fn expect_backing(&mut self) {
+        if let Self::Qcow2(qcow2) = self {
+            qcow2.expect_backing();
+        }
+    }
+
     /// Reads the image's internal snapshots.
     pub(crate) async fn snapshots(&self, io: &MetaIo, name: &str) -> Result<Vec<Snapshot>> {
         match self {
