@@ -184,8 +184,9 @@ fn copy(
             })
         })
     };
-    // Only whole clusters can be compressed.
-    let pieces = Pieces { grain: if compress { cluster.max(1) } else { 1 }, piece, size, handed_out: 0 };
+    // Only whole clusters can be compressed, or marked as zero in an image that had no layer below.
+    let is_whole = compress || top.formats().count() == 1;
+    let pieces = Pieces { grain: if is_whole { cluster.max(1) } else { 1 }, piece, size, handed_out: 0 };
     let walked = walk(top, below, pieces, &pipeline, control);
     let finished = pipeline.finish(control);
     walked?;

@@ -473,6 +473,7 @@ pub(crate) const CREATE_OPTIONS: &[&str] = &[
     "amend -o compat=0.10 empty.qcow2",
     "info empty.qcow2",
     "create -f raw base.raw 64k",
+    "io raw base.raw write -P 1 0 64k",
     "create -f qcow2 -b file:base.raw -F raw over.qcow2",
     "info --output=json over.qcow2",
     "info --backing-chain over.qcow2",
