@@ -1,8 +1,7 @@
 //! Where an export listens: at a path of its own, or on a socket that was passed to this program.
 
-use crate::attach::absolute;
 use block::{Disk, Error, ErrorKind, ReactorHandle, Result};
-use drive::{ExportOptions, socket_beside};
+use drive::{ExportOptions, absolute, socket_beside};
 use export_vhost_user::{Export, ExportOptions as VhostUserOptions};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
@@ -10,6 +9,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+/// The default permissions of a socket that has a group of its own.
+pub(crate) const GROUP_SOCKET_MODE: u32 = 0o660;
 
 /// Where an export is going to listen.
 pub(crate) enum Place {

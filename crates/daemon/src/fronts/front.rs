@@ -1,7 +1,7 @@
 //! What serves a disk: a vhost-user socket, or an export at an NBD server.
 
-use crate::nbd::NbdFront;
-use crate::status::NbdStatus;
+use super::servers::NbdFront;
+use crate::state::status::NbdStatus;
 use export_nbd::NbdExport;
 use export_vhost_user::{Export, QueueLatency, RingStats, Surrender};
 

@@ -1,7 +1,7 @@
 //! Persistent bitmaps and internal snapshots of disks in use.
 
 use crate::daemon::Daemon;
-use crate::status::NodeId;
+use crate::state::status::NodeId;
 use block::{Error, ErrorKind, Result};
 use image::{ClosedEdit, OnlineBitmap, Snapshot};
 

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// What a monitor must know about one served disk.
 #[derive(Debug, Clone)]
@@ -120,12 +120,6 @@ pub fn quote(text: &str) -> Cow<'_, str> {
     }
     // This fails only for a zero byte, which no path has.
     shlex::try_quote(text).unwrap_or(Cow::Borrowed(text))
-}
-
-/// Makes `path` absolute without looking at its last part (the socket may not exist yet).
-#[must_use]
-pub fn absolute(path: &Path) -> PathBuf {
-    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! The fleece: a file that takes what guests write while a backup runs. Also watches how much room it has.
 
-use crate::change::{Made, top_of};
+use super::layers::top_of;
+use super::made::Made;
 use crate::table::Found;
 use block::{Error, ErrorKind, Result};
 use image::{FileName, Image, OpenedOverlay};

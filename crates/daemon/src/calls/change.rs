@@ -1,11 +1,12 @@
 //! Changes of disks in use: their size, and their layers.
 
 use crate::daemon::Daemon;
-use crate::status::NodeId;
+use crate::jobs::layers::top_of;
+use crate::jobs::made::Made;
+use crate::state::status::NodeId;
 use crate::table::{Found, Table, Work};
-use block::{Disk, Error, ErrorKind, File, Result};
-use drive::{EngineOpener, check_room, make_file, unmake_file};
-use image::{CopyWatch, CreateOptions, FileName, Format, Image, OpenedOverlay, Opener, Role, put_overlay};
+use block::{Error, ErrorKind, Result};
+use image::{CopyWatch, FileName, Image, put_overlay};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -102,105 +103,5 @@ impl Daemon {
             Error::new(ErrorKind::Unsupported, message)
         })?;
         Ok((work, found, image))
-    }
-}
-
-/// The two top layers of a disk, of which the upper one is taken off.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TakenOff {
-    /// The file of the layer that is taken off, by its canonical name.
-    pub top: FileName,
-    /// The file of the layer below, which becomes the top.
-    pub below: FileName,
-    /// The format of the layer below; `None` if it was guessed.
-    pub below_format: Option<Format>,
-}
-
-impl TakenOff {
-    /// Returns those of a disk; `None` if it has one layer.
-    pub(crate) fn of(image: &Image) -> Option<Self> {
-        let mut names = image.layer_file_names().map(|(own, _)| own);
-        let (top, below) = names.next().zip(names.next())?;
-        Some(Self { top, below, below_format: image.said_formats().nth(1).flatten() })
-    }
-}
-
-/// Keeps a record of what a disk rests on, while that changes.
-pub trait BaseRecord: Send {
-    /// Notes, durably, that so many layers below the top will go. Until [`BaseRecord::has_moved`] or
-    /// [`BaseRecord::stays`] is called, the image may name either base. On an error it keeps the old one.
-    fn will_move(&mut self, gone: usize) -> Result<()>;
-    /// Notes that the image names its new base.
-    fn has_moved(&mut self);
-    /// Notes that the image keeps its old base.
-    fn stays(&mut self);
-}
-
-/// Keeps no record.
-impl BaseRecord for () {
-    fn will_move(&mut self, _gone: usize) -> Result<()> {
-        Ok(())
-    }
-
-    fn has_moved(&mut self) {}
-
-    fn stays(&mut self) {}
-}
-
-pub(crate) fn top_of(image: &Image) -> Option<FileName> {
-    image.file_names().next()
-}
-
-/// Files that were made. They are removed again unless they are kept.
-#[derive(Default)]
-pub(crate) struct Made(Vec<FileName>);
-
-impl Made {
-    /// Makes a file, which must not exist. Its name is durable: a record of disks is going to name it.
-    pub(crate) fn file(&mut self, name: &FileName, length_bytes: u64) -> Result<()> {
-        make_file(name, length_bytes)?;
-        self.0.push(name.clone());
-        name.path().map_or(Ok(()), engine::sync_directory_of)
-    }
-
-    fn overlay(&mut self, found: &Found, image: &Image, name: &FileName) -> Result<OpenedOverlay> {
-        self.overlay_with(found, image, name, |_| ())
-    }
-
-    /// As [`Made::overlay`], with changed options.
-    pub(crate) fn overlay_with(
-        &mut self,
-        found: &Found,
-        image: &Image,
-        name: &FileName,
-        change: impl FnOnce(&mut format_qcow2::CreateOptions),
-    ) -> Result<OpenedOverlay> {
-        let below = image.layer_in_header(0)?;
-        let options = format_qcow2::CreateOptions::default().with(|options| {
-            options.size_bytes = image.info().size_bytes;
-            options.rest_on(below);
-            change(options);
-        });
-        self.file(name, 0)?;
-        let file: Arc<dyn File> =
-            EngineOpener::of_disk(&found.options).with_buffers(image.buffers()).open(name, Role::Writable)?;
-        let options = CreateOptions::Qcow2(options);
-        check_room(&*file, &options)?;
-        image::create(&file, &options)?;
-        OpenedOverlay::open(name, file)
-    }
-
-    pub(crate) fn keep(&mut self) {
-        self.0.clear();
-    }
-}
-
-impl Drop for Made {
-    fn drop(&mut self) {
-        for name in &self.0 {
-            if let Err(error) = unmake_file(name) {
-                tracing::warn!("cannot remove '{name}', which is not used: {error}");
-            }
-        }
     }
 }

@@ -4,16 +4,15 @@
 //! fleece is taken back after the copy, or if the copy fails or the fleece becomes too large. So a target that is slow
 //! or hangs keeps no guest waiting.
 
-use crate::change::{Made, TakenOff, top_of};
-use crate::daemon::Daemon;
-use crate::fleece::Fleece;
-use crate::status::{JobId, JobKind, NodeId};
+use super::fleece::Fleece;
+use super::layers::{TakenOff, top_of};
+use super::made::Made;
 use crate::table::Found;
 use block::{Disk as _, Error, ErrorKind, File, Result};
 use drive::{DiskOptions, EngineOpener, check_room, make_file, unmake_file};
 use engine::CacheMode;
 use image::{
-    Aim, Backing, BackingPolicy, Copied, CopyOut, CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions,
+    Backing, BackingPolicy, Copied, CopyOut, CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions,
     OpenedOverlay, Opener, PointInTime, Role,
 };
 use std::path::{Path, PathBuf};
@@ -23,8 +22,6 @@ use std::time::Duration;
 
 /// How often the fleece's size is looked at.
 const LOOK: Duration = Duration::from_millis(10);
-/// How much longer a request may take while the fleece is taken back.
-const STALL: Duration = Duration::from_millis(50);
 
 /// What is copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,42 +102,17 @@ pub trait BackupRecord: Send {
 }
 
 /// What a backup job works with.
-struct Backup {
-    found: Found,
-    policy: (BackingPolicy, Vec<PathBuf>),
-    options: BackupOptions,
-    fleece: PathBuf,
+pub(crate) struct Backup {
+    pub(crate) found: Found,
+    pub(crate) policy: (BackingPolicy, Vec<PathBuf>),
+    pub(crate) options: BackupOptions,
+    pub(crate) fleece: PathBuf,
     /// Watches how the fleece is taken back. Nothing cancels that: the fleece holds what guests wrote.
-    ending: Arc<CopyWatch>,
-}
-
-impl Daemon {
-    /// Starts a job that copies a disk as it is at one moment soon after the call. See [`BackupOptions`].
-    pub fn start_backup(
-        &self,
-        node: NodeId,
-        options: BackupOptions,
-        mut record: impl BackupRecord + 'static,
-    ) -> Result<JobId> {
-        let (_work, found, image) = self.image_for("a look at it for its backup".to_owned(), node, None)?;
-        check(&found.name, &image, &options)?;
-        let fleece = Fleece::path_for(&image, &found.name, options.fleece_directory.as_deref())?;
-        let mut listed = self.listed_for(&found);
-        listed.extend(options.base.clone());
-        let (rate, policy) = (options.bytes_per_second, (self.config.allow_backing.clone(), listed));
-        drop(image);
-        let ending = Arc::new(CopyWatch::that_can_give_up());
-        ending.set_aim(Aim { stall: Some(STALL), ..Aim::default() });
-        let mut backup = Backup { found, policy, options, fleece, ending: Arc::clone(&ending) };
-        self.start_job_with_ending(JobKind::Backup, node, rate, ending, move |image, watch, has_new_top| {
-            backup.choose_mode(image, watch, &record)?;
-            backup.run(image, watch, has_new_top, &mut record)
-        })
-    }
+    pub(crate) ending: Arc<CopyWatch>,
 }
 
 /// Refuses impossible options before anything is done.
-fn check(name: &str, image: &Image, options: &BackupOptions) -> Result<()> {
+pub(crate) fn check(name: &str, image: &Image, options: &BackupOptions) -> Result<()> {
     let bad = |what: String| Err(Error::new(ErrorKind::BadOption, what));
     if image.said_formats().next().flatten() == Some(Format::Scratch) {
         let what =
@@ -190,7 +162,7 @@ fn check(name: &str, image: &Image, options: &BackupOptions) -> Result<()> {
 
 impl Backup {
     /// Chooses between all of the disk and what was written since the last backup. No other backup of the disk runs.
-    fn choose_mode(&mut self, image: &Image, watch: &CopyWatch, record: &dyn BackupRecord) -> Result<()> {
+    pub(crate) fn choose_mode(&mut self, image: &Image, watch: &CopyWatch, record: &dyn BackupRecord) -> Result<()> {
         // The disk's layers and bitmaps may have changed since the call.
         check(&self.found.name, image, &self.options)?;
         let Some(bitmap) = self.options.bitmap.as_deref().filter(|_| self.options.mode == BackupMode::SinceLast) else {
@@ -216,7 +188,7 @@ impl Backup {
         Ok(())
     }
 
-    fn run(
+    pub(crate) fn run(
         &self,
         image: &Image,
         watch: &CopyWatch,

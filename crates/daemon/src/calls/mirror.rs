@@ -1,8 +1,8 @@
 //! Copies a disk in use to another image, by a job.
 
-use crate::change::Made;
 use crate::daemon::Daemon;
-use crate::status::{JobId, JobKind, NodeId};
+use crate::jobs::made::Made;
+use crate::state::status::{JobId, JobKind, NodeId};
 use block::{Disk, Error, ErrorKind, File, Result};
 use drive::{EngineOpener, check_room};
 use image::{Aim, CreateOptions, FileName, Format, MirrorEnd, MirrorScope, MirrorTarget, Opener, Role, mirror};

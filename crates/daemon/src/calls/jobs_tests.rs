@@ -3,6 +3,7 @@ use crate::daemon::DaemonConfig;
 use drive::DiskOptions;
 use image::{CreateOptions, Opener as _, Role, take_back};
 use load::{BenchSpec, Hooks, Pattern, Stop, run};
+use std::time::Duration;
 
 const LARGE_BYTES: u64 = 12 << 20;
 const BYTES_PER_SECOND: u64 = 2 << 20;

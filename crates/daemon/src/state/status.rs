@@ -1,7 +1,7 @@
 //! The status of a daemon's disks, exports and jobs.
 
-use crate::attach::Attachment;
-use crate::nbd::NbdAddress;
+use super::attach::Attachment;
+use super::nbd_options::NbdAddress;
 use block::DiskInfo;
 use export_vhost_user::RingStats;
 use image::{CopyRounds, HeldRequests, TableCacheStats};

@@ -1,6 +1,6 @@
 //! Who serves at which address, where beginning to serve may take long.
 
-use crate::nbd::NbdAddress;
+use crate::state::nbd_options::NbdAddress;
 use block::Result;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};

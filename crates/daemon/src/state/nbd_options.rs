@@ -1,26 +1,15 @@
-//! Disks for NBD clients: servers at addresses, each with exports of one or more disks.
-//!
-//! A server begins with its first export and ends with its last. Exports at one address differ by their names.
+//! What an NBD export is made with: the server's address, TLS, names.
 
-use crate::addresses::Addresses;
-use crate::attach::absolute;
-use crate::daemon::{Daemon, GROUP_SOCKET_MODE};
-use crate::front::Front;
-use crate::place::{PassedSocket, inode_of};
-use crate::status::{ExportId, NbdStatus, NodeId};
-use crate::table::Found;
-use block::{DirtyBitmaps, Disk, Error, ErrorKind, ReactorHandle, Result};
-use export_nbd::{
-    Credentials, Limits, NbdBitmap, NbdExport, NbdListener, NbdServer, PayloadMemory, ServerOptions, Tls,
-};
+use super::place::{GROUP_SOCKET_MODE, PassedSocket, inode_of};
+use block::{Error, ErrorKind, Result};
+use drive::absolute;
+use export_nbd::{Limits, NbdListener};
 use export_vhost_user::ListenSocket;
-use image::Image;
 use std::cmp::Ordering;
 use std::fmt::{self, Write as _};
 use std::net::TcpListener;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 /// By default a Unix socket is for this user only, or for its group if it has one of its own.
 const SOCKET_MODE: u32 = 0o600;
@@ -103,7 +92,7 @@ impl NbdAddress {
         }
     }
 
-    fn listen(&self, access: SocketAccess) -> Result<(NbdListener, Option<ListenSocket>)> {
+    pub(crate) fn listen(&self, access: SocketAccess) -> Result<(NbdListener, Option<ListenSocket>)> {
         if !matches!(self, Self::Unix(_)) && access != SocketAccess::default() {
             let what = format!("'{self}': socket-mode and socket-group are for a Unix socket that is made here");
             return Err(Error::new(ErrorKind::BadOption, what));
@@ -250,159 +239,9 @@ impl NbdOptions {
         }
     }
 
-    fn connections(&self) -> usize {
+    pub(crate) fn connections(&self) -> usize {
         self.connections.map_or(Limits::default().connections, usize::from)
     }
-}
-
-/// The servers of a daemon. Two exports at one address find each other.
-pub(crate) struct Servers {
-    at: Addresses<Serving>,
-    /// For the payload of all their clients.
-    payload: PayloadMemory,
-}
-
-struct Serving {
-    server: NbdServer,
-    connections: usize,
-    tls: Option<NbdTls>,
-    access: SocketAccess,
-    /// Removes its file when the server has ended.
-    _socket: Option<ListenSocket>,
-}
-
-impl Serving {
-    fn begin(
-        options: &NbdOptions,
-        export: NbdExport,
-        reactors: Vec<Arc<dyn ReactorHandle>>,
-        payload: PayloadMemory,
-    ) -> Result<Self> {
-        let tls = options
-            .tls
-            .as_ref()
-            .map(|tls| Tls::new(&Credentials::in_directory(&tls.credentials), tls.is_required, tls.verifies_peers));
-        let tls = tls.transpose()?;
-        let (listener, socket) = options.address.listen(options.access)?;
-        let server = NbdServer::start(
-            listener,
-            vec![export],
-            reactors,
-            ServerOptions::default().with(|server| {
-                server.limits.connections = options.connections();
-                server.tls = tls;
-                server.payload = Some(payload);
-            }),
-        )?;
-        let (connections, access) = (options.connections(), options.access);
-        Ok(Self { server, connections, tls: options.tls.clone(), access, _socket: socket })
-    }
-
-    fn join(&self, options: &NbdOptions, export: NbdExport) -> Result<()> {
-        let is_same = self.tls == options.tls && self.access == options.access;
-        if !is_same || self.connections != options.connections() {
-            let what = format!(
-                "an NBD server is at '{}' already, with other connections, permissions or TLS: name the same, or another \
-                 address",
-                options.address
-            );
-            return Err(Error::new(ErrorKind::Locked, what));
-        }
-        self.server.add(export)
-    }
-}
-
-impl Servers {
-    pub(crate) fn new(payload_bytes: usize) -> Self {
-        Self { at: Addresses::default(), payload: PayloadMemory::new(payload_bytes) }
-    }
-
-    fn add(&self, options: &NbdOptions, export: &NbdExport, reactors: Vec<Arc<dyn ReactorHandle>>) -> Result<()> {
-        let join = |serving: &Serving| serving.join(options, export.clone());
-        let begin = || Serving::begin(options, export.clone(), reactors, self.payload.clone());
-        self.at.join_or_begin(&options.address, join, begin)
-    }
-
-    /// Ends an export, and its server if it was the last there.
-    fn remove(&self, address: &NbdAddress, name: &str) {
-        // Dropping the last handle ends the server.
-        let Some(serving) = self.at.find(address) else { return };
-        serving.server.remove(name);
-        self.at.remove_if(address, &serving, |serving| !serving.server.is_serving());
-    }
-}
-
-/// One disk at a server.
-pub(crate) struct NbdFront {
-    servers: Arc<Servers>,
-    address: NbdAddress,
-    has_tls: bool,
-    pub(crate) export: NbdExport,
-}
-
-impl NbdFront {
-    pub(crate) fn stop(self) {
-        self.servers.remove(&self.address, &self.export.name);
-    }
-
-    pub(crate) fn status(&self) -> NbdStatus {
-        NbdStatus {
-            address: self.address.clone(),
-            uri: self.address.uri(&self.export.name, self.has_tls),
-            name: self.export.name.clone(),
-            description: self.export.description.clone(),
-            bitmaps: self.export.bitmaps.iter().map(|bitmap| bitmap.name.clone()).collect(),
-            has_tls: self.has_tls,
-            connections: self.export.connections(),
-        }
-    }
-}
-
-impl Daemon {
-    /// Serves a disk to NBD clients. When this returns, they can connect. Several disks can be at one address, under
-    /// names of their own. A client that names no export gets the first.
-    pub fn add_nbd_export(&self, node: NodeId, options: &NbdOptions) -> Result<ExportId> {
-        let found = self.table.find(node)?;
-        let (disk, hold) = found.disk.for_export();
-        let export = export_of(&found, disk, options)?;
-        let name = export.name.clone();
-        let begin = || {
-            self.servers.add(options, &export, self.reactor_handles())?;
-            let (servers, address) = (Arc::clone(&self.servers), options.address.clone());
-            Ok(Front::Nbd(Box::new(NbdFront { servers, address, has_tls: options.tls.is_some(), export })))
-        };
-        let id = self.begin_nbd(&found, options, hold, begin)?;
-        let unknown_to_clients = found.options.shown.keys();
-        if !unknown_to_clients.is_empty() {
-            let keys = unknown_to_clients.join(", ");
-            tracing::warn!(disk = %found.name, export = %name, "these options do not hold for NBD clients: {keys}");
-        }
-        tracing::info!(disk = %found.name, export = %name, "served to NBD clients at '{}'", options.address);
-        Ok(id)
-    }
-}
-
-fn export_of(found: &Found, disk: Arc<dyn Disk>, options: &NbdOptions) -> Result<NbdExport> {
-    let mut bitmaps = Vec::new();
-    for name in &options.bitmaps {
-        let none = || Error::new(ErrorKind::Unsupported, format!("the disk '{}' has no bitmaps", found.name));
-        let image: &Arc<Image> = found.disk.image.as_ref().ok_or_else(none)?;
-        match image.dirty_bitmap(name) {
-            Ok(_) => {}
-            Err(error) if options.allows_unreadable_bitmaps => {
-                tracing::warn!(disk = %found.name, "NBD clients cannot ask for the bitmap '{name}': {error}");
-            }
-            Err(error) => return Err(error.in_context(&found.file)),
-        }
-        bitmaps.push(NbdBitmap { name: name.clone(), source: Arc::clone(image) as Arc<dyn DirtyBitmaps> });
-    }
-    let name = options.name.clone().unwrap_or_else(|| found.name.clone());
-    Ok(NbdExport::new(name, disk).with(|export| {
-        export.description.clone_from(&options.description);
-        export.read_only = options.read_only;
-        export.bitmaps = bitmaps;
-        export.disk_name = Some(found.name_in_logs());
-    }))
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Opens the files of disks in use anew.
 
 use crate::daemon::Daemon;
-use crate::status::NodeId;
+use crate::state::status::NodeId;
 use block::Result;
 use drive::{DiskOptions, EngineOpener, open_again};
 use image::FileName;

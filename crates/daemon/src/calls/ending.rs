@@ -7,9 +7,9 @@
 
 use crate::daemon::Daemon;
 use crate::hang::{HOPELESS_PATIENCE, JOBS_PATIENCE};
+use crate::state::caller::{At, Switches};
 use crate::table::Found;
 use rustix::fs::{major, minor};
-use rustix::thread::{Pid, gettid};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -17,55 +17,6 @@ use std::time::{Duration, Instant};
 const SHORTEST: Duration = Duration::from_millis(10);
 /// How long a call may be in one wait for the kernel's own storage. The kernel, too, calls a task hung after this time.
 const KERNEL_PATIENCE: Duration = Duration::from_secs(120);
-
-/// The thread that makes a call.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Caller(Pid);
-
-/// How often a thread has begun to wait, or made room for another.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Switches {
-    count: u64,
-    at: At,
-}
-
-/// What a thread does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum At {
-    /// It does not wait.
-    Work,
-    /// It waits for the kernel's own storage, and no signal ends that.
-    Storage,
-    /// It waits for another process or thread: a server, or a file system in user space.
-    Rest,
-}
-
-impl Caller {
-    /// The thread that asks.
-    pub(crate) fn this() -> Self {
-        Self(gettid())
-    }
-
-    /// `None` if the thread has ended, or the kernel does not tell.
-    pub(crate) fn switches(self) -> Option<Switches> {
-        let path = format!("/proc/self/task/{}/status", self.0.as_raw_nonzero());
-        Switches::parse(&std::fs::read_to_string(path).ok()?)
-    }
-}
-
-impl Switches {
-    fn parse(status: &str) -> Option<Self> {
-        let value = |key: &str| status.lines().find_map(|line| Some(line.strip_prefix(key)?.trim()));
-        let count = |key: &str| value(key)?.parse::<u64>().ok();
-        let count = count("voluntary_ctxt_switches:")?.saturating_add(count("nonvoluntary_ctxt_switches:")?);
-        let at = match value("State:")?.chars().next()? {
-            'R' => At::Work,
-            'D' => At::Storage,
-            _ => At::Rest,
-        };
-        Some(Self { count, at })
-    }
-}
 
 /// The calls on a disk by number, with what their threads do.
 type Calls = Vec<(u64, Option<Switches>)>;
@@ -171,7 +122,7 @@ fn written_of(stat: &str) -> Option<u64> {
 mod tests {
     use super::*;
     use crate::daemon::DaemonConfig;
-    use crate::status::NodeId;
+    use crate::state::status::NodeId;
     use crate::table::Table;
     use drive::DiskOptions;
     use std::sync::Arc;
@@ -226,13 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_says_about_a_thread_is_understood() {
-        let text = "Name:\tx\nState:\tS (sleeping)\nvoluntary_ctxt_switches:\t5\nnonvoluntary_ctxt_switches:\t2\n";
-        assert_eq!(Switches::parse(text), Some(Switches { count: 7, at: At::Rest }));
-        let at = |state: &str| Switches::parse(&text.replace("S (sleeping)", state)).unwrap().at;
-        assert_eq!((at("R (running)"), at("D (disk sleep)")), (At::Work, At::Storage));
-        assert_eq!(Switches::parse("Name:\tx\n"), None);
-        assert_eq!(Caller::this().switches().unwrap().at, At::Work);
+    fn what_the_kernel_says_about_a_device_is_understood() {
         assert_eq!(written_of("1 2 3 4 50 6 7 8 9 10 11 12 13 14 15 600 17"), Some(650));
         assert_eq!(written_of("1 2 3 4 50 6 7 8 9 10 11"), Some(50));
         assert_eq!(written_of("1 2"), None);
