@@ -31,7 +31,7 @@ use crate::events::Events;
 use crate::failure::Failure;
 use crate::options::Options;
 use crate::record::{Record, RecordedDisk, Records, recorded_name, target_name};
-use crate::routes::StorageCalls;
+use crate::storage_calls::StorageCalls;
 use block::{Error, ErrorKind, Result};
 use daemon::{Daemon, DaemonConfig, DiskStatus, ExportId, JobId, NodeId};
 use drive::absolute;

@@ -2,11 +2,8 @@
 //! at a time: the threads that are left answer calls about other disks, and the one that removes the disk. More wait for
 //! their turn, without a thread, in the order in which they came.
 
-use super::{beside, known};
 use crate::api::ErrorKind;
 use crate::failure::Failure;
-use crate::manager::Manager;
-use crate::server::AtWork;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -67,7 +64,7 @@ impl Default for OfDisk {
 
 /// A call in progress.
 #[derive(Debug)]
-struct StorageCall {
+pub(crate) struct StorageCall {
     calls: Arc<StorageCalls>,
     disks: Vec<String>,
     places: Vec<OwnedSemaphorePermit>,
@@ -94,7 +91,7 @@ impl StorageCalls {
     }
 
     /// Waits until these disks, and all together, have room for one more call.
-    async fn begin(self: &Arc<Self>, mut disks: Vec<String>) -> Result<StorageCall, Failure> {
+    pub(crate) async fn begin(self: &Arc<Self>, mut disks: Vec<String>) -> Result<StorageCall, Failure> {
         disks.sort_unstable();
         disks.dedup();
         let mut call = StorageCall { calls: Arc::clone(self), disks, places: Vec::new() };
@@ -120,7 +117,7 @@ impl StorageCalls {
     }
 
     /// Waits until one more disk or export can be removed. Refuses, if too many wait.
-    async fn begin_removal(&self) -> Result<Vec<OwnedSemaphorePermit>, Failure> {
+    pub(crate) async fn begin_removal(&self) -> Result<Vec<OwnedSemaphorePermit>, Failure> {
         let asked = Arc::clone(&self.asked_removals).try_acquire_owned().map_err(|_| {
             let what = format!("{WAITING_REMOVALS_MAX} removals wait already: try again when some have ended");
             Failure::new(ErrorKind::InUse, what)
@@ -131,7 +128,7 @@ impl StorageCalls {
     }
 
     /// The place of one more stream of events.
-    pub(super) fn watch(&self) -> Result<OwnedSemaphorePermit, Failure> {
+    pub(crate) fn watch(&self) -> Result<OwnedSemaphorePermit, Failure> {
         Arc::clone(&self.watchers).try_acquire_owned().map_err(|_| {
             let what = format!("{WATCHERS_MAX} clients watch events already: end one of them first");
             Failure::new(ErrorKind::InUse, what)
@@ -218,55 +215,6 @@ fn too_many(disks: &[String]) -> Failure {
         disks.join("', '")
     );
     Failure::new(ErrorKind::InUse, what)
-}
-
-/// As [`beside`], for a call that may wait for the storage of the disk of this name, which exists.
-pub(super) async fn on_disk<T: Send + 'static>(
-    manager: Arc<Manager>,
-    name: String,
-    call: impl FnOnce(&Arc<Manager>, &str) -> Result<T, Failure> + Send + 'static,
-) -> Result<T, Failure> {
-    // Who names no disk gets the answer at once.
-    known(&manager, &name)?;
-    limited(manager, vec![name.clone()], move |manager| {
-        known(manager, &name)?;
-        call(manager, &name)
-    })
-    .await
-}
-
-/// As [`beside`], for a call that may wait for the storage of these `disks`. It waits for its turn; too many that wait
-/// are refused.
-pub(super) async fn limited<T: Send + 'static>(
-    manager: Arc<Manager>,
-    disks: Vec<String>,
-    call: impl FnOnce(&Arc<Manager>) -> Result<T, Failure> + Send + 'static,
-) -> Result<T, Failure> {
-    let _at_work = AtWork::begin();
-    let begun = manager.storage_calls.begin(disks).await?;
-    let call = move |manager: &Arc<Manager>| {
-        let result = call(manager);
-        drop(begun);
-        result
-    };
-    // The thread keeps its place, also when nobody waits for the answer any more.
-    beside(manager, call).await
-}
-
-/// As [`beside`], for a call that ends what may hang. It waits for its turn, but not for the calls above; too many that
-/// wait are refused.
-pub(super) async fn ending<T: Send + 'static>(
-    manager: Arc<Manager>,
-    call: impl FnOnce(&Arc<Manager>) -> Result<T, Failure> + Send + 'static,
-) -> Result<T, Failure> {
-    let _at_work = AtWork::begin();
-    let places = manager.storage_calls.begin_removal().await?;
-    let call = move |manager: &Arc<Manager>| {
-        let result = call(manager);
-        drop(places);
-        result
-    };
-    beside(manager, call).await
 }
 
 #[cfg(test)]
