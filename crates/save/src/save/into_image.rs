@@ -2,12 +2,12 @@
 //!
 //! The snapshot with the state is taken last. So if it exists, all of them exist.
 
+use super::Saving;
 use crate::disks::{Disks, Layer};
 use crate::files::sync_directory;
 use crate::progress::{Progress, Step};
 use crate::qmp::Qmp;
 use crate::record::{Record, remove_states};
-use crate::save::Saving;
 use block::{Error, ErrorKind, Result};
 use control::api::InternalSnapshot;
 use std::path::Path;
