@@ -31,17 +31,15 @@ impl Manager {
             // A new image of another format rests on nothing.
             None => daemon::BackupMode::Full,
         };
-        let options = BackupOptions {
-            target,
-            format,
-            existing: request.existing,
-            mode,
-            bitmap: request.bitmap,
-            base: request.base.as_deref().map(absolute),
-            fleece_directory: request.fleece_directory.as_deref().map(absolute),
-            fleece_quota_bytes: request.fleece_quota_bytes,
-            bytes_per_second: request.bytes_per_second,
-        };
+        let options = BackupOptions::new(target, format).with(|options| {
+            options.existing = request.existing;
+            options.mode = mode;
+            options.bitmap = request.bitmap;
+            options.base = request.base.as_deref().map(absolute);
+            options.fleece_directory = request.fleece_directory.as_deref().map(absolute);
+            options.fleece_quota_bytes = request.fleece_quota_bytes;
+            options.bytes_per_second = request.bytes_per_second;
+        });
         let record = RecordOfBackup(self.record_of(name, node));
         let id = self.daemon.start_backup(node, options, record)?;
         self.has_started(name, id)

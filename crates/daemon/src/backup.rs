@@ -42,6 +42,7 @@ pub enum BackupMode {
 
 /// The options of a backup.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct BackupOptions {
     /// The image to copy to.
     pub target: FileName,
@@ -61,6 +62,31 @@ pub struct BackupOptions {
     pub fleece_quota_bytes: Option<u64>,
     /// The most bytes that are copied in each second.
     pub bytes_per_second: Option<u64>,
+}
+
+impl BackupOptions {
+    /// Copies all that the guest sees to a new image of this format.
+    #[must_use]
+    pub fn new(target: FileName, format: Format) -> Self {
+        Self {
+            target,
+            format,
+            existing: false,
+            mode: BackupMode::Full,
+            bitmap: None,
+            base: None,
+            fleece_directory: None,
+            fleece_quota_bytes: None,
+            bytes_per_second: None,
+        }
+    }
+
+    /// Changes some of the options: `BackupOptions::new(target, format).with(|options| ...)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
 }
 
 /// A backup that is whole and durable.

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 /// The options of a copy.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct MirrorOptions {
     /// The new image's file, by its absolute path, or its name in a cluster or at an NBD server.
     pub target: FileName,
@@ -26,6 +27,29 @@ pub struct MirrorOptions {
     pub aim: Aim,
     /// The most bytes that are moved in a second while guests go on.
     pub bytes_per_second: Option<u64>,
+}
+
+impl MirrorOptions {
+    /// Copies all that the guest sees to a new image, which then takes the disk's place.
+    #[must_use]
+    pub fn new(target: FileName) -> Self {
+        Self {
+            target,
+            format: None,
+            existing: false,
+            scope: MirrorScope::Full,
+            end: MirrorEnd::Switch,
+            aim: Aim::default(),
+            bytes_per_second: None,
+        }
+    }
+
+    /// Changes some of the options: `MirrorOptions::new(target).with(|options| ...)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
 }
 
 /// What a disk consists of after it has switched to a copy.
