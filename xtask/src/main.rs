@@ -11,6 +11,7 @@ mod command;
 mod counts;
 mod documents;
 mod folder_arrows;
+mod format_names;
 mod mutants;
 mod packages;
 mod packaging;

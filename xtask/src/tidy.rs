@@ -1,6 +1,6 @@
 //! Rules of the project that no compiler checks.
 
-use crate::workspace;
+use crate::{format_names, workspace};
 use anyhow::Result;
 use std::path::Path;
 
@@ -75,6 +75,7 @@ pub(crate) fn check() -> Result<Vec<String>> {
     for (path, text) in &texts {
         complaints.extend(check_file(path, text));
     }
+    complaints.extend(format_names::check(&texts));
     Ok(complaints)
 }
 

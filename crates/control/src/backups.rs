@@ -20,14 +20,14 @@ impl Manager {
         let node = self.node(name)?;
         let target = target_name(Path::new(&request.target))?;
         self.refuse_writing_below(None, &[recorded_name(&target)])?;
-        let format = request.format.as_deref().map_or(Ok(Format::Qcow2), str::parse)?;
+        let format = request.format.as_deref().map_or(Ok(Format::OF_OVERLAYS), str::parse)?;
         let mode = match request.mode {
             Some(BackupMode::Full) => daemon::BackupMode::Full,
             Some(BackupMode::Top) => daemon::BackupMode::Top,
             Some(BackupMode::Incremental) => daemon::BackupMode::Incremental,
             None if request.bitmap.is_none() => daemon::BackupMode::Full,
             None if request.base.is_some() || request.existing => daemon::BackupMode::Incremental,
-            None if format == Format::Qcow2 => daemon::BackupMode::SinceLast,
+            None if format.can_have_backing() => daemon::BackupMode::SinceLast,
             // A new image of another format rests on nothing.
             None => daemon::BackupMode::Full,
         };

@@ -74,7 +74,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     options.format = format;
     options.allow_backing = args.allow_backing.parse()?;
     let image = image::open(&options, &opener(&args.cache)?)?;
-    if asks_for_help || image.format() != Some(Format::Qcow2) {
+    if asks_for_help || !image.format().is_some_and(Format::can_be_amended) {
         return help(image.format());
     }
     let amend = parse(&args.options)?;
@@ -84,7 +84,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 
 fn help(format: Option<Format>) -> anyhow::Result<()> {
     match format {
-        Some(Format::Qcow2) => output::print(HELP),
+        Some(format) if format.can_be_amended() => output::print(HELP),
         _ => bail!("Format driver 'raw' does not support option amendment"),
     }
 }

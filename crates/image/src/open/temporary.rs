@@ -3,11 +3,10 @@
 use super::gate::Role;
 use super::layers::{MAX_LAYERS, open_layer};
 use crate::chain::layer::Layer;
-use crate::chain::mapping::Mapping;
+use crate::chain::mapping::{Mapping, make_overlay};
 use crate::file_name::FileName;
-use crate::guess::Format;
-use block::{Error, ErrorKind, File, MetaIo, Result, block_on};
-use format_scratch::{Scratch, Space};
+use block::{Error, ErrorKind, File, MetaIo, Result};
+use format_scratch::Space;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
@@ -59,8 +58,8 @@ pub(super) fn top_with_room(layers: &[Layer]) -> Result<&Layer> {
 fn scratch_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {
     let name = FileName::Temporary(files.directory());
     let ScratchFiles { index, data, spaces } = files.scratch()?;
-    let scratch = Scratch::new(&name.to_string(), below.size_bytes, &index, spaces, data.info().in_memory)?;
-    let (mapping, size_bytes) = (Mapping::Scratch(scratch), below.size_bytes);
+    let size_bytes = below.size_bytes;
+    let mapping = Mapping::temporary(&name.to_string(), size_bytes, &index, spaces, data.info().in_memory)?;
     let said = name.clone();
     Ok(Layer {
         name,
@@ -78,15 +77,9 @@ fn scratch_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {
 
 fn image_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {
     let file = files.image()?;
-    let options = format_qcow2::CreateOptions::default().with(|options| {
-        options.size_bytes = below.size_bytes;
-        // Nobody opens this name: the layers below are open.
-        options.backing_file = Some("below".to_owned());
-        options.backing_format = Some(Format::Raw.to_string());
-    });
-    block_on(format_qcow2::create(&MetaIo::of_file(&*file)?, &options)).map_err(|error| {
+    let format = make_overlay(&MetaIo::of_file(&*file)?, below.size_bytes).map_err(|error| {
         let place = files.directory();
         error.in_context(format!("snapshot=on finds no room in '{}' (choose another TMPDIR)", place.display()))
     })?;
-    open_layer(&FileName::Temporary(files.directory()), file, Format::Qcow2, Role::Writable, None)
+    open_layer(&FileName::Temporary(files.directory()), file, format, Role::Writable, None)
 }
