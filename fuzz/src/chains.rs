@@ -20,15 +20,7 @@ const TABLES: u64 = 0x4000;
 const HEADERS: u64 = 0x8000;
 const STEPS_MAX: usize = 64;
 
-const LIMITS: RequestLimits = RequestLimits {
-    discard: true,
-    write_zeroes: true,
-    secure_erase: true,
-    lifetime: true,
-    max_ranges: 4,
-    max_range_sectors: 1000,
-    max_erase_sectors: 100,
-};
+const LIMITS: RequestLimits = RequestLimits::NONE.with_ranges(4, 1000).with_erases(4, 100).with_lifetime();
 
 struct Guest {
     mapping: Arc<Mapping>,

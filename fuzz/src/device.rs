@@ -18,15 +18,7 @@ use virtio::ring_access::{EventWish, PackedAreas, RingAreas, RingLayout, SharedW
 use virtio::{BlkQueue, DeviceRing, PackedDeviceRing, Request, RequestLimits, RingFeatures, SplitDeviceRing};
 
 const STEPS_MAX: usize = 64;
-const LIMITS: RequestLimits = RequestLimits {
-    discard: true,
-    write_zeroes: true,
-    secure_erase: true,
-    lifetime: true,
-    max_ranges: 4,
-    max_range_sectors: 1000,
-    max_erase_sectors: 100,
-};
+const LIMITS: RequestLimits = RequestLimits::NONE.with_ranges(4, 1000).with_erases(4, 100).with_lifetime();
 
 /// What the driver has said to the device so far.
 #[derive(Default)]
@@ -297,7 +289,8 @@ impl Submitted {
 }
 
 fn config(u: &mut Unstructured<'_>) -> Result<BlkConfig> {
-    let mut config = BlkConfig { capacity_sectors: 4096, seg_max: 14, blk_size_bytes: 512, ..BlkConfig::default() };
+    let mut config = BlkConfig::default();
+    (config.capacity_sectors, config.seg_max, config.blk_size_bytes) = (4096, 14, 512);
     config.max_discard_sectors = u.int_in_range(0..=64)?;
     config.max_write_zeroes_sectors = u.int_in_range(0..=64)?;
     config.writeback = u.arbitrary()?;

@@ -17,6 +17,7 @@
 //!   they may move in one turn.
 //! * [`Epochs`]: when a freed host cluster may be used again.
 //! * [`SliceCache`]: tables of 64-bit entries in memory, read without a lock.
+//! * [`UntilChange`]: what a file's server said of it, until something changes.
 //! * [`LogLimit`]: keeps guests and peers from filling the log.
 //! * [`meter`]: the counters of front ends.
 //! * [`Error`] (for a person) and [`IoError`] (for a guest).
@@ -49,6 +50,7 @@ mod slice_cache;
 pub mod sync;
 mod timers;
 pub mod turn;
+mod until_change;
 mod wait;
 mod watch;
 mod with_or_without;
@@ -75,6 +77,7 @@ pub use reactor::{BatchEnd, Job, Poller, PollerId, ReactorCtx, ReactorHandle, ru
 pub use readiness::{Interest, Readiness, WatchId};
 pub use slice_cache::{CacheStats, SliceBook, SliceCache, SliceView};
 pub use timers::{Sleep, Timer, Timers};
+pub use until_change::{Asked, UntilChange};
 pub use wait::{Wait, WaitList, yield_now};
 pub use watch::Watch;
 pub use with_or_without::{run_aside_or_here, spawn_or_block_on};

@@ -165,6 +165,7 @@ fn described(pairs: &[KeyValue]) -> Result<ImageName> {
         }
     }
     let path = value_of(file_key).ok_or_else(|| bad("A block device must be specified for \"file\""))?;
+    // The file itself is the disk.
     let format = if is_file { Some(Format::Raw) } else { driver.map(driver_format).transpose()? };
     let size = |key: &str| value_of(key).map(parse_size).transpose();
     let (offset_bytes, size_bytes) = (size("offset")?, size("size")?);

@@ -256,16 +256,11 @@ pub fn open_disk_with(
     allow_backing: BackingPolicy,
     listed: &[PathBuf],
 ) -> Result<OpenedDisk> {
-    let format = match options.format {
-        Some(DriveFormat::Null) => {
-            let disk = NullDisk::new(options.size_bytes.unwrap_or(0), options.serial.clone());
-            return filtered(Arc::new(disk), None, options);
-        }
-        Some(DriveFormat::Raw) => Some(Format::Raw),
-        Some(DriveFormat::Qcow2) => Some(Format::Qcow2),
-        Some(DriveFormat::Scratch) => Some(Format::Scratch),
-        None => None,
-    };
+    if options.format == Some(DriveFormat::Null) {
+        let disk = NullDisk::new(options.size_bytes.unwrap_or(0), options.serial.clone());
+        return filtered(Arc::new(disk), None, options);
+    }
+    let format = options.format.and_then(DriveFormat::of_image);
     let image_options = image_options(options, format, allow_backing, listed)?;
     let image = Arc::new(image::open(&image_options, opener).map_err(name_readonly)?);
     filtered(Arc::clone(&image) as Arc<dyn Disk>, Some(image), options)

@@ -47,6 +47,19 @@ impl From<Format> for DriveFormat {
     }
 }
 
+impl DriveFormat {
+    /// Returns the format of the image; `None` if there is no image.
+    #[must_use]
+    pub fn of_image(self) -> Option<Format> {
+        match self {
+            Self::Raw => Some(Format::Raw),
+            Self::Qcow2 => Some(Format::Qcow2),
+            Self::Scratch => Some(Format::Scratch),
+            Self::Null => None,
+        }
+    }
+}
+
 /// A drive: a disk, and its first export.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]

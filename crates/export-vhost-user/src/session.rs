@@ -164,15 +164,12 @@ impl Session {
             .map_err(|error| Error::with_source(ErrorKind::Protocol, "the ring cannot be used", error))?;
         let kick = copy(&ring.kick, "a kick")?;
         let (call, err) = (notifier(&ring.call, "a call")?, notifier(&ring.err, "an error")?);
-        let setup = QueueSetup {
-            device: Arc::clone(&served.device),
-            index: u16::try_from(index).unwrap_or(u16::MAX),
-            areas,
-            features: self.acked_features,
-            base: ring.base.unwrap_or_else(|| new_base(layout)),
-            register_memory: served.fixed_buffers,
-            transport: QueueFds::new(kick, call, err, Arc::clone(&self.events)),
-        };
+        let transport = QueueFds::new(kick, call, err, Arc::clone(&self.events));
+        let setup = QueueSetup::new(Arc::clone(&served.device), areas, self.acked_features, transport).with(|setup| {
+            setup.index = u16::try_from(index).unwrap_or(u16::MAX);
+            setup.base = ring.base.unwrap_or(setup.base);
+            setup.register_memory = served.fixed_buffers;
+        });
         let turn = served.first_reactor.wrapping_add(index);
         let reactor = turn.checked_rem(served.reactors.len()).and_then(|turn| served.reactors.get(turn));
         let reactor = reactor.ok_or_else(|| Error::new(ErrorKind::BadOption, "the export has no reactor"))?;

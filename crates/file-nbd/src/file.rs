@@ -6,7 +6,7 @@ use crate::link::Link;
 use crate::uri::NbdUri;
 use block::{
     Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Locks, PastEnd,
-    RangeGuard, RangeLocks, ReactorCtx, Result, Work, block_on, run_aside_or_here, spawn_or_block_on,
+    RangeGuard, RangeLocks, ReactorCtx, Result, UntilChange, Work, block_on, run_aside_or_here, spawn_or_block_on,
 };
 use memory::{BufferAccount, BufferGrant, BufferUse, IoBuf, PooledBuf, Window};
 use nbd_wire::numbers::{allocation, export};
@@ -14,8 +14,7 @@ use nbd_wire::reply::Extent;
 use std::fmt;
 use std::ops::Range;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// Longer reads are carried out piece by piece. Their data need no room here.
 const READ_BYTES_MAX: u64 = 4 << 20;
@@ -57,8 +56,7 @@ pub fn open(uri: &NbdUri, read_only: bool, buffers: &BufferAccount) -> Result<Ar
         block_bytes: u64::from(agreed.block_bytes),
         agreed,
         locks: RangeLocks::default(),
-        changes: AtomicU64::new(0),
-        known: Mutex::default(),
+        known: UntilChange::default(),
         buffers: buffers.clone(),
     };
     Ok(Arc::new(NbdFile { info, remote: Arc::new(remote) }))
@@ -134,12 +132,26 @@ impl FileQueue for NbdQueue {
     }
 }
 
-/// What the server said of a range, as long as nothing has changed since.
-#[derive(Debug, Default)]
+/// What the server said of a range.
+#[derive(Debug)]
 struct Known {
-    changes: u64,
     start: u64,
     extents: Vec<Extent>,
+}
+
+impl Known {
+    /// Whether a byte is in a hole, and how many follow that have the same answer.
+    fn at(&self, offset: u64) -> Option<(bool, u64)> {
+        let mut start = self.start;
+        for extent in &self.extents {
+            let end = start.saturating_add(extent.length_bytes);
+            if start <= offset && offset < end {
+                return Some((extent.flags & allocation::ZERO != 0, end.saturating_sub(offset)));
+            }
+            start = end;
+        }
+        None
+    }
 }
 
 struct Remote {
@@ -148,9 +160,7 @@ struct Remote {
     block_bytes: u64,
     /// Of blocks that are written in part.
     locks: RangeLocks,
-    /// How often something was changed.
-    changes: AtomicU64,
-    known: Mutex<Known>,
+    known: UntilChange<Known>,
     buffers: BufferAccount,
 }
 
@@ -202,19 +212,15 @@ impl Remote {
         }
     }
 
-    fn changed(&self) {
-        self.changes.fetch_add(1, Ordering::AcqRel);
-    }
-
     async fn perform(&self, queue: usize, op: FileOp) -> IoResult {
         match op {
             FileOp::Read { offset, data, past_end } => self.read(queue, offset, &data, past_end).await,
             FileOp::Write { offset, data, fua } => {
                 let range = self.inside(offset, data.length_bytes() as u64)?;
                 let _kept = self.keep(&range).await;
-                self.changed();
+                self.known.changed();
                 let written = self.write(queue, range, Some(&data), fua && self.can(export::SEND_FUA)).await;
-                self.changed();
+                self.known.changed();
                 written?;
                 if fua && !self.can(export::SEND_FUA) { self.flush(queue).await } else { Ok(()) }
             }
@@ -225,18 +231,18 @@ impl Remote {
                     return Err(IoError::new(IoErrorKind::Unsupported));
                 }
                 // Blocks that it covers in part stay.
-                self.changed();
+                self.known.changed();
                 let trim = |length_bytes| Wish::Trim { length_bytes };
                 let trimmed = self.in_ranges(queue, self.blocks_inside(&range), trim).await;
-                self.changed();
+                self.known.changed();
                 trimmed
             }
             FileOp::WriteZeroes { offset, length, may_unmap } => {
                 let range = self.inside(offset, length)?;
                 let _kept = self.keep(&range).await;
-                self.changed();
+                self.known.changed();
                 let zeroed = self.zero(queue, range, may_unmap).await;
-                self.changed();
+                self.known.changed();
                 zeroed
             }
             FileOp::SetLength { length } => self.set_length(queue, length).await,
@@ -247,7 +253,7 @@ impl Remote {
     async fn set_length(&self, queue: usize, length: u64) -> IoResult {
         if length > self.size_bytes() {
             self.calls.ask(queue, 0, Wish::Renew).await?;
-            self.changed();
+            self.known.changed();
         }
         if length == self.size_bytes() { Ok(()) } else { Err(IoError::new(IoErrorKind::Unsupported)) }
     }
@@ -368,10 +374,10 @@ impl Remote {
         if self.agreed.allocation.is_none() || length == 0 {
             return Ok((false, length.max(1)));
         }
-        if let Some(found) = self.known_at(offset) {
+        if let Some(found) = self.known.look_up(|known| known.at(offset)) {
             return Ok((found.0, found.1.min(length)));
         }
-        let changes = self.changes.load(Ordering::Acquire);
+        let asked = self.known.asks();
         // As much as one question can tell: the next is often about what follows.
         let ahead = offset.saturating_add(length.clamp(1, RANGE_BYTES_MAX)).min(self.size_bytes());
         let blocks = self.blocks_around(&(offset..ahead));
@@ -382,25 +388,9 @@ impl Remote {
         if extents.is_empty() || extents.iter().any(|extent| extent.length_bytes == 0) {
             return Err(IoError::EIO);
         }
-        *self.known.lock().unwrap_or_else(PoisonError::into_inner) = Known { changes, start: blocks.start, extents };
-        let found = self.known_at(offset).unwrap_or((false, self.block_bytes.max(1)));
+        self.known.learn(asked, Known { start: blocks.start, extents });
+        let found = self.known.look_up(|known| known.at(offset)).unwrap_or((false, self.block_bytes.max(1)));
         Ok((found.0, found.1.min(length)))
-    }
-
-    fn known_at(&self, offset: u64) -> Option<(bool, u64)> {
-        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if known.changes != self.changes.load(Ordering::Acquire) {
-            return None;
-        }
-        let mut start = known.start;
-        for extent in &known.extents {
-            let end = start.saturating_add(extent.length_bytes);
-            if start <= offset && offset < end {
-                return Some((extent.flags & allocation::ZERO != 0, end.saturating_sub(offset)));
-            }
-            start = end;
-        }
-        None
     }
 }
 

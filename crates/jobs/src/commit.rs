@@ -164,7 +164,7 @@ fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
         }
     }
     let said_format = chain.said_formats().nth(depth).flatten();
-    let format = chain.formats().nth(depth).unwrap_or(Format::Raw);
+    let format = chain.formats().nth(depth).ok_or_else(|| Error::new(ErrorKind::Io, "a layer without a format"))?;
     Ok(Found { name, data_file, said_format, format, top_format: chain.format(), depth })
 }
 

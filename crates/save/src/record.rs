@@ -5,7 +5,7 @@ use crate::files::{self, NewFile, failed};
 use block::{Error, ErrorKind, Result};
 use control::Options;
 use control::api::FormerTop;
-use image::FileName;
+use image::{FileName, Format};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -227,11 +227,7 @@ pub(crate) fn remove_states(directory: &Path, but: Option<&str>) -> Result<()> {
 
 /// Returns a layer's external data file, if the layer's name tells it.
 fn data_of(file: &Path, format: &str) -> Option<PathBuf> {
-    (format == "scratch").then(|| {
-        let mut name = file.as_os_str().to_owned();
-        name.push(".data");
-        name.into()
-    })
+    format.parse::<Format>().ok()?.data_file_of(file)
 }
 
 fn is_remote(file: &Path) -> bool {

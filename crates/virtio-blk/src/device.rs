@@ -255,15 +255,15 @@ impl Device {
 
     /// Returns which requests a queue serves, and their limits.
     pub(crate) fn limits(&self) -> RequestLimits {
-        RequestLimits {
-            discard: self.serves_discard(),
-            write_zeroes: self.serves_write_zeroes(),
-            secure_erase: self.serves_secure_erase(),
-            lifetime: self.lifetime.is_some(),
-            max_ranges: MAX_RANGES,
-            max_range_sectors: MAX_RANGE_SECTORS,
-            max_erase_sectors: MAX_ERASE_SECTORS,
-        }
+        let mut limits = RequestLimits::NONE;
+        limits.discard = self.serves_discard();
+        limits.write_zeroes = self.serves_write_zeroes();
+        limits.secure_erase = self.serves_secure_erase();
+        limits.lifetime = self.lifetime.is_some();
+        limits.max_ranges = MAX_RANGES;
+        limits.max_range_sectors = MAX_RANGE_SECTORS;
+        limits.max_erase_sectors = MAX_ERASE_SECTORS;
+        limits
     }
 
     /// Returns the configuration space at this moment.

@@ -49,6 +49,7 @@ const LOOK_PERIOD: Timespec = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
 
 /// All that a queue needs to begin.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct QueueSetup<T> {
     /// Its device.
     pub device: Arc<Device>,
@@ -65,6 +66,25 @@ pub struct QueueSetup<T> {
     pub register_memory: bool,
     /// The way to the driver.
     pub transport: T,
+}
+
+impl<T> QueueSetup<T> {
+    /// Sets up the first queue of `device` on a new ring; `features` are those that the driver chose.
+    #[must_use]
+    pub fn new(device: Arc<Device>, areas: RingAreas, features: u64, transport: T) -> Self {
+        let base = match &areas {
+            RingAreas::Split(_) => 0,
+            RingAreas::Packed(_) => PackedDeviceRing::NEW,
+        };
+        Self { device, index: 0, areas, features, base, register_memory: false, transport }
+    }
+
+    /// Changes some of it: `QueueSetup::new(...).with(|setup| ...)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
 }
 
 /// Why a queue takes no more requests although nobody stopped it.

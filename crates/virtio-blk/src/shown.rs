@@ -108,18 +108,17 @@ impl Shown {
 
     /// Returns the fields of the configuration space, for a disk of `capacity_sectors`.
     pub(crate) fn config(&self, capacity_sectors: u64) -> BlkConfig {
-        BlkConfig {
-            capacity_sectors,
-            size_max_bytes: self.size_max_bytes,
-            seg_max: self.seg_max.into(),
-            geometry: self.geometry.unwrap_or_else(|| usual_geometry(capacity_sectors)),
-            blk_size_bytes: self.block_bytes,
-            physical_block_exp: self.physical_block_exp,
-            alignment_offset: self.alignment_blocks,
-            min_io_blocks: self.min_io_blocks,
-            opt_io_blocks: self.opt_io_blocks,
-            ..BlkConfig::default()
-        }
+        BlkConfig::default().with(|config| {
+            config.capacity_sectors = capacity_sectors;
+            config.size_max_bytes = self.size_max_bytes;
+            config.seg_max = self.seg_max.into();
+            config.geometry = self.geometry.unwrap_or_else(|| usual_geometry(capacity_sectors));
+            config.blk_size_bytes = self.block_bytes;
+            config.physical_block_exp = self.physical_block_exp;
+            config.alignment_offset = self.alignment_blocks;
+            config.min_io_blocks = self.min_io_blocks;
+            config.opt_io_blocks = self.opt_io_blocks;
+        })
     }
 }
 

@@ -188,6 +188,7 @@ pub const CONFIG_WRITEBACK_OFFSET: usize = 32;
 
 /// The configuration space (`virtio_blk_config`, 5.2.4). Fields are valid with the feature that names them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct BlkConfig {
     /// Size of the disk in 512-byte sectors.
     pub capacity_sectors: u64,
@@ -243,6 +244,13 @@ pub struct Geometry {
 }
 
 impl BlkConfig {
+    /// Changes some of the fields: `BlkConfig::default().with(|config| ...)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
+
     /// Returns the little-endian bytes, as the specification lays them out.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; CONFIG_BYTES] {

@@ -50,6 +50,7 @@ pub enum Request {
 
 /// What a queue serves beyond reads, writes, flushes and the serial.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct RequestLimits {
     /// Discards are served.
     pub discard: bool,
@@ -78,6 +79,28 @@ impl RequestLimits {
         max_range_sectors: 0,
         max_erase_sectors: 0,
     };
+
+    /// Adds discards and write-zeroes of at most `max_ranges` ranges, each of at most `max_range_sectors`.
+    #[must_use]
+    pub const fn with_ranges(mut self, max_ranges: u32, max_range_sectors: u32) -> Self {
+        (self.discard, self.write_zeroes) = (true, true);
+        (self.max_ranges, self.max_range_sectors) = (max_ranges, max_range_sectors);
+        self
+    }
+
+    /// Adds secure erases of at most `max_ranges` ranges, each of at most `max_erase_sectors`.
+    #[must_use]
+    pub const fn with_erases(mut self, max_ranges: u32, max_erase_sectors: u32) -> Self {
+        (self.secure_erase, self.max_ranges, self.max_erase_sectors) = (true, max_ranges, max_erase_sectors);
+        self
+    }
+
+    /// Adds questions for the wear of the storage.
+    #[must_use]
+    pub const fn with_lifetime(mut self) -> Self {
+        self.lifetime = true;
+        self
+    }
 }
 
 /// What is kept of a request until its end. Four of them share a cache line.

@@ -227,7 +227,7 @@ pub(crate) fn format_of(name: impl fmt::Display, file: &dyn File, said: Option<F
              explicitly to remove the restrictions (a drive: format=raw, the image tool: -f raw)"
         );
     }
-    Ok((guess.unwrap_or(Format::Raw), true))
+    Ok((guess.unwrap_or(Format::OF_UNRECOGNISED), true))
 }
 
 /// Returns the backing file that a layer names, and the format that the layer records for it.

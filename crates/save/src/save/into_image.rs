@@ -10,7 +10,12 @@ use crate::qmp::Qmp;
 use crate::record::{Record, remove_states};
 use block::{Error, ErrorKind, Result};
 use control::api::InternalSnapshot;
+use image::Format;
 use std::path::Path;
+
+fn keeps_snapshots(format: &str) -> bool {
+    format.parse().is_ok_and(Format::has_snapshots)
+}
 
 /// Refuses a save that is impossible, before the machine stops. `before` is the last save.
 pub(crate) fn check(disks: &dyn Disks, names: &[String], snapshot: &str, before: Option<&Record>) -> Result<()> {
@@ -19,7 +24,7 @@ pub(crate) fn check(disks: &dyn Disks, names: &[String], snapshot: &str, before:
     }
     for name in names {
         let layers = disks.layers(name)?;
-        if let Some(top) = layers.first().filter(|top| top.format != "qcow2") {
+        if let Some(top) = layers.first().filter(|top| !keeps_snapshots(&top.format)) {
             let (format, file) = (&top.format, top.file.display());
             let what = format!("disk '{name}': '{file}' is {format}, and only qcow2 images keep snapshots");
             return Err(Error::new(ErrorKind::Unsupported, what));
