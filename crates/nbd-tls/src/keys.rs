@@ -1,4 +1,4 @@
-//! Keys that both sides have (PSK), and TLS with them. The sessions are GnuTLS's, which the peers use as well.
+//! Keys that both sides have (PSK), and TLS with them. The sessions come from GnuTLS, which the peers use as well.
 
 use crate::ffi;
 use crate::session::{Session, State};
@@ -10,15 +10,15 @@ use std::io::{self, IoSlice, Read, Write};
 use std::path::Path;
 use std::sync::Arc;
 
-/// A longer file is none of keys.
+/// A longer file is refused.
 const FILE_BYTES_MAX: u64 = 1 << 20;
-/// A longer key is none.
+/// A longer key is refused.
 const KEY_BYTES_MAX: usize = 256;
 /// The most plain bytes in a record.
 const RECORD_BYTES_MAX: usize = 16 << 10;
-/// What a session is given at once.
+/// The most bytes that a session is given at once.
 const GIVEN_BYTES: usize = 16 << 10;
-/// Warnings of a peer that are passed over.
+/// The most warnings of a peer that are ignored.
 const WARNINGS_MAX: usize = 8;
 
 /// Keys by the names of their users, as `psktool` writes them.
@@ -38,7 +38,7 @@ fn unhex(text: &[u8]) -> Option<Vec<u8>> {
 }
 
 impl SharedKeys {
-    /// Those in a file with a `USER:KEY` in each line, the key in hexadecimal digits.
+    /// Reads keys from a file. Each line is `USER:KEY`, the key in hexadecimal digits.
     pub fn in_file(path: &Path) -> Result<Self> {
         let bad = |why: &str| Error::new(ErrorKind::BadOption, format!("TLS keys '{}': {why}", path.display()));
         let mut text = Vec::new();
@@ -55,7 +55,7 @@ impl SharedKeys {
             }
             let colon = line.iter().position(|byte| *byte == b':').filter(|colon| *colon > 0);
             let (user, key) = colon.and_then(|colon| line.split_at_checked(colon)).unwrap_or_default();
-            // The line itself is a secret.
+            // The message must not show the line, which is a secret.
             let key = key.get(1..).and_then(unhex).filter(|_| !user.contains(&0));
             let key =
                 key.ok_or_else(|| bad(&format!("line {number} is not USER:KEY with a key in hexadecimal digits")))?;
@@ -71,12 +71,12 @@ impl SharedKeys {
         self.0.get(user).map(Vec::as_slice)
     }
 
-    /// A server's session with whoever has one of them.
+    /// Makes a server's session, for any client with one of the keys.
     pub(crate) fn serve(self: &Arc<Self>) -> Result<Shared> {
         Ok(Shared::new(ffi::Session::server(self)?))
     }
 
-    /// A client's session, with the key of this user or with the only one.
+    /// Makes a client's session, with the key of `user` or with the only key.
     pub(crate) fn connect(&self, user: Option<&str>) -> Result<Shared> {
         let bad = |why: String| Error::new(ErrorKind::BadOption, why);
         let (user, key) = match user {
@@ -100,15 +100,15 @@ impl SharedKeys {
 #[derive(Debug)]
 pub(crate) struct Shared {
     session: ffi::Session,
-    /// A record in plain, and which part of it was not taken yet.
+    /// A decrypted record; bytes `first..end` were not taken yet.
     plain: Vec<u8>,
     first: usize,
     end: usize,
-    /// What it was given may hold a record.
+    /// The bytes that the session was given may hold another record.
     may_hold: bool,
     has_ended: bool,
     warnings: usize,
-    /// What is sealed together, and what of the sealed bytes is sent.
+    /// Plain bytes that are sealed together. `sent` counts the sealed bytes that are sent.
     staged: Vec<u8>,
     sent: usize,
 }
@@ -120,7 +120,7 @@ impl Shared {
         Self { session, plain, first: 0, end: 0, may_hold, has_ended, warnings: 0, staged, sent: 0 }
     }
 
-    /// Agrees with the peer on keys of the moment, on a socket that waits.
+    /// Runs the handshake, with ephemeral keys, on a blocking socket.
     pub(crate) fn shake_hands(&mut self, socket: &mut (impl Read + Write)) -> io::Result<()> {
         let mut bytes = vec![0; 4096];
         loop {
@@ -171,7 +171,7 @@ impl Shared {
         }
     }
 
-    /// The error, of which the peer is told.
+    /// Tells the peer of the error, and returns it.
     fn ends(&mut self, code: ffi::Code) -> io::Error {
         self.session.alert(code);
         io::Error::new(io::ErrorKind::InvalidData, self.session.in_words(code))
