@@ -1,16 +1,16 @@
 //! Writes that the server has acknowledged and no flush has covered.
 //!
-//! If the server goes, it may have lost them. So they are written again, in the same order, before anything else. Then
+//! If the server goes, it may have lost these writes. So they are repeated in the same order before anything else, and
 //! the next flush covers them.
 //!
-//! Durable writes are not kept. They remove older writes to the same place: writing those again would overwrite the
-//! newer data.
+//! Durable writes are not kept. They remove older writes to the same place: repeating those would overwrite the newer
+//! data.
 
 use crate::calls::{Payload, Wish};
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Beyond this the connection's thread flushes by itself. With twice as much, writes wait for that.
+/// With more bytes than this, the thread sends a flush of its own. With twice as many, writes wait for it.
 const BYTES_MAX: usize = 32 << 20;
 /// Bytes that an entry takes beside its data.
 const ENTRY_BYTES: usize = 128;
@@ -25,7 +25,7 @@ pub(crate) enum Change {
 impl Change {
     fn held_bytes(&self) -> usize {
         match self {
-            // Each part of a buffer keeps all of it.
+            // Each part of a buffer keeps the whole buffer.
             Self::Data(data) => data.held_bytes().saturating_add(ENTRY_BYTES),
             Self::Zeroes { .. } => ENTRY_BYTES,
         }
@@ -39,7 +39,7 @@ impl Change {
     }
 }
 
-/// The most that is kept of a wish once it has ended.
+/// The most bytes that a wish adds here when it has ended.
 pub(crate) fn kept_bytes(wish: &Wish) -> usize {
     match wish {
         Wish::Write { data, fua: false } => data.held_bytes().saturating_add(ENTRY_BYTES),
@@ -52,7 +52,7 @@ pub(crate) fn kept_bytes(wish: &Wish) -> usize {
 /// A change, and where it begins.
 #[derive(Debug, Clone)]
 pub(crate) struct Entry {
-    /// Parts of one change share it.
+    /// Parts of one change share the number.
     number: u64,
     pub(crate) offset: u64,
     pub(crate) change: Change,
@@ -103,12 +103,12 @@ impl Unflushed {
         self.entries.push_back(entry);
     }
 
-    /// A flush that begins at this moment covers all entries before this number.
+    /// The first number that a flush beginning now does not cover.
     pub(crate) fn mark(&self) -> u64 {
         self.next_number
     }
 
-    /// A flush has ended well.
+    /// A flush has ended well: drops the entries that it covers.
     pub(crate) fn forget_before(&mut self, mark: u64) {
         while self.entries.front().is_some_and(|entry| entry.number < mark)
             && let Some(entry) = self.entries.pop_front()
@@ -117,7 +117,7 @@ impl Unflushed {
         }
     }
 
-    /// A durable write has ended well: what was written there before must not be written over it.
+    /// A durable write has ended well: older writes to its range must not be repeated over it.
     pub(crate) fn forget_range(&mut self, offset: u64, length_bytes: u64) {
         let range = offset..offset.saturating_add(length_bytes);
         if !self.entries.iter().any(|entry| entry.overlaps(&range)) {
