@@ -1,7 +1,7 @@
 //! Repairing an image that was left dirty, before it is written to.
 //!
 //! This is the repair of `check -r all`, so a power cut at any moment leaves an image that is no worse, and still
-//! dirty. But nobody asked for it: so it takes a bounded amount of memory, and begins only if wrong refcounts explain
+//! dirty. But no user asked for it, so it takes a bounded amount of memory, and begins only if wrong refcounts explain
 //! all errors.
 
 use crate::check::repair::{Job, settle_header};
@@ -36,8 +36,8 @@ pub(crate) async fn repair_if_dirty(io: &MetaIo, file: &dyn File, name: &str) ->
         .map_err(|error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot make its header durable"), error))
 }
 
-/// Repairs an image that was left dirty, and returns the new length of the file. Without locks it may be dirty because
-/// somebody is using it, so it is refused.
+/// Repairs an image that was left dirty, and returns the new length of the file. Without locks the image is refused: it
+/// may be dirty because another process uses it.
 pub(crate) async fn repair_at_open(io: &MetaIo, locks: Locks, file_bytes: u64, name: &str) -> Result<u64> {
     if locks == Locks::Lacking {
         let what = format!(

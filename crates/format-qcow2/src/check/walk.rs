@@ -34,13 +34,13 @@ const GROWTH_BYTES_MAX: u64 = 1 << 30;
 const CLAIMED_MAX: usize = 16;
 /// The most wrong refcounts that are corrected one by one (24 MiB of memory). With more, all refcounts are rebuilt.
 pub(crate) const MISMATCHES_MAX: usize = 1 << 20;
-/// A check gives up after it has read and counted so many bytes of tables, plus [`WORK_TIMES`] as many as the file
-/// holds. Tables that a program wrote are read once or twice. Hostile ones refer to one place as often as they like.
+/// A check gives up after it has read and counted this many bytes of tables, plus [`WORK_TIMES`] the size of the file.
+/// Tables of ordinary images are read once or twice. Hostile ones may refer to one place any number of times.
 const WORK_BYTES_MIN: u64 = 16 << 30;
 const WORK_TIMES: u64 = 64;
-/// Reporting a finding takes about as long as reading so many bytes.
+/// The work of reporting a finding, as bytes of tables read.
 const FINDING_BYTES: u64 = 1 << 10;
-/// The same limits for the memory of counts. Clusters in use lie together, or hold something.
+/// The same limits for the memory of counts. In ordinary images, clusters in use lie together or hold data.
 const COUNTS_BYTES_MIN: u64 = 512 << 20;
 const COUNTS_TIMES: u64 = 4;
 
@@ -139,7 +139,7 @@ pub(crate) struct Walk<'a, 'w> {
     pub(crate) strict: bool,
     /// Clusters with more references than a refcount can count.
     pub(crate) overcounted: BTreeSet<u64>,
-    /// Why the check was given up.
+    /// The reason why the check was given up.
     pub(crate) hopeless: Option<String>,
     /// L2 tables of snapshots without errors, and how often they have to be counted once more.
     again: BTreeMap<u64, u32>,
@@ -238,7 +238,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         self.references.set_memory_bytes(usize::MAX);
     }
 
-    /// Notes that so many bytes of tables are read or counted. Gives up if it becomes too much.
+    /// Charges work: bytes of tables that are read or counted. Gives up if it becomes too much.
     pub(crate) fn charge(&mut self, bytes: u64) {
         let counts = self.references.used_bytes().saturating_add(self.kinds.used_bytes()) as u64;
         match self.work_bytes.checked_sub(bytes) {
@@ -250,7 +250,7 @@ impl<'a, 'w> Walk<'a, 'w> {
 
     pub(crate) async fn read(&self, offset: u64, length: u64) -> IoResult<AlignedBuf> {
         let length = usize::try_from(length).map_err(|_| block::IoError::EIO)?;
-        // A table that ends behind the file's end is not what its writer wrote, and opening the image would fail on it.
+        // A table that ends behind the file's end is damaged, and opening the image would fail.
         let past_end = if self.strict { PastEnd::Fails } else { PastEnd::Zeros };
         match length {
             0 => Ok(AlignedBuf::zeroed(0)),
@@ -359,7 +359,7 @@ impl<'a, 'w> Walk<'a, 'w> {
             self.refer_to_table(Kind::Other, offset, length);
         }
         self.strict = false;
-        // A repair at open does not extend the file: nobody asked for that.
+        // A repair at open never extends the file.
         self.count_blocks(!strict);
         if strict {
             self.limit_memory();
@@ -498,7 +498,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         let length = sectors.saturating_mul(512).saturating_sub(offset & 511);
         if self.geometry.data_file || bitmap != 0 {
             let why = if bitmap == 0 { "in an external data file" } else { "in parts" };
-            // Not counted, but readers still read it: it must not be overwritten.
+            // The reference is not counted, but readers may still follow it, so the place must not be overwritten.
             self.claimed.extend(clusters_of(&self.geometry, offset, length).take(CLAIMED_MAX));
             return self.corrupt(format!("compressed cluster {why}, entry={entry:#x}"));
         }
@@ -543,14 +543,14 @@ impl<'a, 'w> Walk<'a, 'w> {
     fn count_blocks(&mut self, may_grow: bool) {
         let file_clusters = self.geometry.clusters_for(self.file_bytes);
         for index in 0..self.table.len() {
-            // What was not counted would look as if nothing referred to it.
+            // References that were not counted would make clusters look unused.
             if self.stopped {
                 return;
             }
             let entry = self.table.get(index).copied().unwrap_or(0);
             let offset = entry & !REFCOUNT_TABLE_RESERVED;
             let cluster = self.geometry.cluster_of(offset);
-            // A block outside the file is one of zeros until the file grows.
+            // A block outside the file reads as zeros until the file grows.
             let mut damaged = true;
             if entry & REFCOUNT_TABLE_RESERVED != 0 {
                 self.corrupt(format!("refcount table entry {index} has reserved bits set"));
@@ -577,9 +577,9 @@ impl<'a, 'w> Walk<'a, 'w> {
         }
     }
 
-    /// Counts a refcount block behind the end of the file. Like qemu-img, a repair extends the file, and counts that as
-    /// a correction, and what is wrong afterwards. Until then, reading zeros there has the same result. Returns whether
-    /// the block is damaged.
+    /// Counts a refcount block behind the end of the file. Like qemu-img, a repair extends the file, and counts both
+    /// that correction and the errors found afterwards. Until then, reading zeros there has the same result. Returns
+    /// whether the block is damaged.
     fn count_block_outside(&mut self, index: usize, offset: u64, may_grow: bool) -> bool {
         let cluster = self.geometry.cluster_of(offset);
         if !self.repairs || !may_grow {

@@ -1,24 +1,24 @@
 //! The external data file of an image that changes its size.
 //!
-//! Each cluster has its place in that file for good, so nothing can be prepared beside it. But nobody uses what the
-//! file holds behind the end of the disk. That part is made zeros, as long as the disk will be, before the header
-//! changes. What a shorter disk loses is cut off after the new header is durable.
+//! Each cluster has its place in that file for good, so nothing can be prepared beside it. But nothing uses the part of
+//! the file behind the end of the disk. That part is made zeros, as far as the disk will reach, before the header
+//! changes. The end that a shorter disk loses is cut off after the new header is durable.
 
 use super::Edit;
 use super::resize::{GrowBy, ResizeOptions, Sizes};
 use block::{FileOp, IoResult, Result};
 
-/// What becomes of the data file.
+/// The change of the data file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct DataChange {
-    /// Its length before it was changed, if it was.
+    /// The length before the change, if there was one.
     before: Option<u64>,
-    /// Its length once the change is durable.
+    /// The length once the change is durable.
     after: Option<u64>,
 }
 
 impl Edit<'_, '_> {
-    /// A data file that can be read as a raw image holds what the guest sees, so its clusters must be mapped.
+    /// Maps the clusters of a raw data file: such a file holds what the guest sees.
     pub(super) fn with_raw_data_mapped(&self, options: &ResizeOptions) -> ResizeOptions {
         let preallocation = match options.preallocation {
             GrowBy::Nothing if self.header.data_file_is_raw() => GrowBy::Tables,

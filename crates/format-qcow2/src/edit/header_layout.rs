@@ -1,6 +1,6 @@
 //! The first cluster in another version: other fields, then the extensions, then the backing file's name.
 //!
-//! What lies behind the first sector is written before that sector is. So nothing there that the old header uses may
+//! The bytes behind the first sector are written before that sector. So bytes there that the old header uses must not
 //! change.
 
 use crate::edit::create::feature_names;
@@ -34,8 +34,8 @@ fn extensions(cluster: &[u8], header_bytes: usize, end: usize) -> (Vec<u8>, usiz
     (kept, at)
 }
 
-/// The first cluster with `fields` as its whole fixed header, followed by what the old one has. `None` if that needs
-/// space behind the first sector that the old header uses.
+/// Returns the first cluster with `fields` as its whole fixed header, followed by the old extensions and name. `None`
+/// if that needs space behind the first sector that the old header uses.
 pub(super) fn relaid(old: &[u8], old_header_bytes: usize, fields: &[u8]) -> Option<Vec<u8>> {
     let name_at = number(old, OFFSET_BACKING, 8);
     let name = old.get(name_at..name_at.saturating_add(number(old, 16, 4))).filter(|_| name_at > 0).unwrap_or_default();
@@ -64,7 +64,7 @@ pub(super) fn relaid(old: &[u8], old_header_bytes: usize, fields: &[u8]) -> Opti
 }
 
 fn assembled(old: &[u8], header: &[u8], name: &[u8], place: usize) -> Option<Vec<u8>> {
-    // Behind the first sector, what neither of them uses stays as it is.
+    // Behind the first sector, bytes that neither header uses stay as they are.
     let mut cluster = old.to_vec();
     cluster.get_mut(..HEADER_SECTOR_BYTES)?.fill(0);
     cluster.get_mut(..header.len())?.copy_from_slice(header);

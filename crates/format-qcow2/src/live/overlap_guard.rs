@@ -1,4 +1,4 @@
-//! The overlap guard: no write of ours overwrites a table that it should not.
+//! The overlap guard: no write overwrites a table by mistake.
 //!
 //! It checks before space is handed out, before a table is changed, and before data are overwritten in place. It checks
 //! again every piece of metadata on its way to the file. An overlap means that the image contradicts itself, and that

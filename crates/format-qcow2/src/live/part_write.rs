@@ -152,7 +152,7 @@ impl Inner {
         let end_part = self.parts_wanted(last, request_end).max(end_held(&last_entry));
         let start = geometry.start_of(first).saturating_add(geometry.part_start(start_part));
         let end_bytes = geometry.start_of(last).saturating_add(geometry.part_start(end_part));
-        // If more than the request's own parts is copied, those parts may be of any kind.
+        // If other parts are copied as well, the request's own parts may be of any kind.
         let head = match start_part < geometry.part_of(offset) {
             true => Fill::Copy,
             false => self.fill_part(slice, offset, zeroed)?,
