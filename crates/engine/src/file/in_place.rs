@@ -2,7 +2,7 @@
 //!
 //! The mapping is made on the first call, and again when the file has grown beyond it or a page of it was lost. It
 //! shows the page cache, so files with direct I/O are not mapped. In a file on tmpfs, reading a hole through a mapping
-//! allocates a page. So only pages that are there are mapped, and the rest are given as zeros.
+//! allocates a page. So only present pages are mapped, and the others are given as zeros.
 
 use super::open_file::OpenFile;
 use block::{MapPiece, PastEnd};
@@ -14,14 +14,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 const PAGE: u64 = PAGE_BYTES as u64;
 /// The file may grow by this much, or double its length if that is more, before it is mapped again.
 const ROOM_BYTES: u64 = 64 << 20;
-/// Pages whose presence is asked for in one call.
+/// The number of pages that one call asks about.
 const ASKED_PAGES: usize = 256;
 
 /// See the module.
 #[derive(Debug, Default)]
 pub(crate) struct InPlace {
     whole: Mutex<Option<Whole>>,
-    /// This process has cut the file, or is about to. Its length must then be asked each time.
+    /// This process has cut the file, or is about to. Its length must then be read each time.
     was_cut: AtomicBool,
 }
 
@@ -119,8 +119,8 @@ impl OpenFile {
         self.mapped.as_ref().is_some_and(|mapped| mapped.has_all(offset, length_bytes))
     }
 
-    /// Appends the pages of a file in memory that are there, and zeros for the others. If pages may be swapped out, a
-    /// missing page is no proof of zeros.
+    /// Appends the present pages of a file in memory, and zeros for the others. If pages may be swapped out, a missing
+    /// page is no proof of zeros.
     fn map_what_is_there(
         &self,
         mapping: &Arc<Mapping>,
