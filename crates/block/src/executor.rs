@@ -29,7 +29,7 @@ const ROOM: usize = 64;
 
 struct Shared {
     ready: Mutex<VecDeque<usize>>,
-    /// Something is ready. Each turn looks at this flag first, and takes the lock only if it is set.
+    /// A task is ready. Each turn looks at this flag first, and takes the lock only if it is set.
     has_ready: AtomicBool,
     home: ThreadId,
     /// Called when another thread makes a task ready: wakes a sleeping reactor.
@@ -120,7 +120,8 @@ impl Executor {
                 let index = slots.len();
                 let waker = TaskWaker { index, queued: AtomicBool::new(false), shared: Arc::clone(&self.shared) };
                 slots.push(Slot { task: Some(task), waker: Arc::new(waker) });
-                // All tasks may be ready, or end, at once. Room for that is made here, so that nothing allocates later.
+                // All tasks may be ready, or end, at once. Their room is reserved here, so that nothing allocates
+                // later.
                 self.reserve(slots.len());
                 index
             }
@@ -192,7 +193,7 @@ impl Executor {
         let mut slots = self.slots.borrow_mut();
         let slot = &mut slots[index];
         slot.waker.queued.store(false, Ordering::Release);
-        // A stale waker of a task that ended finds the slot empty, or wakes its successor once for nothing.
+        // A stale waker of a task that ended finds the slot empty, or wakes the slot's next task without need.
         let Some(mut task) = slot.task.take() else {
             return;
         };
@@ -231,8 +232,8 @@ pub fn block_on<T>(future: impl Future<Output = T>) -> T {
     }
 }
 
-/// Carries work out as a task of the reactor, or at once where there is none: what [`crate::FileQueue::push`] does in files
-/// whose requests are tasks.
+/// Runs `work` as a task of the reactor, or at once if there is none. Files whose requests are tasks push with it
+/// ([`crate::FileQueue::push`]).
 pub fn spawn_or_block_on(ctx: Option<&Rc<dyn ReactorCtx>>, work: impl Future<Output = ()> + 'static) {
     match ctx {
         Some(ctx) => ctx.spawn(Task::new(work)),
@@ -240,11 +241,11 @@ pub fn spawn_or_block_on(ctx: Option<&Rc<dyn ReactorCtx>>, work: impl Future<Out
     }
 }
 
-/// For the queue of a file: runs `work` beside the reactor, where files take turns, or here where there is no reactor.
-/// `file` is what all queues of the file share.
+/// Runs `work` beside the reactor, where files take turns; without a reactor, runs it here. `file` is an object that
+/// all queues of the file share.
 pub fn run_aside_or_here<T>(ctx: Option<&Rc<dyn ReactorCtx>>, file: &Arc<T>, work: Work) {
     match ctx {
-        // Its address is unlike any descriptor's number, which stands for a file of the host.
+        // An address differs from every descriptor's number, which identifies a file of the host.
         Some(ctx) => ctx.run_aside(Arc::as_ptr(file).addr() as u64, work),
         None => work(),
     }

@@ -6,7 +6,7 @@ use crate::DiskInfo;
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 
-/// Is told of a disk's changes; see [`crate::Disk::subscribe`].
+/// Hears of a disk's changes; see [`crate::Disk::subscribe`].
 pub trait DiskListener: Send + Sync {
     /// Tells that the disk's size or its cache type may have changed; `info` has the new properties. Called on any
     /// thread, that of a reactor included, so it must not block, and must not change the disk. Calls of one disk come

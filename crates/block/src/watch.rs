@@ -9,21 +9,21 @@ use std::os::fd::AsFd;
 use std::rc::Rc;
 use std::task::{Poll, Waker};
 
-/// What a task or poller waits for.
+/// The event that a task or poller waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Interest {
-    /// Until there is something to read, or nothing more will come.
+    /// Bytes to read, or the end of the stream.
     Read,
-    /// Until there is room to write, or the other end reads no more.
+    /// Room to write, or the end of reading at the other side.
     Write,
 }
 
 /// Whether a watched descriptor is ready. The reactor raises it; a user whose call would block lowers it.
 #[derive(Debug)]
 pub struct Readiness {
-    /// For reading, for writing. True until a call would block.
+    /// For reading, and for writing. True until a call would block.
     ready: [Cell<bool>; 2],
-    /// The other side sends nothing any more, or has gone.
+    /// The other side has ended its stream, or has gone.
     has_ended: Cell<bool>,
     wakers: [RefCell<Option<Waker>>; 2],
 }
@@ -98,15 +98,15 @@ impl<T: AsFd> Watch<T> {
         }
     }
 
-    /// A call has taken less from a stream than it had room for. So nothing is left there, unless the stream has ended:
-    /// then there is its end.
+    /// Notes that a call took less from a stream than it had room for. So no bytes are left, but perhaps the end of the
+    /// stream.
     pub fn is_drained(&self) {
         if !self.readiness.has_ended.get() {
             self.not_ready(Interest::Read);
         }
     }
 
-    /// All is written that was to be written.
+    /// Notes that everything was written.
     pub fn has_written(&self) {
         self.watch_room(false);
     }
@@ -148,7 +148,7 @@ impl<T: AsFd> Watch<T> {
 
 impl<T: AsFd> Drop for Watch<T> {
     fn drop(&mut self) {
-        // Ended before the descriptor is closed, because there may be duplicates of it.
+        // Ended before the descriptor is closed: duplicates may keep its file open.
         self.ctx.unwatch_fd(self.id, self.io.as_fd());
     }
 }
