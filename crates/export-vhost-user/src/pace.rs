@@ -1,4 +1,4 @@
-//! How often a guest's questions have the storage's wear read.
+//! Limits how often guests' queries make us read the storage's wear.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 /// and a call to the device.
 const WEAR_PAUSE: Duration = Duration::from_secs(1);
 
-/// When the wear was read last.
+/// The time at which the wear was read last.
 pub(crate) struct Pace(Instant);
 
 impl From<Instant> for Pace {
@@ -16,7 +16,7 @@ impl From<Instant> for Pace {
 }
 
 impl Pace {
-    /// How long to wait until it may be read again.
+    /// The time until the wear may be read again.
     pub(crate) fn pause_left(&self, now: Instant) -> Duration {
         WEAR_PAUSE.saturating_sub(now.saturating_duration_since(self.0))
     }
