@@ -1,4 +1,4 @@
-//! Copying disks into another image, keeping what is sparse sparse.
+//! Copies disks into another image, and keeps sparse parts sparse.
 
 use crate::convert_plan::{Piece, Plan};
 use crate::failure::failed;
@@ -15,12 +15,12 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// How much is read and written at once. Larger clusters are copied whole.
+/// The most bytes that are read and written at once. Larger clusters are copied whole.
 const PIECE_BYTES: u64 = 512 << 10;
 /// The unit in which data are searched for zeros.
 const GRAIN_BYTES: u64 = 4096;
 
-/// How to copy.
+/// Options of a conversion.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ConvertOptions {
@@ -30,21 +30,21 @@ pub struct ConvertOptions {
     pub target_is_new: bool,
     /// The target reads as zeros everywhere.
     pub target_is_zero: bool,
-    /// The target has a backing file that holds what the source's top layer leaves to the layers below it.
+    /// The target has a backing file, which holds the data that the source's top layer leaves to the layers below it.
     pub top_only: bool,
-    /// Whole clusters are compressed, where that makes them smaller.
+    /// Whole clusters are compressed if that makes them smaller.
     pub compress: bool,
     /// Requests in flight on each reactor.
     pub depth: usize,
     /// The most bytes of data in a second.
     pub rate: Option<u64>,
-    /// The host copies what it can (`copy_file_range`). Data are then not searched for zeros.
+    /// The host copies data if it can (`copy_file_range`). They are not searched for zeros then.
     pub offload: bool,
-    /// What cannot be read becomes zeros in the target.
+    /// Unreadable data become zeros in the target.
     pub salvage: Option<Salvage>,
 }
 
-/// What a conversion did.
+/// The result of a conversion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Converted {
     /// Bytes of the disk that the host copied by itself.
@@ -68,7 +68,7 @@ impl Default for ConvertOptions {
 }
 
 impl ConvertOptions {
-    /// Changes some of them: `ConvertOptions::default().with(|options| options.compress = true)`.
+    /// Changes some options: `ConvertOptions::default().with(|options| options.compress = true)`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
@@ -135,9 +135,9 @@ struct Copier {
     plan: Plan,
 }
 
-/// Has the host copy (`copy_file_range`), until it refuses once.
+/// Lets the host copy (`copy_file_range`), until it refuses once.
 struct Offload {
-    /// From each source, where that can be.
+    /// One for each source from which the host can copy.
     from: Vec<Option<CopyOffload>>,
     refused: Cell<bool>,
     offloaded: Arc<AtomicU64>,

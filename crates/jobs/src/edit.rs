@@ -1,4 +1,4 @@
-//! Images made, and changes to one that nobody uses.
+//! Creating images, and changing images that are not in use.
 
 use crate::Control;
 use block::{File, Result};

@@ -1,5 +1,5 @@
-//! Keeps internal snapshots as they are: where a snapshot has no data of its own it shows the backing file, so a job that
-//! changes what lies below would change the snapshot, too.
+//! Protects internal snapshots: a snapshot shows the backing file wherever it has no data of its own, so a job that
+//! changes the layers below would change the snapshot, too.
 
 use block::{Error, ErrorKind, Result};
 use image::Snapshot;

@@ -14,20 +14,20 @@ use std::time::Duration;
 const TICK: Duration = Duration::from_millis(50);
 /// The most pieces that wait, for each task.
 const WAITING_PER_TASK: usize = 2;
-/// At least this many may wait altogether, so that handing out does not run for every few pieces.
+/// At least this many pieces may wait altogether, so that the thread that hands out does not wake up for every few.
 const WAITING_AT_LEAST: usize = 256;
 
-/// Does pieces of work on one reactor.
+/// Carries out pieces of work on one reactor.
 pub(crate) trait Worker: 'static {
     /// A piece.
     type Item: Send + 'static;
-    /// What a task keeps from piece to piece.
+    /// The state that a task keeps from piece to piece.
     type Scratch: 'static;
 
-    /// One for each task.
+    /// Makes the state of a task.
     fn scratch(&self) -> Self::Scratch;
 
-    /// Does one piece.
+    /// Carries out one piece.
     fn work(&self, item: Self::Item, scratch: &mut Self::Scratch) -> impl Future<Output = Result<()>>;
 }
 
@@ -45,7 +45,7 @@ struct Shared<T> {
     /// A piece was added, or none will be.
     added: WaitList,
     done_bytes: AtomicU64,
-    /// Pieces that may wait, at most.
+    /// The most pieces that may wait.
     capacity: usize,
 }
 
@@ -64,7 +64,7 @@ impl<T> Shared<T> {
             }
         };
         let (next, left) = self.added.until(look).await;
-        // Not for each piece: waking a thread costs as much as copying one.
+        // Not after each piece: waking a thread costs as much as copying one.
         if left <= self.capacity / 2 {
             self.taken.notify_one();
         }
@@ -94,8 +94,7 @@ struct Running<W> {
     _ended: Sender<()>,
 }
 
-/// A task at work. If its reactor panics, the task is dropped together with its piece. Then the job must not count as
-/// done.
+/// A task at work. If its reactor panics, the task is dropped together with its piece. Then the job must fail.
 struct AtWork<'a, T>(&'a Shared<T>);
 
 impl<T> AtWork<'_, T> {
@@ -152,7 +151,7 @@ where
     }
 }
 
-/// Which reactors work.
+/// The reactors that work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Spread {
     /// All, from the start.
@@ -214,7 +213,7 @@ impl<T: Send + 'static> Pipeline<T> {
         Self { shared, ended, total_bytes, rate: Mutex::new(RateLimit::new(None)), widen: Mutex::new(Some(widen)) }
     }
 
-    /// From now on pieces need more than passing through.
+    /// Notes that pieces now need more than passing through.
     pub(crate) fn widen(&self) {
         let widen = self.widen.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(widen) = widen {
@@ -237,7 +236,7 @@ impl<T: Send + 'static> Pipeline<T> {
     pub(crate) fn push(&self, item: T, bytes: u64, control: &mut Control<'_>) -> bool {
         let mut state = self.shared.lock();
         while state.waiting.len() >= self.shared.capacity && !state.closed {
-            // Told first: under a simulator it is this that makes time pass.
+            // Progress is reported before the wait: under a simulator, only that makes time pass.
             drop(state);
             control.tell(self.shared.done_bytes.load(Ordering::Relaxed), self.total_bytes);
             if control.check().is_err() {
@@ -257,7 +256,7 @@ impl<T: Send + 'static> Pipeline<T> {
         control.check().is_ok()
     }
 
-    /// Counts bytes of the disk that nobody has to work on.
+    /// Counts bytes of the disk that need no work.
     pub(crate) fn skip(&self, bytes: u64) {
         self.shared.done_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
@@ -266,7 +265,7 @@ impl<T: Send + 'static> Pipeline<T> {
     /// afterwards.
     pub(crate) fn finish(mut self, control: &mut Control<'_>) -> Result<()> {
         self.shared.close(control.check().is_err());
-        // Nobody else will add pieces.
+        // No pieces are added from here on.
         self.widen = Mutex::default();
         loop {
             if control.check().is_err() {
