@@ -24,7 +24,7 @@ pub mod request;
 
 pub use reader::Reader;
 
-/// An error for bytes that the protocol does not allow: where, and why.
+/// An error for bytes that the protocol does not allow: the place and the reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WireError(pub &'static str);
 

@@ -60,7 +60,7 @@ pub(crate) struct Flying {
     /// The bytes as pushed; `None` if a part takes its bytes from the buffer when it is carried out.
     early: Option<Arc<[u8]>>,
     pub(crate) stalls: bool,
-    /// What it was to make durable is forgotten.
+    /// The data that it was to make durable are forgotten.
     loses: bool,
     /// The turn from which it may go on.
     pub(crate) due: u64,
@@ -96,7 +96,7 @@ impl Flying {
         flying
     }
 
-    /// Refuses what the file cannot do. Returns the range otherwise.
+    /// Refuses operations that the file cannot carry out. Returns the range of others.
     fn validate(&self, storage: &Storage) -> IoResult<(u64, u64)> {
         let entry = &storage.files[self.file.index()];
         let options = &entry.options;
