@@ -40,7 +40,7 @@ fn storage(bytes: &[u8], grows_with_zeros: bool) -> SimStorage {
     storage
 }
 
-/// The one file of a storage.
+/// Returns the only file of a storage.
 pub(crate) fn file_of(storage: &SimStorage) -> Arc<dyn File> {
     match storage.file(NAME) {
         Some(file) => file,

@@ -16,7 +16,7 @@ const FOREIGN: [&[u8]; 3] = [
     include_bytes!("../seeds/zstd.qcow2"),
 ];
 
-/// All golden images.
+/// Returns all golden images.
 pub(crate) fn images() -> &'static [Vec<u8>] {
     static IMAGES: OnceLock<Vec<Vec<u8>>> = OnceLock::new();
     IMAGES.get_or_init(|| {

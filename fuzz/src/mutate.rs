@@ -56,7 +56,7 @@ impl Tables {
         }
     }
 
-    /// All tables of the active disk and of the refcounts.
+    /// Returns all tables of the active disk and of the refcounts.
     pub(crate) fn all(&self) -> impl Iterator<Item = &Range<usize>> {
         [&self.header, &self.l1, &self.refcount_table].into_iter().chain(&self.l2).chain(&self.blocks)
     }

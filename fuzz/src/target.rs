@@ -63,7 +63,7 @@ impl Target {
         Self::NbdAnswers,
     ];
 
-    /// The target's name on a command line.
+    /// Returns the target's name on a command line.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

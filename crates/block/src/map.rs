@@ -259,7 +259,7 @@ impl WriteMap {
         Self { offset, staged: Staged::Claimed(Claimed { range, known_bytes, claim }) }
     }
 
-    /// The first byte on the disk.
+    /// Returns the offset of the first byte on the disk.
     #[must_use]
     pub fn offset(&self) -> u64 {
         self.offset
@@ -346,7 +346,7 @@ impl WriteMap {
         }
     }
 
-    /// The space that the disk gave for it, if it did.
+    /// Returns the disk's space that the map is in, if the disk gave any.
     #[must_use]
     pub fn claim(&self) -> Option<&Claim> {
         match &self.staged {

@@ -44,7 +44,7 @@ impl Readiness {
         }
     }
 
-    /// The reactor's part: nothing more will come from the other side. Said before it is raised for that.
+    /// Notes that the other side has ended its stream. For the reactor, before it raises readiness for that.
     pub fn ends(&self) {
         self.has_ended.set(true);
     }

@@ -89,7 +89,7 @@ fn from_json(text: &str, format: Option<Format>) -> Result<ImageName> {
     Ok(ImageName { format: name.format.or(format), ..name })
 }
 
-/// QEMU's JSON also allows strings in single quotes, in which double quotes are plain characters.
+/// Replaces single quotes around strings, which QEMU's JSON allows, and in which double quotes are plain characters.
 fn with_double_quotes(text: &str) -> String {
     let (mut strict, mut quote) = (String::with_capacity(text.len()), None);
     let mut chars = text.chars();

@@ -16,7 +16,7 @@ impl From<Instant> for Pace {
 }
 
 impl Pace {
-    /// The time until the wear may be read again.
+    /// Returns the time until the wear may be read again.
     pub(crate) fn pause_left(&self, now: Instant) -> Duration {
         WEAR_PAUSE.saturating_sub(now.saturating_duration_since(self.0))
     }

@@ -432,8 +432,9 @@ impl Backend for Session {
         Ok(())
     }
 
-    /// QEMU keeps a copy of the configuration. It ignores a change while its device is stopped, and does not read it
-    /// when it connects again. So a missed change is sent when its rings start.
+    /// Whether the peer must be sent a configuration change that it missed. QEMU keeps a copy of the configuration. It
+    /// ignores a change while its device is stopped, and does not read it when it connects again. So the change is sent
+    /// when its rings start.
     fn owes_news(&mut self) -> bool {
         let runs = !self.served.running.is_empty();
         let had_run = std::mem::replace(&mut self.has_run, runs);

@@ -169,7 +169,7 @@ struct Adaptor<B> {
     replies: bool,
     /// The channel for our own messages to the peer.
     peer_channel: Option<OwnedFd>,
-    /// The configuration space has changed since the session began, and the peer was not told.
+    /// A change of the configuration space since the session began that the peer has not been sent.
     owes_news: bool,
 }
 

@@ -60,8 +60,8 @@ impl fmt::Display for Version {
     }
 }
 
-/// `Content-Range`: the bytes that follow, and the file's length. `None` for the bytes if the answer says that there
-/// are none.
+/// Reads `Content-Range`: the bytes that follow, and the file's length. `None` for the bytes if the answer says that
+/// there are none.
 fn content_range(headers: &Headers) -> Option<(Option<RangeInclusive<u64>>, u64)> {
     let (range, total) = headers.get(CONTENT_RANGE)?.to_str().ok()?.trim().strip_prefix("bytes ")?.split_once('/')?;
     let total = total.parse().ok()?;

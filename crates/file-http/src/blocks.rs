@@ -112,7 +112,7 @@ impl State {
         }
     }
 
-    /// How many bytes to read ahead of this read, if its reader reads in order.
+    /// Returns how many bytes to read ahead of this read, if its reader reads in order.
     fn ahead(&mut self, range: &Range<u64>, most: u64) -> u64 {
         let used = self.uses;
         self.uses = used.saturating_add(1);

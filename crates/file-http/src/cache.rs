@@ -70,7 +70,7 @@ fn paths(directory: &Path, key: &str) -> [PathBuf; 2] {
     [DATA, INDEX].map(|kind| directory.join(format!("{name}.{kind}")))
 }
 
-/// The checksum of a block; never zero, which marks a missing block.
+/// Returns the checksum of a block; never zero, which marks a missing block.
 fn sum(bytes: &[u8]) -> u64 {
     xxh3_64(bytes).max(1)
 }
@@ -278,8 +278,8 @@ fn place_of_sum(block: u64) -> u64 {
     block.saturating_mul(SUM_BYTES).saturating_add(HEADER_BYTES as u64)
 }
 
-/// The header, in lines that people can read, too. Its last line is a checksum of the others. The address appears only
-/// as a hash, as it may hold secrets.
+/// Returns the header, in lines that people can read, too. Its last line is a checksum of the others. The address
+/// appears only as a hash, as it may hold secrets.
 fn header(key: &str, pin: &Pin) -> Vec<u8> {
     let (length, version) = (pin.length_bytes, &pin.version);
     let address = xxh3_128(key.as_bytes());

@@ -51,7 +51,7 @@ pub(crate) struct Answer {
 }
 
 impl Client {
-    /// A client that trusts the system's certificates, and those in `ca_file`.
+    /// Makes a client that trusts the system's certificates, and those in `ca_file`.
     pub(crate) fn new(ca_file: Option<&Path>) -> Result<Self> {
         let mut roots = rustls::RootCertStore::empty();
         // System certificates that cannot be read are not trusted; a connection that needs one fails.

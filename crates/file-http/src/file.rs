@@ -88,7 +88,7 @@ fn shared(url: &HttpUrl, anew: bool) -> Result<Arc<Blocks>> {
     Ok(blocks)
 }
 
-/// The blocks of an open file, unless it has changed at its server.
+/// Returns the blocks of an open file, unless it has changed at its server.
 fn known(open: &mut Option<Open>, key: &(String, String)) -> Option<Arc<Blocks>> {
     let open = open.get_or_insert_default();
     open.retain(|_, blocks| blocks.strong_count() > 0);

@@ -209,7 +209,7 @@ impl Tries {
     }
 }
 
-/// The failure that an answer other than the wanted part means.
+/// Returns the failure that an answer other than the wanted part means.
 fn refused(answer: &Answer) -> Failure {
     Failure::ForGood(match &answer.meaning {
         Meaning::Later(after) => return Failure::ForNow("the server has no answer for now".into(), *after),

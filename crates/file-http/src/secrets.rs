@@ -49,7 +49,7 @@ impl Secrets {
         Ok(Self { host: place(uri), headers, accounts })
     }
 
-    /// The headers for a request to `uri`, which may be where a redirect has led.
+    /// Returns the headers for a request to `uri`, which may be where a redirect has led.
     pub(crate) fn for_uri(&self, uri: &Uri) -> Vec<(HeaderName, HeaderValue)> {
         let own = if place(uri) == self.host { self.headers.clone() } else { Vec::new() };
         let host = uri.host().unwrap_or_default();

@@ -78,7 +78,7 @@ impl HttpUrl {
         Ok(Self { uri, shown, options })
     }
 
-    /// The same for all names of a file.
+    /// Returns a key that all names of a file share.
     pub(crate) fn key(&self) -> String {
         self.uri.to_string()
     }
@@ -136,7 +136,7 @@ fn size_bytes(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
-/// The name for messages. Passwords and queries are left out: queries hold signatures and keys.
+/// Returns the name for messages. Passwords and queries are left out: queries hold signatures and keys.
 pub(crate) fn shown(text: &str) -> String {
     let (place, query) = text.split_once('?').map_or((text, ""), |(place, _)| (place, "?..."));
     let place = match place.split_once("://") {
@@ -151,7 +151,7 @@ pub(crate) fn shown(text: &str) -> String {
     place + query
 }
 
-/// The address to which a redirect leads.
+/// Returns the address to which a redirect leads.
 pub(crate) fn redirected(from: &Uri, location: &str) -> Option<Uri> {
     let location = location.split_once('#').map_or(location, |(place, _)| place);
     let (scheme, authority) = (from.scheme_str()?, from.authority()?.as_str());

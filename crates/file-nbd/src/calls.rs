@@ -26,13 +26,13 @@ impl Payload {
         Self { buffer: Arc::new(buffer), part }
     }
 
-    /// The part with these bytes, as far as they exist.
+    /// Returns the part with these bytes, as far as they exist.
     pub(crate) fn part(&self, range: Range<usize>) -> Self {
         let at = |index: usize| self.part.start.saturating_add(index).min(self.part.end);
         Self { buffer: Arc::clone(&self.buffer), part: at(range.start)..at(range.end) }
     }
 
-    /// The memory that it keeps, in bytes.
+    /// Returns the size of the memory that the part keeps, in bytes.
     pub(crate) fn held_bytes(&self) -> usize {
         self.buffer.held_bytes()
     }
@@ -193,7 +193,7 @@ impl Calls {
         Ok(Self { state: Mutex::default(), wake, has_news, waits, size_bytes })
     }
 
-    /// The size of the disk.
+    /// Returns the size of the disk.
     pub(crate) fn size_bytes(&self) -> u64 {
         self.size_bytes.load(Ordering::Acquire)
     }
@@ -248,7 +248,7 @@ impl Calls {
         number
     }
 
-    /// The number of queues that were opened.
+    /// Returns the number of queues that were opened.
     pub(crate) fn queues(&self) -> usize {
         self.state().queues
     }

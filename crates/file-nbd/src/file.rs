@@ -1,4 +1,4 @@
-//! The disk as a file: any offset and length, cut into what the server takes.
+//! The disk as a file: requests of any offset and length, split into those that the server takes.
 
 use crate::calls::{Answer, Calls, Payload, Wish};
 use crate::handshake::{Agreed, connect, end_of_patience};
@@ -243,7 +243,7 @@ impl Remote {
         }
     }
 
-    /// Only the server can grow its disk. This asks whether it has.
+    /// Asks the server whether its disk has grown to this length: only the server can change it.
     async fn set_length(&self, queue: usize, length: u64) -> IoResult {
         if length > self.size_bytes() {
             self.calls.ask(queue, 0, Wish::Renew).await?;
@@ -259,7 +259,7 @@ impl Remote {
         }
     }
 
-    /// The longest payload of whole blocks that the server takes and sends.
+    /// Returns the longest payload of whole blocks that the server takes and sends.
     fn payload_bytes(&self) -> u64 {
         let most = u64::from(self.agreed.payload_bytes_max);
         most.saturating_sub(most.checked_rem(self.block_bytes).unwrap_or(0))

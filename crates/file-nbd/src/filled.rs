@@ -18,7 +18,7 @@ pub(crate) struct Filled {
 }
 
 impl Filled {
-    /// Takes a range that is not empty; false if some of it is here already, or if too many ranges lie apart.
+    /// Adds a range that is not empty. Returns false if a part of it is here already, or if too many ranges lie apart.
     pub(crate) fn add(&mut self, range: Range<usize>) -> bool {
         if range.start < self.until {
             return false;

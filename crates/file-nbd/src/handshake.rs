@@ -20,7 +20,7 @@ const ANSWER_BYTES_MAX: u32 = 64 << 10;
 /// The most answers to one option.
 const ANSWERS_MAX: usize = 64;
 
-/// The deadline of a connection that is begun now.
+/// Returns the deadline for connecting, from now on.
 pub(crate) fn end_of_patience() -> Instant {
     let now = Instant::now();
     now.checked_add(PATIENCE).unwrap_or(now)
@@ -83,7 +83,7 @@ impl Talk<'_> {
         put.map_err(|error| self.left(error, "cannot ask the server"))
     }
 
-    /// The error to report when the server does not speak NBD or closes the connection.
+    /// Returns the error to report when the server does not speak NBD or closes the connection.
     fn left(&mut self, error: io::Error, otherwise: &str) -> Error {
         use io::ErrorKind::{BrokenPipe, ConnectionReset, InvalidData, UnexpectedEof};
         // A server that refuses a certificate sends an alert before it goes; it may have arrived.

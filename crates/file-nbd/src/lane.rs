@@ -42,7 +42,7 @@ impl Lane {
         Self { stream, sending: VecDeque::new(), sent: 0, replies: Replies::new(), data: None, is_drained: false }
     }
 
-    /// What to poll the socket for.
+    /// Returns what to poll the socket for.
     pub(crate) fn interest(&self) -> PollFd<'_> {
         self.stream.interest(self.sends())
     }

@@ -5,7 +5,7 @@
 //! a reactor never waits for the network.
 //!
 //! * [`open`]: connects, and gives the file.
-//! * [`NbdUri`]: where the server is, and what the disk is called there.
+//! * [`NbdUri`]: the place of the server, and the name of the disk there.
 //! * `handshake`: the negotiation; `calls`: calls to the connections' thread; `link`: that thread, which connects again
 //!   when the server has gone; `replies`: bytes that arrive; `unflushed`: writes that are repeated after a new
 //!   connection.

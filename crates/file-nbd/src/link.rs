@@ -168,7 +168,7 @@ impl Link {
         self.calls.wait(self.lanes.iter().map(Lane::interest).collect(), timeout);
     }
 
-    /// One turn over all connections. An error names the connection.
+    /// Runs one turn over all connections. An error names the connection.
     fn turn(&mut self) -> Result<(), (usize, io::Error)> {
         for lane in 0..self.lanes.len() {
             self.receive(lane).map_err(|error| (lane, error))?;
@@ -223,7 +223,7 @@ impl Link {
                     None
                 }
             };
-            // Nobody may wait for it any more.
+            // Perhaps the link no longer waits for it.
             let _ = sender.send(lane);
             calls.ring();
         };
@@ -367,7 +367,7 @@ impl Link {
         Ok(true)
     }
 
-    /// The call that a reply on this connection names.
+    /// Returns the call that a reply on this connection names.
     fn active(&mut self, lane: usize, cookie: u64) -> Result<&mut Active, WireError> {
         let active = self.active.get_mut(&cookie).filter(|active| active.lane == lane);
         active.ok_or(WireError("a reply names a request that was not sent"))
@@ -462,7 +462,7 @@ impl Link {
         Ok((at, length))
     }
 
-    /// The server has ended a call.
+    /// Ends a call that the server has ended.
     fn end(&mut self, cookie: u64) {
         let Some(active) = self.active.remove(&cookie) else { return };
         let Active { call, lane, mark, error, filled, extents, replays } = active;

@@ -71,7 +71,7 @@ impl Replies {
         count
     }
 
-    /// The next part of the replies, if it has arrived.
+    /// Returns the next part of the replies, if it has arrived.
     pub(crate) fn next(&mut self, style: Style) -> Result<Option<Said>, WireError> {
         let mut reader = Reader::new(self.rest());
         let said = Self::read(&mut reader, style)?;

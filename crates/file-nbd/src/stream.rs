@@ -72,7 +72,7 @@ impl Stream {
         }
     }
 
-    /// What to poll the socket for: reading, and perhaps sending.
+    /// Returns what to poll the socket for: reading, and perhaps sending.
     pub(crate) fn interest(&self, sends: bool) -> PollFd<'_> {
         let writes = if sends || self.is_sending() { PollFlags::OUT } else { PollFlags::empty() };
         PollFd::new(self, PollFlags::IN | writes)
@@ -138,7 +138,7 @@ impl Stream {
         }
     }
 
-    /// The stream with blocking calls that fail after `until`.
+    /// Returns the stream with blocking calls that fail after `until`.
     pub(crate) fn until(&mut self, until: Instant) -> Limited<'_> {
         Limited { stream: self, until }
     }
@@ -181,7 +181,7 @@ impl AsFd for Stream {
     }
 }
 
-/// The time until `until`; an error if it is over.
+/// Returns the time until `until`; an error if it is over.
 fn left(until: Instant) -> io::Result<Duration> {
     let left = until.saturating_duration_since(Instant::now());
     (!left.is_zero()).then_some(left).ok_or_else(|| io::ErrorKind::TimedOut.into())

@@ -39,7 +39,7 @@ impl Change {
     }
 }
 
-/// The most bytes that a wish adds here when it has ended.
+/// Returns the most bytes that a wish adds here at its end.
 pub(crate) fn kept_bytes(wish: &Wish) -> usize {
     match wish {
         Wish::Write { data, fua: false } => data.held_bytes().saturating_add(ENTRY_BYTES),
@@ -68,7 +68,7 @@ impl Entry {
         own.start < other.end && other.start < own.end
     }
 
-    /// The part inside a range; `None` if nothing is.
+    /// Returns the part inside a range; `None` if nothing is.
     fn inside(&self, range: Range<u64>) -> Option<Self> {
         let own = self.range();
         let (start, end) = (own.start.max(range.start), own.end.min(range.end));
@@ -103,12 +103,12 @@ impl Unflushed {
         self.entries.push_back(entry);
     }
 
-    /// The first number that a flush beginning now does not cover.
+    /// Returns the first number that a flush beginning now does not cover.
     pub(crate) fn mark(&self) -> u64 {
         self.next_number
     }
 
-    /// A flush has ended well: drops the entries that it covers.
+    /// Drops the entries before `mark`, which a flush has made durable.
     pub(crate) fn forget_before(&mut self, mark: u64) {
         while self.entries.front().is_some_and(|entry| entry.number < mark)
             && let Some(entry) = self.entries.pop_front()
@@ -117,7 +117,7 @@ impl Unflushed {
         }
     }
 
-    /// A durable write has ended well: older writes to its range must not be repeated over it.
+    /// Drops older writes to the range of a durable write that has ended: they must not be repeated over it.
     pub(crate) fn forget_range(&mut self, offset: u64, length_bytes: u64) {
         let range = offset..offset.saturating_add(length_bytes);
         if !self.entries.iter().any(|entry| entry.overlaps(&range)) {
@@ -139,7 +139,7 @@ impl Unflushed {
         self.held_bytes > BYTES_MAX
     }
 
-    /// Whether more than twice [`BYTES_MAX`] would be held with so many bytes more.
+    /// Whether more than twice [`BYTES_MAX`] would be held with `more_bytes` more.
     pub(crate) fn is_full_with(&self, more_bytes: usize) -> bool {
         self.held_bytes.saturating_add(more_bytes) > BYTES_MAX.saturating_mul(2)
     }

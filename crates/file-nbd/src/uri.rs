@@ -17,7 +17,7 @@ const RECONNECT: Duration = Duration::from_secs(30);
 const CONNECTIONS: usize = 2;
 const CONNECTIONS_MAX: usize = 16;
 
-/// Where a server is.
+/// The address of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Place {
     /// A Unix socket.
@@ -117,7 +117,7 @@ impl NbdUri {
     }
 }
 
-/// The part behind a user's name. Only shared keys use that name.
+/// Returns the part behind a user's name. Only shared keys use that name.
 fn host_of(authority: &str) -> &str {
     authority.rsplit_once('@').map_or(authority, |(_, host)| host)
 }

@@ -105,8 +105,8 @@ impl Scratch {
         self.inner.is_short()
     }
 
-    /// Reserves space for maps and writes that come, if little is at hand. Without it, those maps are in memory. No request
-    /// should wait for it.
+    /// Reserves space for later maps and writes, if little is left. Without it, maps use memory of their own. Requests
+    /// must not wait for this.
     pub async fn reserve_ahead(&self, io: &MetaIo) {
         self.inner.reserve_ahead(io).await;
     }

@@ -124,7 +124,7 @@ struct Found {
     /// The name as it was given: files that the base names are relative to it.
     name: FileName,
     data_file: Option<FileName>,
-    /// Its format, or `None` if it was only guessed. Then the data of the overlay's guest must not become another
+    /// The base's format, or `None` if it was only guessed. Then the data of the overlay's guest must not form another
     /// format's header.
     said_format: Option<Format>,
     format: Format,
@@ -264,7 +264,7 @@ fn copy(
     finished
 }
 
-/// A query for the layers above the base.
+/// Returns a query for the layers above the base.
 fn above(depth: usize) -> StatusQuery {
     StatusQuery::all().with(|query| query.layers = depth)
 }

@@ -157,7 +157,7 @@ fn walk(
     }
 }
 
-/// The status that a strict comparison compares.
+/// Returns the status that a strict comparison compares.
 fn status(run: &Run) -> (bool, bool, bool, bool, bool) {
     (run.present, run.zero, run.data, run.compressed, run.offset.is_some())
 }
@@ -204,7 +204,7 @@ impl Worker for Comparer {
     }
 }
 
-/// The first sector that differs.
+/// Returns the first sector that differs.
 fn first_difference(left: &[u8], right: &[u8]) -> Option<usize> {
     if left == right {
         return None;
@@ -214,7 +214,7 @@ fn first_difference(left: &[u8], right: &[u8]) -> Option<usize> {
     Some(index * sector)
 }
 
-/// The first sector that is not all zeros.
+/// Returns the first sector that is not all zeros.
 fn first_nonzero(bytes: &[u8]) -> Option<usize> {
     let sector = SECTOR_BYTES as usize;
     bytes.chunks(sector).position(|bytes| !crate::zeros::is_zero(bytes)).map(|index| index * sector)

@@ -225,7 +225,7 @@ impl Copier {
         self.zero_between(offset, written, length).await
     }
 
-    /// The parts of `bytes` that are not long runs of zeros.
+    /// Lists the parts of `bytes` that are not long runs of zeros.
     fn parts_to_write(&self, bytes: &[u8], parts: &mut Vec<Range<usize>>) {
         let sparse = self.plan.options.sparse_bytes as usize;
         if sparse == 0 {

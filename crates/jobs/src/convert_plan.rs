@@ -61,7 +61,7 @@ impl Plan {
         Ok(())
     }
 
-    /// The runs of all sources, where they come to lie.
+    /// Returns the runs of all sources, at their places in the target.
     fn runs(&self, sources: &[JobDisk], places: &[Range<u64>]) -> impl Iterator<Item = Result<Run>> {
         let layers = if self.options.top_only { 1 } else { usize::MAX };
         let query = StatusQuery::all().with(|query| query.layers = layers);

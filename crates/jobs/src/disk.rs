@@ -44,7 +44,7 @@ impl JobDisk {
         &self.name
     }
 
-    /// The image that it is, if it is one.
+    /// Returns the disk as an image, if it is one.
     #[must_use]
     pub fn image(&self) -> Option<&Arc<Image>> {
         self.image.as_ref()
@@ -59,7 +59,7 @@ impl JobDisk {
         DiskIo::open(self.disk.as_ref(), ctx)
     }
 
-    /// The unit in which it is best written, a power of two; 1 if there is none.
+    /// Returns the best unit for writes, a power of two; 1 if there is none.
     pub(crate) fn unit_bytes(&self) -> u64 {
         let bytes = u64::from(self.info().topology.optimal_io_bytes);
         if bytes.is_power_of_two() && bytes <= UNIT_BYTES_MAX { bytes } else { 1 }

@@ -5,7 +5,7 @@ use block::{Error, ErrorKind, Result};
 use image::Snapshot;
 use std::fmt::Display;
 
-/// Refuses a job that would change what the snapshots of `overlay` show.
+/// Refuses a job that would change the contents of `overlay`'s snapshots.
 pub(crate) fn keep_snapshots(overlay: impl Display, snapshots: &[Snapshot]) -> Result<()> {
     let Some(first) = snapshots.first() else { return Ok(()) };
     let others = match snapshots.len() - 1 {

@@ -54,7 +54,7 @@ impl<T> Shared<T> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next piece; `None` when there will be no more.
+    /// Returns the next piece; `None` when there will be no more.
     async fn next(&self) -> Option<(T, u64)> {
         let look = || {
             let mut state = self.lock();
@@ -165,7 +165,7 @@ pub(crate) enum Spread {
 }
 
 impl Spread {
-    /// Between disks from which pieces pass unchanged to another.
+    /// Chooses the reactors for copies between these disks whose pieces pass unchanged.
     pub(crate) fn of_copies<'a>(mut disks: impl Iterator<Item = &'a JobDisk>) -> Self {
         if disks.all(JobDisk::is_in_memory) { Self::OneTaskEach } else { Self::First }
     }

@@ -260,7 +260,7 @@ fn walk(
     Ok(())
 }
 
-/// The place of the disk's byte `at` in the file of its layer.
+/// Returns the place of the disk's byte `at` in the file of its layer.
 fn start_at(run: &Run, at: u64) -> Option<u64> {
     run.offset.map(|offset| offset + (at - run.start))
 }

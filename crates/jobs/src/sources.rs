@@ -32,7 +32,7 @@ impl fmt::Debug for Salvage {
     }
 }
 
-/// The range of each of `disks` when they are put one after another.
+/// Returns the range of each of `disks` when they are put one after another.
 pub(crate) fn places(disks: &[JobDisk]) -> Vec<Range<u64>> {
     let mut end = 0;
     let place = |disk: &JobDisk| {
@@ -60,13 +60,13 @@ struct Part {
 }
 
 impl Sources {
-    /// Called on the reactor's thread.
+    /// Opens queues of all sources. Called on the reactor's thread.
     pub(crate) fn open(sources: &[JobDisk], ctx: &Rc<dyn ReactorCtx>, salvage: Option<Salvage>) -> Result<Self> {
         let disks = sources.iter().map(|source| source.open(ctx)).collect::<Result<_>>()?;
         Ok(Self { disks, places: places(sources), salvage })
     }
 
-    /// The source that holds all of a range, and where in it.
+    /// Returns the source that holds all of a range, and the offset in it.
     pub(crate) fn one_that_holds(&self, range: &Range<u64>) -> Option<(usize, u64)> {
         let index = self.places.partition_point(|place| place.end <= range.start);
         let place = self.places.get(index)?;
@@ -123,7 +123,7 @@ impl Sources {
     }
 }
 
-/// The halves of a range, whole sectors, the second one first; the range itself where it is a sector or less.
+/// Returns the halves of a range, whole sectors, the second one first; the range itself if it is a sector or less.
 fn halves(range: Range<usize>) -> Vec<Range<usize>> {
     let sector = SECTOR_BYTES as usize;
     if range.len() <= sector {

@@ -164,7 +164,7 @@ impl Channel {
         self.is_closed
     }
 
-    /// A stream of plain bytes over a blocking socket.
+    /// Returns a stream of plain bytes over a blocking socket.
     pub fn over<S: Read + Write>(&mut self, socket: S) -> Over<'_, S> {
         Over { channel: self, socket }
     }

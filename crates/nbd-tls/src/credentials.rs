@@ -23,7 +23,7 @@ impl Credentials {
         Self(directory.into())
     }
 
-    /// Reads what a server needs. If it verifies its peers, clients need a certificate of the same authority.
+    /// Reads the files of a server. If it verifies its peers, clients need a certificate of the same authority.
     pub fn server(&self, verifies_peers: bool) -> Result<Arc<ServerConfig>> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let builder = ServerConfig::builder_with_provider(Arc::clone(&provider));
@@ -44,7 +44,7 @@ impl Credentials {
         Ok(Arc::new(config.map_err(|error| self.bad("server-cert.pem", &error))?))
     }
 
-    /// Reads what a client needs. The client shows a certificate of its own if there is one.
+    /// Reads the files of a client. The client shows a certificate of its own if there is one.
     pub fn client(&self) -> Result<Arc<ClientConfig>> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let builder = ClientConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions();

@@ -322,7 +322,7 @@ impl Session {
         pipes.arrived.extend_from_slice(bytes);
     }
 
-    /// The bytes to be sent.
+    /// Returns the bytes to be sent.
     pub(crate) fn sealed(&mut self) -> &mut Vec<u8> {
         &mut self.pipes().sealed
     }

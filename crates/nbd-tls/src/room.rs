@@ -2,7 +2,7 @@
 
 use std::os::unix::net::UnixStream;
 
-/// The size asked for. The kernel reduces it to what the host allows.
+/// The size asked for. The kernel reduces it to the host's limit.
 const ROOM_BYTES: usize = 1 << 20;
 
 /// Makes the send buffer as large as the host allows, usually twice the default, so that a sender of long payloads is

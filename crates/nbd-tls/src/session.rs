@@ -5,7 +5,7 @@ use rustls::Connection;
 use std::fmt::Debug;
 use std::io::{self, BufRead as _, IoSlice, Write};
 
-/// What a session holds of the peer's bytes.
+/// The peer's bytes that a session holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct State {
     /// Decrypted bytes that were not taken yet.

@@ -36,7 +36,7 @@ impl ServerTls {
         match credentials.has(KEYS) && !credentials.has("server-cert.pem") {
             true => {
                 let keys = Arc::new(SharedKeys::in_file(&credentials.path(KEYS))?);
-                // If the library is missing, the server's user is told now, not a client later.
+                // If the library is missing, the server fails at its start, not at its first client.
                 keys.serve()?;
                 Ok(Self::Keys(keys))
             }

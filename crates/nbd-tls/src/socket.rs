@@ -19,7 +19,7 @@ impl<'a> Socket<'a> {
         Self { fd, read_bytes: 0, is_drained: false }
     }
 
-    /// The number of bytes read so far.
+    /// Returns the number of bytes read so far.
     #[must_use]
     pub fn read_bytes(&self) -> usize {
         self.read_bytes

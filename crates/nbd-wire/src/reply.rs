@@ -69,7 +69,7 @@ pub struct Chunk {
 }
 
 impl Chunk {
-    /// The header's bytes.
+    /// Returns the header's bytes.
     #[must_use]
     pub fn head(&self, extended: bool) -> Head {
         let magic = if extended { EXTENDED_REPLY_MAGIC } else { STRUCTURED_REPLY_MAGIC };
@@ -81,7 +81,7 @@ impl Chunk {
         }
     }
 
-    /// The header of a chunk with data, up to the data: those of `offset`.
+    /// Returns the header of a chunk with data, up to the data, which begin at `offset`.
     #[must_use]
     pub fn data(extended: bool, cookie: u64, offset: u64, length_bytes: u64) -> Head {
         let chunk = Self {

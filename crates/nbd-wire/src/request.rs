@@ -24,7 +24,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// Bytes of a header.
+    /// Returns the length of a header, in bytes.
     #[must_use]
     pub fn header_bytes(extended: bool) -> usize {
         if extended { EXTENDED_BYTES } else { COMPACT_BYTES }

@@ -26,7 +26,7 @@ pub(crate) trait Disks {
     /// do not change any more.
     fn freeze(&self, overlays: Vec<(String, PathBuf)>) -> Result<()>;
 
-    /// The internal snapshots of a disk's top layer.
+    /// Returns the internal snapshots of a disk's top layer.
     fn snapshots(&self, name: &str) -> Result<Vec<InternalSnapshot>>;
 
     /// Takes an internal snapshot. If given, it keeps the machine's state: the first bytes of a file.

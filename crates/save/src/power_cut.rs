@@ -61,7 +61,7 @@ pub(crate) fn note(directory: &Path, change: Change) {
     with_journal(directory, Moment::Directory(change));
 }
 
-/// The contents that a file shows.
+/// Returns the contents that a file shows.
 fn shown(view: &View, file: &Path) -> Held {
     match view.get(file) {
         Some((Held::Nothing, Some(below))) => shown(view, below),
@@ -159,7 +159,7 @@ impl Disks for MadeUp {
     }
 }
 
-/// A simulated monitor, whose machine's state is `state`. It ends with its client.
+/// Answers as a simulated monitor, whose machine's state is `state`. Returns when its client has gone.
 fn answer(mut stream: UnixStream, state: &[u8]) {
     let (mut passed, mut status, mut text): (Option<OwnedFd>, _, _) = (None, "running", Vec::new());
     stream.write_all(b"{\"QMP\": {}}\n").unwrap();
@@ -197,7 +197,7 @@ fn answer(mut stream: UnixStream, state: &[u8]) {
     }
 }
 
-/// Saves.
+/// Saves with the simulated monitor and disks.
 fn saved(machine: &Machine, disks: &MadeUp, keep: bool, state: &[u8]) -> Saved {
     let _ = std::fs::remove_file(&machine.qmp);
     let monitor = UnixListener::bind(&machine.qmp).unwrap();
@@ -300,7 +300,7 @@ fn put(names: &mut BTreeMap<String, usize>, change: &Names) {
     }
 }
 
-/// The number of the present pair, after checking that it is whole; `None` if there is none.
+/// Returns the number of the present pair, after checking that it is whole; `None` if there is none.
 fn whole_pair(directory: &Path, disk: &View, wanted: &BTreeMap<u64, u64>) -> Option<u64> {
     let record = Record::read(directory).unwrap()?;
     let state = StateFile::open(&record.state_path(directory)).unwrap();

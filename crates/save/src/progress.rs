@@ -39,7 +39,7 @@ impl Step {
     pub(crate) const RESTORE: &[(Self, f64)] =
         &[(Self::Look, 0.25), (Self::Serve, 0.10), (Self::Start, 0.10), (Self::State, 0.53), (Self::Resume, 0.02)];
 
-    /// The step's name, for people and programs.
+    /// Returns the step's name, for people and programs.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -134,7 +134,7 @@ impl<'a> Progress<'a> {
     fn tell(&mut self) {
         let Self { step, step_done: done_bytes, step_total: total_bytes, whole, .. } = *self;
         let all_total_bytes = self.bytes_before.saturating_add(total_bytes);
-        // The part that was told, of a total that may be larger now.
+        // The part that was reported, of a total that may be larger now.
         let told = u128::from(self.all_done) * u128::from(all_total_bytes);
         let told = u64::try_from(told.div_ceil(u128::from(self.all_total.max(1)))).unwrap_or(u64::MAX);
         let all_done_bytes = ((all_total_bytes as f64 * whole) as u64).max(told).min(all_total_bytes);

@@ -140,7 +140,7 @@ pub(crate) struct UnderWay {
 }
 
 impl Record {
-    /// The next record of `directory`.
+    /// Makes the record that follows `before`.
     pub(crate) fn next(before: Option<&Self>, was_running: bool) -> Self {
         let number = before.map_or(0, |before| before.number) + 1;
         let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
@@ -150,7 +150,7 @@ impl Record {
         Self { version: VERSION, number, saved_at_ms, state, was_running, is_being_restored, disks: Vec::new() }
     }
 
-    /// The record of `directory`; `None` where nothing was saved.
+    /// Reads the record of `directory`; `None` if nothing was saved.
     pub fn read(directory: &Path) -> Result<Option<Self>> {
         let path = directory.join(FILE);
         let Some(record) = read_json::<Self>(&path)? else { return Ok(None) };
@@ -168,7 +168,7 @@ impl Record {
         files::replace(directory, NEW_FILE, FILE)
     }
 
-    /// The machine's state.
+    /// Returns the path of the machine's state.
     #[must_use]
     pub fn state_path(&self, directory: &Path) -> PathBuf {
         directory.join(&self.state)
@@ -318,8 +318,8 @@ impl SavedDisk {
         tops.map(|layer| FormerTop { file: layer.file.clone(), format: Some(layer.format.clone()) }).collect()
     }
 
-    /// The files below its file, which the daemon was allowed to open when it was saved: also the image of a kept
-    /// scratch overlay, which lies elsewhere.
+    /// Returns the files below the disk's file, which the daemon was allowed to open at the save. They include the
+    /// image of a kept scratch overlay, which lies elsewhere.
     pub(crate) fn bases(&self) -> Vec<PathBuf> {
         self.below.iter().flat_map(LayerBelow::files).collect()
     }

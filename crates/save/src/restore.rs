@@ -78,7 +78,7 @@ fn stands(machine: &Machine) -> bool {
 }
 
 impl Restore {
-    /// The options of each disk as they are before the machine writes to it: the file that was saved is the top.
+    /// Returns the options of each disk before the machine writes to it: the saved file is the top.
     fn drives(&self) -> impl Iterator<Item = (&str, Options)> {
         self.record.disks.iter().map(|disk| {
             let mut options = disk.options.clone();
@@ -93,7 +93,7 @@ impl Restore {
         })
     }
 
-    /// The command that starts the machine, with the arguments that let it take its state.
+    /// Returns the command that starts the machine, with arguments for receiving its state.
     #[must_use]
     pub fn command(&self, machine: &Machine, program: &Path) -> Vec<String> {
         let extract = format!("exec:{} state extract {} -", quoted(program), quoted(&self.state_path));

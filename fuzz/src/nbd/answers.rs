@@ -26,7 +26,7 @@ const BYTES_MAX: u64 = 16 << 10;
 const ALLOCATION: u32 = 7;
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The byte that the server has at an offset. Never zero, which stands for holes.
+/// Returns the byte that the server has at an offset. Never zero, which stands for holes.
 fn mark(offset: u64) -> u8 {
     (offset.wrapping_mul(37) >> 3) as u8 | 1
 }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::rc::Rc;
 
-/// The events that a descriptor is watched for: changes only.
+/// Returns the events that a descriptor is watched for: changes only.
 fn flags(room: bool) -> epoll::EventFlags {
     use epoll::EventFlags as Flags;
     let always = Flags::IN | Flags::RDHUP | Flags::ET;

@@ -1,4 +1,4 @@
-//! What a link does when its server has gone: it drains what is left, waits, connects again, or gives up.
+//! The link after its server has gone: it drains the other connections, waits, connects again, or gives up.
 
 use super::{Link, NO_LANE};
 use crate::handshake::{Agreed, connect, end_of_patience};
@@ -80,7 +80,7 @@ impl Link {
         self.outage = Some(Outage { deadline, ..outage });
     }
 
-    /// The time for calls starts afresh if a server is there and nothing is to be done.
+    /// Gives calls their full time again, if a server is there and nothing is to be done.
     pub(super) fn rest(&mut self) {
         if let Some(outage) = &mut self.outage
             && self.active.is_empty()

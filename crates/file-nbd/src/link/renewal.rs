@@ -25,7 +25,7 @@ pub(super) enum Renewal {
 }
 
 impl Renewal {
-    /// When to look again if nothing happens.
+    /// Returns when to look again if nothing happens.
     pub(super) fn deadline(&self) -> Option<Instant> {
         match self {
             Self::Asks(_) => None,
@@ -94,7 +94,7 @@ impl Link {
         let (uri, calls) = (self.uri.clone(), Arc::clone(&self.calls));
         let work = move || {
             let made = connect(&uri, end_of_patience());
-            // Nobody may wait for it any more.
+            // Perhaps the link no longer waits for it.
             let _ = sender.send(made.map(|(stream, agreed)| (Lane::new(stream), agreed)));
             calls.ring();
         };

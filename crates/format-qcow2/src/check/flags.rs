@@ -7,7 +7,7 @@ use block::IoResult;
 /// An entry whose flag "refcount is exactly one" is wrong.
 #[derive(Debug)]
 pub(crate) struct WrongFlag {
-    /// Where the entry lies in the file.
+    /// The offset of the entry in the file.
     pub(crate) at: u64,
     pub(crate) entry: u64,
     pub(crate) what: String,

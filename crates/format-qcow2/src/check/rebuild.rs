@@ -26,7 +26,7 @@ pub(crate) struct Rebuilt {
     claimed: BTreeSet<u64>,
     /// The number of clusters to be counted. Grows when the plan takes space behind the file's end.
     clusters: u64,
-    /// Where each block lies.
+    /// The place of each block.
     blocks: BTreeMap<u64, u64>,
     table_entries: u64,
     table_first: u64,

@@ -26,7 +26,7 @@ use block::{Error, ErrorKind, FileOp, IoResult, MetaIo, PastEnd, Result};
 use memory::AlignedBuf;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What to repair.
+/// The extent of a repair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Repair {
     /// Only free clusters that are counted but not referred to.
@@ -38,8 +38,8 @@ pub enum Repair {
 /// The autoclear features whose structures we keep valid: bitmaps, and raw external data.
 const AUTOCLEAR_KNOWN: u64 = 3;
 
-/// Repairs the image in a file of `file_bytes`. The report counts what was found, what was repaired, and what is left.
-/// After an error the image is no worse than before.
+/// Repairs the image in a file of `file_bytes`. The report counts the errors that were found, were repaired, and are
+/// left. After an error the image is no worse than before.
 pub async fn repair(
     io: &MetaIo,
     file_bytes: u64,

@@ -207,8 +207,8 @@ impl Edit<'_, '_> {
         Ok(())
     }
 
-    /// Version 2 cannot say that a cluster reads as zeros. If nothing lies below, a cluster that is not allocated reads
-    /// as zeros. Above a backing file, a cluster of zeros is needed. One such cluster serves many entries.
+    /// Replaces flags "reads as zeros", which version 2 lacks. Without a layer below, the cluster becomes unallocated.
+    /// Above a backing file, a cluster of zeros is needed; one such cluster serves many entries.
     async fn write_zeros_out(&mut self) -> Result<()> {
         let mut l1s = vec![(self.header.l1_offset, self.header.l1_entries)];
         l1s.extend(self.rows.iter().map(|row| (row.l1_offset, row.l1_entries)));

@@ -241,7 +241,7 @@ impl Edit<'_, '_> {
         self.drop_table(found.offset, found.bytes).await.map_err(|error| self.failed(error))
     }
 
-    /// The bits of a bitmap that is in use mean nothing, and do not go with another size.
+    /// Refuses images with a bitmap in use: its bits mean nothing, and do not go with another size.
     pub(super) async fn refuse_bitmaps_in_use(&self) -> Result<()> {
         let found = directory(self.io, &self.header, &self.first_cluster, self.name).await?;
         match found.bitmaps.iter().find(|bitmap| bitmap.in_use) {

@@ -75,7 +75,7 @@ async fn move_to_start(
 }
 
 impl Edit<'_, '_> {
-    /// The change before this one was shown to be complete. Fails once the user gave up.
+    /// Reports no new steps, since the change before this one was reported as complete. Fails once the user gave up.
     fn listen(&mut self) -> Result<()> {
         let bytes = self.geometry.size_bytes;
         self.tell(bytes, bytes)
@@ -113,7 +113,8 @@ impl Edit<'_, '_> {
         self.move_l2(offset, &l2).await
     }
 
-    /// If any refcount block moves, the refcount table moves too. If none must move, the table moves with the first.
+    /// Moves refcount blocks. If any of them moves, the refcount table moves too. If the table must move alone, the
+    /// first block moves with it.
     async fn move_refcounts(&mut self, tail: &Range<u64>) -> Result<()> {
         let mut table_moves = tail.contains(&self.geometry.cluster_of(self.header.refcount_table_offset));
         for block in 0..self.refs.table_entries() {
@@ -124,7 +125,7 @@ impl Edit<'_, '_> {
         Ok(())
     }
 
-    /// The clusters of the disk's own tables and of the refcounts.
+    /// Returns the clusters of the disk's own tables and of the refcounts.
     async fn movable_tables(&mut self, l1: &[u64]) -> Result<BTreeSet<u64>> {
         let geometry = self.geometry;
         let clusters = |offset: u64, bytes: u64| {
@@ -147,7 +148,7 @@ impl Edit<'_, '_> {
         Ok(tables)
     }
 
-    /// The end of the last cluster that is in use and does not move.
+    /// Returns the end of the last cluster that is in use and does not move.
     async fn tail_of(&mut self, tables: &BTreeSet<u64>) -> Result<Range<u64>> {
         let mut start = self.geometry.clusters_for(self.file_bytes);
         let end = start;

@@ -115,7 +115,8 @@ impl CreateOptions {
         Ok(())
     }
 
-    /// The preallocation that is needed. In a raw external data file every cluster has its place from the start.
+    /// Returns the preallocation that the image needs. In a raw external data file every cluster has its place from the
+    /// start.
     #[must_use]
     pub fn effective_preallocation(&self) -> Preallocation {
         match self.preallocation {
@@ -244,7 +245,7 @@ pub async fn create(io: &MetaIo, options: &CreateOptions) -> Result<()> {
     io.flush().await.map_err(failed)
 }
 
-/// The size of the L1 table, in whole sectors.
+/// Returns the size of the L1 table, in whole sectors.
 fn l1_bytes(geometry: &Geometry) -> u64 {
     geometry.l1_entries().saturating_mul(8).next_multiple_of(512)
 }

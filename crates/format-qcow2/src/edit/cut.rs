@@ -82,7 +82,7 @@ impl Edit<'_, '_> {
         Ok((lower, is_found))
     }
 
-    /// The end of the last of these clusters that does not read as zeros; their start if all do.
+    /// Returns the end of the last of these clusters that does not read as zeros; their start if all do.
     async fn end_of_content(&self, clusters: Range<u64>) -> IoResult<u64> {
         let start = self.geometry.start_of(clusters.start);
         let mut end = self.geometry.start_of(clusters.end);
@@ -96,7 +96,7 @@ impl Edit<'_, '_> {
         Ok(clusters.start)
     }
 
-    /// The last byte that is not zero in a piece of the file.
+    /// Returns the offset of the last byte that is not zero in a piece of the file.
     async fn last_content(&self, piece: Range<u64>) -> IoResult<Option<u64>> {
         let (mut at, mut found) = (piece.start, None);
         while at < piece.end {

@@ -43,14 +43,14 @@ impl Edit<'_, '_> {
         self.fill(data, old_bytes.min(length)..new_bytes, how).await
     }
 
-    /// The disk will be shorter.
+    /// Plans to cut the data file off, because the disk becomes shorter.
     pub(super) fn shrink_data_file(&mut self, size_bytes: u64) {
         if self.io.data().is_some() {
             self.data_change.after = Some(size_bytes);
         }
     }
 
-    /// Called before the header changes.
+    /// Makes the data file durable. Called before the header changes.
     pub(super) async fn flush_data_file(&self) -> IoResult {
         match (self.io.data(), self.data_change.before) {
             (Some(data), Some(_)) => data.start(FileOp::Flush).await,
@@ -58,7 +58,7 @@ impl Edit<'_, '_> {
         }
     }
 
-    /// Called after the header has changed. A data file that cannot be cut off is only longer than it has to be.
+    /// Cuts the data file off, after the header has changed. If that fails, the file is only longer than necessary.
     pub(super) async fn cut_data_file(&self) {
         if let (Some(data), Some(length)) = (self.io.data(), self.data_change.after)
             && let Err(error) = data.start(FileOp::SetLength { length }).await
@@ -67,7 +67,7 @@ impl Edit<'_, '_> {
         }
     }
 
-    /// Called if the change is given up.
+    /// Restores the data file's length. Called if the change is given up.
     pub(super) async fn undo_data_file(&self) {
         if let (Some(data), Some(length)) = (self.io.data(), self.data_change.before) {
             // Only space is lost.

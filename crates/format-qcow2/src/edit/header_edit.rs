@@ -20,7 +20,7 @@ use std::ops::Range;
 use std::os::unix::ffi::OsStringExt;
 
 const MAX_BACKING_NAME_BYTES: usize = 1023;
-/// Autoclear bits whose meaning does not depend on what is changed here: bitmaps, raw external data.
+/// Autoclear bits that the changes here do not invalidate: bitmaps, raw external data.
 const AUTOCLEAR_KNOWN: u64 = 0b11;
 
 /// The backing file as the header names it.
@@ -52,7 +52,8 @@ pub async fn set_backing(io: &MetaIo, file: &dyn File, name: &str, backing: Opti
 /// A name outside the first sector: its place, and whole sectors that begin with it.
 type FarName = (usize, Vec<u8>);
 
-/// The position of an extension in QEMU's order: extensions that QEMU does not know come last, in their own order.
+/// Returns the position of an extension in QEMU's order: extensions that QEMU does not know come last, in their own
+/// order.
 fn place_of(kind: u32) -> usize {
     const ORDER: [u32; 5] = [
         EXTENSION_BACKING_FORMAT,
@@ -87,7 +88,7 @@ impl HeaderEdit {
         Self::of_cluster(&cluster, header.version, name)
     }
 
-    /// The header in a first cluster that was parsed.
+    /// Reads the header in a first cluster that was checked before.
     pub(crate) fn of_cluster(cluster: &[u8], version: u32, name: &str) -> Result<Self> {
         let damaged = || Error::new(ErrorKind::BadImage, format!("'{name}': the header does not fit its cluster"));
         let header_bytes = header_bytes(cluster, version);
@@ -146,7 +147,7 @@ impl HeaderEdit {
         }
     }
 
-    /// The autoclear feature bits; none in version 2.
+    /// Returns the autoclear feature bits; none in version 2.
     pub(crate) fn autoclear(&self) -> u64 {
         if self.fields.len() < OFFSET_AUTOCLEAR.saturating_add(8) {
             0
@@ -189,7 +190,8 @@ impl HeaderEdit {
         switch_header(io, name, &self.on_disk, &sector).await.map_err(|failed| failed.error)
     }
 
-    /// The new first sector. If the backing file's name does not fit there, also the name and its place.
+    /// Lays out the new first sector. If the backing file's name does not fit there, also returns the name and its
+    /// place.
     fn lay_out(&mut self) -> Result<(Vec<u8>, Option<FarName>)> {
         self.extensions.sort_by_key(|(kind, _)| place_of(*kind));
         // The names of features help people who see an image from the future. Everything else is more important.

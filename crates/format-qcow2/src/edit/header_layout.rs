@@ -16,7 +16,8 @@ fn number(bytes: &[u8], offset: usize, length: usize) -> usize {
     field.iter().fold(0usize, |value, byte| value.wrapping_shl(8) | usize::from(*byte))
 }
 
-/// The extensions of a header, each with its head and padding, without the table of feature names; and where they end.
+/// Returns the extensions of a header, each with its head and padding, without the table of feature names; and the end
+/// of all extensions.
 fn extensions(cluster: &[u8], header_bytes: usize, end: usize) -> (Vec<u8>, usize) {
     let (mut kept, mut at) = (Vec::new(), header_bytes);
     while at.saturating_add(8) <= end {

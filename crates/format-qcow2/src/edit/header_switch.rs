@@ -52,7 +52,7 @@ async fn put(io: &MetaIo, sector: &[u8]) -> IoResult {
     io.write(0, AlignedBuf::copy_of(sector)).await
 }
 
-/// The header with its dirty bit. Version 2 has none.
+/// Returns the header with its dirty bit. Version 2 has none.
 fn marked(sector: &[u8]) -> Vec<u8> {
     let mut marked = sector.to_vec();
     if field_u32(sector, OFFSET_VERSION) >= 3 && sector.len() >= HEADER_SECTOR_BYTES {

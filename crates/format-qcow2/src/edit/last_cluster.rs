@@ -20,12 +20,13 @@ enum Plan {
     Rewritten { bitmap: u64, from: u64 },
 }
 
-/// The parts from `first` on, as a mask; none behind the last.
+/// Returns the parts from `first` on, as a mask; none behind the last.
 fn from_part(first: u32) -> u32 {
     if first >= PARTS { 0 } else { mask(first, PARTS) }
 }
 
-/// `rest`: how many bytes of the cluster belong to the disk. `shows`: the layer below has data behind them.
+/// Plans the entry's change. `rest` is how many bytes of the cluster belong to the disk; `shows` says that the layer
+/// below has data behind them.
 fn plan(geometry: &Geometry, old: Words, rest: u64, shows: bool) -> std::result::Result<Plan, BadEntry> {
     if geometry.extended_l2 {
         return plan_parts(geometry, old, rest, shows);
@@ -97,7 +98,7 @@ impl Edit<'_, '_> {
         self.change_entries(l1, only, &mut |_, _| new).await.map_err(|error| self.failed(error))
     }
 
-    /// The disk's bytes in its last cluster: those that the caller gave, or those in the file.
+    /// Returns the disk's bytes in its last cluster: those that the caller gave, or those in the file.
     async fn kept_bytes(&self, old: Words, rest: u64, options: &ResizeOptions) -> Result<Vec<u8>> {
         let mut kept = options.last_cluster.clone();
         if kept.is_empty()
@@ -111,7 +112,7 @@ impl Edit<'_, '_> {
         }
     }
 
-    /// The disk's bytes in its last cluster, read from the file; `None` if the file does not have all of them.
+    /// Returns the disk's bytes in its last cluster, read from the file; `None` if the file does not have all of them.
     async fn read_kept(&self, old: Words, rest: u64) -> IoResult<Option<Vec<u8>>> {
         let geometry = &self.geometry;
         let Cluster::Data { host, .. } = self.decode(old.descriptor)? else { return Ok(None) };

@@ -36,7 +36,7 @@ impl CreateOptions {
         self.backing_file.is_none() && !self.has_all_space()
     }
 
-    /// The file's size with `needed_bytes` in clusters that hold data. Checks only the options that change it.
+    /// Returns the file's size with `needed_bytes` in clusters that hold data. Checks only the options that change it.
     pub fn measure(&self, needed_bytes: u64) -> Result<Measure> {
         let bad = |what| Error::new(ErrorKind::BadOption, what);
         self.check_sizes()?;
@@ -63,7 +63,7 @@ impl CreateOptions {
         matches!(self.preallocation, Preallocation::Falloc | Preallocation::Full)
     }
 
-    /// The size of copies of these bitmaps in an image of this kind; `None` if such an image has no bitmaps.
+    /// Returns the size of copies of these bitmaps in an image of this kind; `None` if such an image has no bitmaps.
     #[must_use]
     pub fn measure_bitmaps(&self, bitmaps: &[Bitmap]) -> Option<u64> {
         let round_up = |bytes: u64| bytes.div_ceil(self.cluster_size.max(1)).saturating_mul(self.cluster_size);
@@ -80,7 +80,8 @@ impl CreateOptions {
 }
 
 impl Tables {
-    /// Header, L1, L2 and refcounts of a full image (qcow2 specification, "Host cluster management", "Cluster mapping").
+    /// Returns the size of header, L1, L2 and refcounts of a full image (qcow2 specification, "Host cluster
+    /// management", "Cluster mapping").
     fn bytes(&self) -> u64 {
         let entries = div(self.cluster_bytes, ENTRY_BYTES).max(1);
         let l1_clusters = self.l2_tables.div_ceil(entries);

@@ -260,12 +260,12 @@ impl<'a, 'w> Edit<'a, 'w> {
         self.put(offset, &value.to_be_bytes());
     }
 
-    /// The first cluster as it will be, for changes that reach beyond its fields.
+    /// Returns an edit of the new first cluster, for changes that reach beyond its fields.
     pub(crate) fn header_edit(&self) -> Result<HeaderEdit> {
         HeaderEdit::of_changed(&self.first_cluster, &self.old_cluster, self.header.version, self.name)
     }
 
-    /// The disk will have this size.
+    /// Sets the size that the disk will have.
     pub(crate) fn set_size(&mut self, size_bytes: u64) {
         self.put_u64(OFFSET_SIZE, size_bytes);
     }
@@ -369,7 +369,7 @@ impl<'a, 'w> Edit<'a, 'w> {
         self.io.flush().await.map_err(|error| self.failed(error))
     }
 
-    /// Cuts off what was written behind the file's end. The image is unchanged.
+    /// Cuts off the space that was added behind the file's end. The image is unchanged.
     pub(crate) async fn undo(&self) {
         self.undo_data_file().await;
         if self.can_grow {

@@ -56,7 +56,7 @@ pub async fn preallocate(io: &MetaIo, file: &FileInfo, mode: Preallocation, watc
     qcow2.trim(io).await.map_err(failed)
 }
 
-/// False: `watch` gave up.
+/// Gives every cluster its place. Returns false if `watch` gave up.
 async fn give_places(
     qcow2: &Qcow2,
     io: &MetaIo,

@@ -106,7 +106,7 @@ impl<'a> Refs<'a> {
         self.blocks_bytes = 0;
     }
 
-    /// New space comes only from within the file, because it is a device.
+    /// Takes new space only from within the file, because it is a device.
     pub(crate) fn within_the_file(&mut self, file_bytes: u64) {
         self.file_clusters = self.old.cluster_of(file_bytes);
         self.can_grow = false;
@@ -130,7 +130,7 @@ impl<'a> Refs<'a> {
         decode_refcount_table(raw, &self.old).map_err(|_| CORRUPT)
     }
 
-    /// The count before the edit.
+    /// Returns the count before the edit.
     async fn old_count(&mut self, cluster: u64) -> IoResult<u64> {
         let block = self.old.block_of(cluster);
         let Some(offset) = self.old_block_offset(block)? else { return Ok(0) };
@@ -205,7 +205,7 @@ impl<'a> Refs<'a> {
         Ok(bytes)
     }
 
-    /// The count after the edit.
+    /// Returns the count after the edit.
     pub(crate) async fn get(&mut self, cluster: u64) -> IoResult<u64> {
         let block = self.new.block_of(cluster);
         self.load(block).await?;
@@ -246,7 +246,7 @@ impl<'a> Refs<'a> {
         Ok(())
     }
 
-    /// Fewer.
+    /// Drops references. Clusters without any become free.
     pub(crate) async fn lower(&mut self, clusters: Range<u64>, by: u64) -> IoResult {
         for cluster in clusters {
             let left = self.get(cluster).await?.checked_sub(by).ok_or(CORRUPT)?;
@@ -285,7 +285,7 @@ impl<'a> Refs<'a> {
         Ok(())
     }
 
-    /// The offsets of old blocks that have no new place.
+    /// Returns the offsets of old blocks that have no new place.
     pub(crate) fn blocks_in_place(&self) -> impl Iterator<Item = u64> {
         let stays = |(block, _): &(u64, &u64)| self.changes_width() || !self.homes.contains_key(block);
         (0u64..).zip(&self.old_table).filter(stays).map(|(_, raw)| *raw).filter(|raw| *raw != 0)
@@ -448,7 +448,7 @@ impl<'a> Refs<'a> {
         (0..entries).flat_map(|block| entry(block).to_be_bytes()).collect()
     }
 
-    /// The number of blocks that the table has room for.
+    /// Returns the number of blocks that the table has room for.
     pub(crate) fn table_entries(&self) -> u64 {
         self.old_table.len() as u64
     }
@@ -466,7 +466,7 @@ impl<'a> Refs<'a> {
         Ok(moves)
     }
 
-    /// The end of the clusters that were allocated.
+    /// Returns the end of the clusters that were allocated.
     pub(crate) fn highest(&self) -> u64 {
         self.highest
     }

@@ -27,7 +27,7 @@ pub struct NewSnapshot {
 }
 
 impl NewSnapshot {
-    /// A snapshot of this name, taken in 1970.
+    /// Makes a snapshot of this name, taken in 1970.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         Self { name: name.into(), ..Self::default() }

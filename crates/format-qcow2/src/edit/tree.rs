@@ -48,12 +48,12 @@ impl Edit<'_, '_> {
         Ok(entries(&self.io.read(offset, length, PastEnd::Fails).await?).collect())
     }
 
-    /// The disk's L1 table.
+    /// Reads the disk's L1 table.
     pub(super) async fn active_l1(&self) -> IoResult<Vec<u64>> {
         self.read_l1(self.header.l1_offset, self.header.l1_entries).await
     }
 
-    /// The place of the L2 table that an L1 entry names.
+    /// Returns the place of the L2 table that an L1 entry names.
     pub(super) fn l2_offset(&self, raw: u64) -> Option<u64> {
         let offset = raw & OFFSET_MASK;
         (offset != 0).then_some(offset)
@@ -67,7 +67,7 @@ impl Edit<'_, '_> {
         Ok(entries(&self.io.read(offset, length, PastEnd::Fails).await?).collect())
     }
 
-    /// The entry of a guest cluster; empty where it has no table.
+    /// Returns the entry of a guest cluster; empty if the cluster has no table.
     pub(super) async fn entry_of(&self, l1: &[u64], cluster: u64) -> IoResult<Words> {
         let index = usize::try_from(self.geometry.l1_index(cluster)).unwrap_or(usize::MAX);
         let Some(offset) = l1.get(index).and_then(|raw| self.l2_offset(*raw)) else { return Ok(Words::default()) };
@@ -161,7 +161,7 @@ impl Edit<'_, '_> {
         Ok(())
     }
 
-    /// The new L1 entry of a table.
+    /// Updates the flags of a table. Returns its new L1 entry.
     async fn retag_table(&mut self, offset: u64, sharers: u64) -> IoResult<u64> {
         let mut l2 = self.read_l2(offset).await?;
         let mut changed = false;

@@ -75,25 +75,26 @@ impl CompactionStep {
 }
 
 impl Compaction {
-    /// Bytes that were moved so far.
+    /// Returns the number of bytes that were moved so far.
     #[must_use]
     pub fn moved_bytes(&self) -> u64 {
         self.moved_bytes
     }
 
-    /// Bytes behind the planned end for which there was no room below, because guests took it.
+    /// Returns the number of bytes behind the planned end for which there was no room below, because guests took it.
     #[must_use]
     pub fn missed_bytes(&self) -> u64 {
         self.missed_bytes
     }
 
-    /// Bytes behind the planned end that are never moved: compressed clusters, and clusters that snapshots share.
+    /// Returns the number of bytes behind the planned end that are never moved: compressed clusters, and clusters that
+    /// snapshots share.
     #[must_use]
     pub fn fixed_bytes(&self) -> u64 {
         self.fixed_bytes
     }
 
-    /// The host clusters where every free cluster is unused, whatever it holds. Valid after a whole pass and
+    /// Returns the host clusters where every free cluster is unused, whatever it holds. Valid after a whole pass and
     /// [`Qcow2::look_at_still`]: every entry that refers to a cluster there was seen, and that cluster has a refcount.
     #[must_use]
     pub fn looked_at(&self) -> Range<u64> {

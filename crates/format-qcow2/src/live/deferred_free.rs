@@ -1,5 +1,5 @@
 //! Frees space. Refcounts are decremented in memory once nothing on disk or in flight can still refer to the space.
-//! Free space is punched out of the file before anybody may take it.
+//! Free space is punched out of the file before it is handed out.
 //!
 //! The decrements reach the disk with a later flush. If a power cut loses them, clusters leak, which is harmless.
 

@@ -278,7 +278,7 @@ struct Writing<'a> {
     mapping: Vec<Piece>,
     l1: Vec<Piece>,
     unlinked: Vec<Freed>,
-    /// Whether what the mapping refers to must become durable before the mapping.
+    /// Whether everything that the mapping refers to must become durable first.
     ordered: bool,
     refcounts_written: bool,
     mapping_written: bool,

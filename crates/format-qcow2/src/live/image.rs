@@ -218,7 +218,7 @@ impl Qcow2 {
         self.inner.flush(io).await
     }
 
-    /// Flushes, writes the refcounts of what was freed, and updates the persistent bitmaps in the file. A bitmap that
+    /// Flushes, writes the refcounts of freed clusters, and updates the persistent bitmaps in the file. A bitmap that
     /// cannot be written is lost. That is logged and is no error, unless refcounts that were changed for it cannot be
     /// written. No operation may be in flight. The image stays usable.
     pub async fn close(&self, io: &MetaIo) -> IoResult {

@@ -131,7 +131,7 @@ impl Inner {
         Ok(Room { start, end, host, clusters: first..cluster, fresh: false, zeroed: false, head, tail })
     }
 
-    /// Allocates host clusters, and finds what must be copied to them from the old ones.
+    /// Allocates host clusters, and decides which data must be copied to them from the old ones.
     fn new_parts(&self, state: &mut State, slice: u64, offset: u64, request_end: u64, limit: u64) -> Step<Room> {
         let geometry = &self.geometry;
         let first = geometry.cluster_of(offset);

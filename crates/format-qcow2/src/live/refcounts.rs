@@ -1,6 +1,6 @@
 //! Refcounts of host clusters: the refcount table in memory, refcount blocks cached on demand.
 //!
-//! All of this is protected by the image's mutex, and only uses what is in memory. If a block is missing, its number is
+//! All of this is protected by the image's mutex, and uses only blocks in memory. If a block is missing, its number is
 //! returned to the caller, who loads it without the mutex and tries again.
 
 use crate::layout::entry::decode_refcount_table;

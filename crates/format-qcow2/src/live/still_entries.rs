@@ -63,7 +63,7 @@ impl Inner {
         Ok(true)
     }
 
-    /// The place in the file of the table that an L1 entry names.
+    /// Returns the place in the file of the table that an L1 entry names.
     fn still_table(&self, index: u64) -> IoResult<Option<u64>> {
         let state = self.lock();
         Ok(match state.fresh_tables.get(&index) {

@@ -66,9 +66,9 @@ impl<T, R: Rules> Depot<T, R> {
         self.stacks.take(magazine)
     }
 
-    /// Leaves a magazine for other threads. Returns contexts that nobody needs, or for which there is no room. The
-    /// caller counts them with [`Depot::note_freed`], and drops them when it holds no borrow, since destructors may use
-    /// the pool.
+    /// Leaves a magazine for other threads. Returns surplus contexts, and those for which there is no room. The caller
+    /// counts them with [`Depot::note_freed`], and drops them when it holds no borrow, since destructors may use the
+    /// pool.
     #[must_use]
     pub(super) fn give(&self, magazine: &mut Magazine<T>) -> Magazine<T> {
         let needed = self.surplus() < magazine.len() as u64;

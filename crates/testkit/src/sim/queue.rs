@@ -215,7 +215,7 @@ impl Flying {
             };
             file.storage().lock().happen(Event::Complete { op: id, file: file.index(), end });
         }
-        // The memory is released before anybody learns of the end.
+        // The memory is released before the completion is visible.
         drop(op);
         done.complete(result);
     }
