@@ -90,7 +90,7 @@ impl Run {
         Self { present: false, zero: true, data: false, ..Self::of_data(start, length_bytes) }
     }
 
-    /// Whether the bytes must be read to know them.
+    /// Whether the bytes must be read to learn their contents.
     #[must_use]
     pub fn takes_read(&self) -> bool {
         self.data && !self.zero

@@ -71,7 +71,7 @@ impl ReadMap {
         self.length_bytes
     }
 
-    /// Copies bytes from `skip_bytes` on; fails where they do not lie inside, and where they cannot be had any more.
+    /// Copies bytes from `skip_bytes` on; fails if they do not lie inside, or if some of them were lost.
     pub fn read_at(&self, skip_bytes: usize, target: &mut [u8]) -> IoResult {
         self.each_part(skip_bytes, target.len(), |piece, skip, at, length| {
             let part = target.get_mut(at..at.saturating_add(length)).ok_or(IoError::EIO)?;
@@ -141,7 +141,7 @@ impl ReadMap {
         })
     }
 
-    /// Ends it. Fails if anything that it showed could not be had.
+    /// Ends the map. Fails if some of the bytes that it showed were lost.
     pub fn commit(self) -> IoResult {
         for piece in &self.pieces {
             if let MapPiece::Bytes(range) = piece {
@@ -197,7 +197,7 @@ impl fmt::Debug for ReadMap {
 pub type Claim = Box<dyn Any + Send + Sync>;
 
 enum Staged {
-    /// Memory of our own: it is written by an ordinary write.
+    /// Memory of our own, which an ordinary write stores.
     Own(AlignedBuf),
     /// Space that the disk can take over.
     Claimed(Claimed),
@@ -274,13 +274,13 @@ impl WriteMap {
         }
     }
 
-    /// Whether it lies in the disk's space, so that no byte is copied when it is committed.
+    /// Whether the map lies in the disk's space, so that committing it copies nothing.
     #[must_use]
     pub fn is_in_place(&self) -> bool {
         matches!(self.staged, Staged::Claimed(..))
     }
 
-    /// Puts bytes to `skip_bytes` and the following.
+    /// Writes bytes, from `skip_bytes` on.
     pub fn write_at(&mut self, skip_bytes: usize, bytes: &[u8]) -> IoResult {
         let part = self.part(skip_bytes, bytes.len())?;
         match &mut self.staged {
@@ -290,7 +290,7 @@ impl WriteMap {
         Ok(())
     }
 
-    /// Puts the bytes of a guest's memory, or a request's, to `skip_bytes` and the following.
+    /// Writes the bytes of a guest's memory, or of a request's, from `skip_bytes` on.
     pub fn copy_from(&mut self, skip_bytes: usize, source: &Window) -> IoResult {
         let part = self.part(skip_bytes, source.length_bytes())?;
         match &mut self.staged {
@@ -302,7 +302,7 @@ impl WriteMap {
         Ok(())
     }
 
-    /// Puts `length_bytes` of one value to `skip_bytes` and the following.
+    /// Writes `length_bytes` of one value, from `skip_bytes` on.
     pub fn fill(&mut self, skip_bytes: usize, length_bytes: usize, byte: u8) -> IoResult {
         let part = self.part(skip_bytes, length_bytes)?;
         match &mut self.staged {
@@ -312,8 +312,8 @@ impl WriteMap {
         Ok(())
     }
 
-    /// Puts words of 8 bytes to `skip_bytes` and the following, where they are made: `word` gives each, by its number.
-    /// No other copy of the bytes is needed.
+    /// Writes words of 8 bytes, from `skip_bytes` on, directly in place: `word` gives each by its number. No other copy
+    /// of the bytes is needed.
     pub fn put_words(&mut self, skip_bytes: usize, count: usize, mut word: impl FnMut(usize) -> u64) -> IoResult {
         let part = self.part(skip_bytes, count.checked_mul(8).ok_or(IoError::EIO)?)?;
         match &mut self.staged {

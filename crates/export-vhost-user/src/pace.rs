@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-/// The storage's wear is read at most so often. A guest may ask at any rate, and each read costs its session's thread time
-/// and a call to the device.
+/// The least time between two reads of the storage's wear. A guest may ask at any rate, and each read costs its
+/// session's thread time and a call to the device.
 const WEAR_PAUSE: Duration = Duration::from_secs(1);
 
 /// The time at which the wear was read last.

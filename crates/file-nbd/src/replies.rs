@@ -13,7 +13,7 @@ const PAYLOAD_BYTES_MAX: u64 = 1 << 20;
 /// A part of the server's replies. All parts but `Data` are complete.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Said {
-    /// The request has ended, well if the error is zero.
+    /// The request has ended, successfully if the error is zero.
     Ended { cookie: u64, error: u32 },
     /// The request will fail with this error; more parts may follow before its end.
     Failed { cookie: u64, error: u32, done: bool },

@@ -172,7 +172,7 @@ impl<'a> Flush<'a> {
 }
 
 impl Inner {
-    /// Whether a durable index names no data. Then there are none any more, and no space for them.
+    /// Forgets all data, and their space, if a durable index names none. Returns whether it did.
     fn forget_data_if_empty(&self) -> bool {
         let mut state = self.lock();
         let is_durable = state.unwritten.change == state.unwritten.durable && !state.unwritten.is_flushing;

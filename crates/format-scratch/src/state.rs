@@ -122,7 +122,7 @@ impl State {
         before.is_some_and(|(_, end)| *end > pages.start)
     }
 
-    /// Gives the part a table if it has none. `None` if it has one now; else why not yet.
+    /// Gives the part a table if it has none. `None` if it has one now; otherwise the reason why not yet.
     pub(crate) fn table_for(&mut self, index: &Index, part: u64) -> Option<Step<()>> {
         if matches!(index.part(part), Part::Table(_)) {
             return None;

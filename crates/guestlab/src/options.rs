@@ -50,8 +50,8 @@ pub enum GuestWork {
         /// The size of the tree.
         mib: u32,
     },
-    /// Copies that tree within its file system, from the disk to the disk, and compares the two. The fact `copy-ms` says how
-    /// long the copy took, until it was durable, on the guest's clock.
+    /// Copies that tree within its file system, and compares the two. The fact `copy-ms` is the time of the copy until
+    /// it was durable, on the guest's clock.
     CopyTree,
     /// Makes a file system with files, and writes and verifies others until the host makes the disk larger. Then all
     /// files are checked, also after a remount. The step "DISK is at work" says that the first files are written, and

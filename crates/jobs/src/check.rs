@@ -1,4 +1,4 @@
-//! Whether an image's tables agree with each other.
+//! Checks that an image's tables agree with each other.
 
 use crate::Control;
 use block::{File, Result};

@@ -129,7 +129,7 @@ struct Found {
     said_format: Option<Format>,
     format: Format,
     top_format: Option<Format>,
-    /// Layers above it.
+    /// The number of layers above the base.
     depth: usize,
 }
 
@@ -184,7 +184,7 @@ struct Growth<'a> {
     depth: usize,
 }
 
-/// Makes the base as long as the top, with zeros. There the guest sees zeros where the top holds nothing.
+/// Makes the base as long as the top, with zeros: the guest sees zeros there wherever the top holds nothing.
 fn grow(
     growth: &Growth<'_>,
     opener: &SharedOpener<'_>,

@@ -1,4 +1,4 @@
-//! Whether two disks hold the same, as their guests see them.
+//! Compares two disks, as their guests see them.
 
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::runs::Cursor;

@@ -76,7 +76,7 @@ impl Plan {
         })
     }
 
-    /// Zeros where something shows through the target, and behind its end.
+    /// Splits zeros at the place from which the target reads as zeros.
     fn split(&self, run: Run) -> (Result<Run>, Option<Run>) {
         let from = self.shows_zeros_from;
         if !run.zero || from <= run.start || run.end() <= from {

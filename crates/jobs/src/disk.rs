@@ -110,7 +110,7 @@ impl JobDisk {
     }
 }
 
-/// Flushes a disk that errors call by this name.
+/// Flushes a disk; errors call it by this name.
 struct Flusher(Rc<DiskIo>);
 
 impl Worker for Flusher {

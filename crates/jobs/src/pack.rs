@@ -1,4 +1,4 @@
-//! Compressed clusters on their way into an image: compressed on the reactors' threads, several to a write.
+//! Writes compressed clusters to an image: compressed on the reactors' threads, several in a write.
 
 use crate::JobDisk;
 use crate::failure::failed;

@@ -88,7 +88,7 @@ impl<T> Shared<T> {
     }
 }
 
-/// The tasks of a reactor; when the last has ended, the worker goes, and then the sender tells.
+/// The tasks of a reactor. When the last has ended, the worker is dropped, and then the sender, which reports the end.
 struct Running<W> {
     worker: W,
     _ended: Sender<()>,
@@ -156,8 +156,8 @@ where
 pub(crate) enum Spread {
     /// All, from the start.
     All,
-    /// The first, until [`Pipeline::widen`]. When pieces only pass through, the kernel's copies take the time. The
-    /// kernel takes writes to one file one by one, and reactors that wait there for each other do not read.
+    /// The first, until [`Pipeline::widen`]. If pieces only pass through, the kernel's copies take the time. The kernel
+    /// takes writes to one file one by one, and reactors that wait for each other there do not read.
     First,
     /// All, with one task each. Reactors copy everything themselves, and find in the processor's cache what they have
     /// just read.
@@ -171,7 +171,7 @@ impl Spread {
     }
 }
 
-/// Work on its way.
+/// Pieces of work that are handed out to reactors.
 pub(crate) struct Pipeline<T> {
     shared: Arc<Shared<T>>,
     ended: Receiver<()>,

@@ -3,7 +3,7 @@
 use crate::Control;
 use std::time::{Duration, Instant};
 
-/// Slept at once, so that a cancelled job ends soon.
+/// The longest sleep, so that a cancelled job ends soon.
 const NAP: Duration = Duration::from_millis(50);
 
 /// Limits a job to a number of bytes a second.

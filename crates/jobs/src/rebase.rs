@@ -37,7 +37,7 @@ pub struct RebaseOptions {
     pub format: Option<Format>,
     /// The new backing file; `None` for none.
     pub backing: Option<Backing>,
-    /// Believe that the new backing file holds the same as the old one. Only the name changes, and neither file is
+    /// Trust that the new backing file has the same contents as the old one. Only the name changes, and neither file is
     /// opened.
     pub name_only: bool,
     /// Data written to the overlay are compressed, a cluster at a time, if that makes them smaller.
@@ -144,7 +144,7 @@ fn open_new(options: &RebaseOptions, name: FileName, backing: &Backing, reading:
     image::open(&open, &BelowOpener(reading)).map_err(failed)
 }
 
-/// Opens everything as a layer below.
+/// Opens all files as layers below the top.
 struct BelowOpener<'a>(&'a dyn Opener);
 
 impl Opener for BelowOpener<'_> {
@@ -267,7 +267,7 @@ fn start_at(run: &Run, at: u64) -> Option<u64> {
 
 struct Rebaser {
     top: Rc<DiskIo>,
-    /// `None` if nothing is to be compressed; an error where it cannot be.
+    /// `None` if nothing is to be compressed; an error if compression is impossible.
     packer: Option<Result<Packer>>,
     below: Option<Rc<DiskIo>>,
     below_bytes: u64,

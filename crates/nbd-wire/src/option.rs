@@ -98,7 +98,7 @@ impl AnswerHeader {
         Ok(Self { option, kind, length_bytes: reader.u32().ok_or(broken)? })
     }
 
-    /// Whether it says no.
+    /// Whether the answer is an error.
     #[must_use]
     pub fn is_error(&self) -> bool {
         self.kind & answer::ERROR != 0

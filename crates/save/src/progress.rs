@@ -73,7 +73,7 @@ pub struct Moment {
     pub whole: f64,
 }
 
-/// Tells moments so that they only rise.
+/// Reports moments, so that their figures only rise.
 pub(crate) struct Progress<'a> {
     tell: &'a mut dyn FnMut(Moment),
     steps: &'static [(Step, f64)],

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 const VERSION: u32 = 1;
 const FILE: &str = "saved.json";
 const NEW_FILE: &str = "saved.json.new";
-/// Says that a save is under way, and whether the machine ran when it began.
+/// The file that says that a save is under way, and whether the machine ran when it began.
 const UNDER_WAY: &str = "saving.json";
 const NEW_UNDER_WAY: &str = "saving.json.new";
 
@@ -261,7 +261,7 @@ impl LayerBelow {
 }
 
 impl SavedDisk {
-    /// Notes how its files are from here on. `layers` are those of the disk, of which its file is one.
+    /// Records the present state of the disk's files. `layers` are all layers of the disk, of which its file is one.
     pub(crate) fn look(&mut self, layers: &[Layer]) -> Result<()> {
         self.seen = Some(Seen::durable(&self.file)?);
         let below = layers.iter().skip_while(|layer| layer.file != self.file).skip(1);
@@ -286,17 +286,18 @@ impl SavedDisk {
         Ok(())
     }
 
-    /// Notes how the same files are from here on.
+    /// Records the present state of the same files.
     pub(crate) fn look_again(&mut self) -> Result<()> {
         self.seen = Some(Seen::durable(&self.file)?);
         self.others.iter_mut().try_for_each(|other| {
-            // Saves before took files that they could not open.
+            // Older saves recorded files that they could not open.
             other.seen = Seen::durable(&other.file).or_else(|_| Seen::of(&other.file))?;
             Ok(())
         })
     }
 
-    /// Notes that the layers above the image are about to be taken back into it, so the files' looks mean nothing.
+    /// Notes that the layers above the image are about to be taken back into it, so the files' recorded states mean
+    /// nothing.
     pub(crate) fn is_taken_back(&mut self) {
         self.seen = None;
         let first_that_stays = match self.below.iter().position(|layer| layer.file == self.base) {
@@ -324,7 +325,7 @@ impl SavedDisk {
         self.below.iter().flat_map(LayerBelow::files).collect()
     }
 
-    /// Whether its files are as they were when it was saved, perhaps but for their times.
+    /// Whether the disk's files are as they were at the save. Without times, their times are ignored.
     fn check(&self, without_times: bool) -> Result<()> {
         let compare = |file: &Path, seen: &Seen| {
             let now = Seen::of(file)?;

@@ -1,4 +1,4 @@
-//! Restoring: which pair is whole, and how the machine goes on from it.
+//! Restoring: finds the pair that is whole, and lets the machine go on from it.
 
 use crate::disks::{Daemon, Disks};
 use crate::machine::Machine;
@@ -181,7 +181,7 @@ fn layer_above(base: &Path) -> Result<PathBuf> {
     })
 }
 
-/// Locks the directory, and looks whether the machine may be given its disks.
+/// Locks the directory, and checks that the machine may be given its disks.
 fn begin(machine: &Machine, restore: &Restore) -> Result<File> {
     let lock = lock_directory(&machine.state)?;
     if Record::read(&machine.state)?.as_ref() != Some(&restore.record) {

@@ -84,7 +84,7 @@ pub(crate) fn save_with(
     let mut own_layers = OwnLayers::read(directory)?;
     let mut before = Record::read(directory)?;
     let names = if machine.disks.is_empty() { disks.names()? } else { machine.disks.clone() };
-    // Refused before the machine stops: all that cannot be saved.
+    // Saves that are impossible are refused before the machine stops.
     let under_way = UnderWay::read(directory)?;
     let checked = match &options.into_image {
         Some(snapshot) => into_image::check(disks, &names, snapshot, before.as_ref()),
@@ -117,12 +117,12 @@ pub(crate) fn save_with(
     progress.begin(Step::Resume);
     let resumed = if was_running { go_on(machine, qmp) } else { Ok(()) };
     let paused = stopped.elapsed();
-    // The note stays for the next save, if the machine stands still against its will.
+    // If the machine could not go on, the note stays for the next save.
     let resumed = resumed.and_then(|()| UnderWay::remove(directory));
     saving.end(done, resumed, paused, &mut progress).map(|saved| Saved { total: begun.elapsed(), ..saved })
 }
 
-/// Lets the machine go on, also where its monitor was left in the middle of something.
+/// Lets the machine go on, even if its monitor was left in the middle of a command.
 fn go_on(machine: &Machine, mut qmp: Qmp) -> Result<()> {
     let gone = match qmp.run("cont", json!({})) {
         Ok(_) => return Ok(()),

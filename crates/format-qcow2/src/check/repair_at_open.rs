@@ -22,8 +22,8 @@ const TABLES_MAX: usize = 4 << 20;
 /// The most entries with a wrong flag that a repair at open corrects. Each takes some 150 bytes.
 const WRONG_FLAGS_MAX: usize = 1 << 20;
 
-/// Repairs an image that is not open, if it was left dirty, before it is written to. In any case the header that is read is
-/// durable then.
+/// Repairs an image that is not open, if it was left dirty, before it is written to. In any case, makes the header that
+/// is read durable.
 pub(crate) async fn repair_if_dirty(io: &MetaIo, file: &dyn File, name: &str) -> Result<()> {
     let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the header"), error);
     let cluster = read_first_cluster(io).await.map_err(failed)?;

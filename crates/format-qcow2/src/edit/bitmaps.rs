@@ -1,4 +1,4 @@
-//! Making, changing and removing persistent bitmaps: all that was asked for at once, or nothing.
+//! Creating, changing and removing persistent bitmaps: all requested changes at once, or none.
 
 use super::{Edit, EditWatch};
 use crate::layout::bitmap::{
@@ -19,13 +19,13 @@ pub enum BitmapAction {
     Remove,
     /// Clears all bits.
     Clear,
-    /// Writes are noted from now on.
+    /// Notes writes from now on.
     Enable,
-    /// Writes are not noted any more.
+    /// Notes no more writes.
     Disable,
     /// Adds the bits of another bitmap of the image.
     MergeOwn(String),
-    /// Adds bits that come from elsewhere.
+    /// Adds bits from elsewhere.
     Merge(BitmapBits),
 }
 

@@ -78,7 +78,7 @@ fn assembled(old: &[u8], header: &[u8], name: &[u8], place: usize) -> Option<Vec
     Some(cluster)
 }
 
-/// Whether all that the old header uses behind its first sector stays the same.
+/// Whether all bytes that the old header uses behind its first sector stay the same.
 fn keeps(old: &[u8], new: &[u8], used: &Range<usize>) -> bool {
     let rest = HEADER_SECTOR_BYTES..used.end.max(HEADER_SECTOR_BYTES);
     old.get(rest.clone()) == new.get(rest)

@@ -134,7 +134,7 @@ impl Edit<'_, '_> {
         Ok(Some(bytes))
     }
 
-    /// Writes it to new space in the image's own file. Returns the descriptor.
+    /// Writes the bytes to new space in the image's own file. Returns the descriptor.
     async fn write_elsewhere(&mut self, old: Words, kept: &[u8]) -> IoResult<u64> {
         let place = self.add_table(kept, 1).await?;
         let hosts = self.decode(old.descriptor)?.host_clusters(&self.geometry);

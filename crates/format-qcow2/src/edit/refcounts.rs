@@ -112,7 +112,7 @@ impl<'a> Refs<'a> {
         self.can_grow = false;
     }
 
-    /// Counts will have another width. Call it before anything else is changed.
+    /// Changes the width of counts. Call it before anything else is changed.
     pub(crate) fn change_width(&mut self, refcount_order: u32) {
         self.new.refcount_order = refcount_order;
     }
@@ -146,7 +146,7 @@ impl<'a> Refs<'a> {
         Ok(read_entry(bytes, index, self.old.refcount_order))
     }
 
-    /// Brings a block of the new structure into memory.
+    /// Loads a block of the new structure into memory.
     async fn load(&mut self, block: u64) -> IoResult {
         if self.blocks.contains_key(&block) {
             return Ok(());
@@ -317,7 +317,7 @@ impl<'a> Refs<'a> {
     /// As `allocate`, but behind the end of the file, where space reads as zeros.
     pub(crate) async fn allocate_at_end(&mut self, count: u64) -> IoResult<u64> {
         let first = self.find_free(self.file_clusters, count).await?;
-        // Blocks find new places meanwhile, but not here.
+        // Blocks find new places meanwhile, but not in this space.
         self.reserved = first..first.saturating_add(count);
         for cluster in self.reserved.clone() {
             self.set(cluster, 1).await?;

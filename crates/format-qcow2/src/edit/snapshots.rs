@@ -1,4 +1,4 @@
-//! Taking, going back to, and deleting internal snapshots.
+//! Taking, applying and deleting internal snapshots.
 
 use super::tree::{Direction, Steps};
 use super::vm_state::VmState;

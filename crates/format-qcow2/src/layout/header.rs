@@ -22,7 +22,7 @@ const MAX_EXTENSIONS: usize = 64;
 pub(crate) const EXTENSION_END: u32 = 0;
 pub(crate) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 pub(crate) const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
-/// Names the place of the encryption's header.
+/// The header extension that names the place of the encryption's header.
 pub(crate) const EXTENSION_ENCRYPTION: u32 = 0x0537_be77;
 pub(crate) const EXTENSION_FEATURE_NAMES: u32 = 0x6803_f857;
 /// A row of the feature name table: type, bit, name.
@@ -34,7 +34,7 @@ pub(crate) const INCOMPATIBLE_DATA_FILE: u64 = 1 << 2;
 pub(crate) const INCOMPATIBLE_COMPRESSION: u64 = 1 << 3;
 pub(crate) const INCOMPATIBLE_EXTENDED_L2: u64 = 1 << 4;
 
-/// Makes a part of a cluster at least a sector.
+/// The least cluster size with extended L2 entries, as a power of two: a part of a cluster must have at least a sector.
 pub(crate) const EXTENDED_L2_CLUSTER_BITS_MIN: u32 = 14;
 
 /// A writer may postpone refcounts, under the dirty bit.

@@ -295,7 +295,7 @@ impl Qcow2 {
         })
     }
 
-    /// Copies and publishes. Returns false if that would take too long.
+    /// Copies the data and publishes the new place. Returns false if that would take too long.
     async fn finish_move(
         &self,
         io: &MetaIo,

@@ -27,8 +27,8 @@ struct Look<'a, F> {
 }
 
 impl Qcow2 {
-    /// Looks at the entries that a pass over the disk does not meet. `goes_on` is asked before each table; where it says no,
-    /// this ends with false. `io` is for calls that block.
+    /// Looks at the entries that a pass over the disk does not meet. `goes_on` is asked before each table; if it
+    /// returns false, so does this. `io` is for calls that block.
     pub async fn look_at_still(
         &self,
         io: &MetaIo,
