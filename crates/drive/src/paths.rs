@@ -5,8 +5,8 @@ use block::{Error, ErrorKind, Result};
 use image::FileName;
 use std::path::{Path, PathBuf};
 
-/// Makes the path in the value of a drive's key absolute with `whole`: the program that opens the drive may have
-/// another working directory. Returns `None` if the value names no path.
+/// Makes the path in the value of a drive's key absolute, by `whole`: whoever opens the drive may have another working
+/// directory. Returns `None` if the value names no path.
 pub fn with_whole_path(key: &str, value: &str, whole: impl Fn(&Path) -> PathBuf) -> Result<Option<String>> {
     let text = |path: &Path| {
         let path = whole(path);
@@ -18,13 +18,13 @@ pub fn with_whole_path(key: &str, value: &str, whole: impl Fn(&Path) -> PathBuf)
         "file" => match FileName::parse(value) {
             Ok(FileName::File(path)) => text(&path).map(Some),
             Ok(FileName::HostDevice(path)) => Ok(Some(format!("host_device:{}", text(&path)?))),
-            // Opening it will report the error.
+            // Whoever opens it says what is wrong.
             _ => Ok(None),
         },
         "socket" if !value.starts_with("fd:") => text(Path::new(value)).map(Some),
         "keep" => text(Path::new(value)).map(Some),
         "filter" => match FilterOptions::parse(value) {
-            // A filter's options cannot contain a colon.
+            // A filter's options cannot say a colon.
             Ok(FilterOptions::Log(path)) => Ok(Some(text(&path)?).filter(|path| !path.contains(':')).map(log_at)),
             _ => Ok(None),
         },
