@@ -1,12 +1,12 @@
 //! **The** interface between the rooms. Everything above and below meets here:
 //!
-//! * [`Disk`] and [`DiskQueue`]: what front ends (vhost-user, NBD, the driver's tests) see of a disk.
+//! * [`Disk`] and [`DiskQueue`]: a disk, as front ends (vhost-user, NBD, the driver's tests) see it.
 //! * [`DiskListener`]: learns of a disk's changes.
-//! * [`Run`]: a range of a disk with its status. [`DirtyMap`]: what was written to the disk.
-//! * [`ReadMap`] and [`WriteMap`]: a disk's bytes where they lie in memory, without an operation.
+//! * [`Run`]: a range of a disk with its status. [`DirtyMap`]: the written parts of a disk.
+//! * [`ReadMap`] and [`WriteMap`]: access to a disk's bytes in the host's memory, without an operation.
 //! * [`Op`] and [`Completion`]: one request and its end. Operations own their buffers. [`OpFlags`] and [`Priority`] say
 //!   how durable and how urgent it is.
-//! * [`File`] and [`FileQueue`]: what images see of an open file; engines and the simulator implement them. Pushing an
+//! * [`File`] and [`FileQueue`]: an open file, as images see it; engines and the simulator implement them. Pushing an
 //!   operation never waits: the reactor submits once a turn and routes the completion through its [`Done`].
 //! * [`MetaIo`]: how formats read and write their tables, by awaiting the same queue.
 //! * [`DiskIo`]: a disk's queue for tasks, which await each operation.

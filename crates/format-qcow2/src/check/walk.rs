@@ -22,13 +22,13 @@ pub(super) const COMPRESSED: u64 = 1 << 62;
 const LAST_BYTE_OF_INCOMPATIBLE: usize = 79;
 /// The most wrong refcounts that are corrected one by one (24 MiB of memory). With more, all refcounts are rebuilt.
 pub(crate) const MISMATCHES_MAX: usize = 1 << 20;
-/// A check gives up after it has read and counted so many bytes of tables, plus [`WORK_TIMES`] as many as the file
-/// holds. Tables that a program wrote are read once or twice. Hostile ones refer to one place as often as they like.
+/// A check gives up after it has read and counted this many bytes of tables, plus [`WORK_TIMES`] the size of the file.
+/// Tables of ordinary images are read once or twice. Hostile ones may refer to one place any number of times.
 const WORK_BYTES_MIN: u64 = 16 << 30;
 const WORK_TIMES: u64 = 64;
-/// Reporting a finding takes about as long as reading so many bytes.
+/// The work of reporting a finding, as bytes of tables read.
 const FINDING_BYTES: u64 = 1 << 10;
-/// The same limits for the memory of counts. Clusters in use lie together, or hold something.
+/// The same limits for the memory of counts. In ordinary images, clusters in use lie together or hold data.
 const COUNTS_BYTES_MIN: u64 = 512 << 20;
 const COUNTS_TIMES: u64 = 4;
 
@@ -127,7 +127,7 @@ pub(crate) struct Walk<'a, 'w> {
     pub(crate) strict: bool,
     /// Clusters with more references than a refcount can count.
     pub(crate) overcounted: BTreeSet<u64>,
-    /// Why the check was given up.
+    /// The reason why the check was given up.
     pub(crate) hopeless: Option<String>,
     /// L2 tables of snapshots without errors, and how often they have to be counted once more.
     pub(super) again: BTreeMap<u64, u32>,
@@ -226,7 +226,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         self.references.set_memory_bytes(usize::MAX);
     }
 
-    /// Notes that so many bytes of tables are read or counted. Gives up if it becomes too much.
+    /// Charges work: bytes of tables that are read or counted. Gives up if it becomes too much.
     pub(crate) fn charge(&mut self, bytes: u64) {
         let counts = self.references.used_bytes().saturating_add(self.kinds.used_bytes()) as u64;
         match self.work_bytes.checked_sub(bytes) {
@@ -238,7 +238,7 @@ impl<'a, 'w> Walk<'a, 'w> {
 
     pub(crate) async fn read(&self, offset: u64, length: u64) -> IoResult<AlignedBuf> {
         let length = usize::try_from(length).map_err(|_| block::IoError::EIO)?;
-        // A table that ends behind the file's end is not what its writer wrote, and opening the image would fail on it.
+        // A table that ends behind the file's end is damaged, and opening the image would fail.
         let past_end = if self.strict { PastEnd::Fails } else { PastEnd::Zeros };
         match length {
             0 => Ok(AlignedBuf::zeroed(0)),

@@ -41,7 +41,7 @@ pub(crate) fn check(disks: &dyn Disks, names: &[String], snapshot: &str, before:
     }
 }
 
-/// Whether this snapshot is there with all of the machine's state.
+/// Whether the snapshot exists with all of the machine's state.
 fn kept(found: &[InternalSnapshot], snapshot: &str, state_bytes: u64) -> bool {
     found.iter().any(|own| own.name == snapshot && own.vm_state_bytes == state_bytes)
 }
@@ -61,7 +61,7 @@ fn refuse_above_base(name: &str, layers: &[Layer], before: Option<&Record>) -> R
 }
 
 impl Saving<'_> {
-    /// Saves the machine into its images while it stands still. Returns the size of its state, in bytes.
+    /// Saves the machine into its images while it is stopped. Returns the size of its state, in bytes.
     pub(crate) fn put_into_images(
         &mut self,
         snapshot: &str,
@@ -88,7 +88,7 @@ impl Saving<'_> {
         }
     }
 
-    /// Takes all snapshots, the one with the state last. If that fails, none stays.
+    /// Takes all snapshots, the one with the state last. If that fails, all are removed.
     fn take_all(&mut self, snapshot: &str, file: &Path, state_bytes: u64, progress: &mut Progress<'_>) -> Result<()> {
         let Some((keeper, others)) = self.names.split_first() else { return Ok(()) };
         progress.begin(Step::Freeze);
