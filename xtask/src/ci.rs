@@ -27,11 +27,7 @@ const STEPS: &[Step] = &[
     Step { name: "packages", about: "the Debian packages that the tests need", run: || list(packages::install()?) },
     Step { name: "format", about: "rustfmt has nothing to change", run: || cargo(&["fmt", "--all", "--check"]) },
     Step { name: "clippy", about: "no warning of the compiler or of clippy", run: clippy },
-    Step {
-        name: "arrows",
-        about: "dependencies between rooms, folders and files point down",
-        run: arrows,
-    },
+    Step { name: "arrows", about: "dependencies between rooms, folders and files point down", run: arrows },
     Step { name: "tidy", about: "rules of the house that no compiler checks", run: || list(tidy::check()?) },
     Step { name: "rustdoc", about: "the crates' documentation builds without a warning", run: rustdoc },
     Step { name: "tests", about: "every test but the slow ones", run: tests },
