@@ -1,7 +1,7 @@
 //! An NBD server, from its socket to its disk, with a client that has chosen an export and then asks for anything.
 //!
-//! What must hold: no panic; whoever comes next is served; a client that keeps to the protocol gets one reply to each
-//! request, and what it reads is what was written.
+//! The checks: no panic; the next client is served; a client that keeps to the protocol gets one reply to each request,
+//! and reads the data that were written.
 
 use super::peer::{Chosen, choose, hear, replies};
 use super::talk::{SIZE_BYTES, Talk, range};
@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A disk of bytes. It carries out requests in their order, and tells their ends in another.
+/// A disk of bytes. It carries out requests in order, and completes them in another order.
 struct Bytes(Arc<Mutex<Vec<u8>>>);
 
 struct BytesQueue {
@@ -80,7 +80,7 @@ impl DiskQueue for BytesQueue {
     }
 }
 
-/// The server of all inputs: one that is broken by one of them fails the next.
+/// The server for all inputs: if one of them breaks it, the next one fails.
 struct Serving {
     socket: PathBuf,
     bytes: Arc<Mutex<Vec<u8>>>,
@@ -98,7 +98,7 @@ impl Serving {
         let bytes = Arc::new(Mutex::new(vec![0; SIZE_BYTES as usize]));
         let disk: Arc<dyn Disk> = Arc::new(Bytes(Arc::clone(&bytes)));
         let handles: Vec<Arc<dyn ReactorHandle>> = vec![reactor.handle()];
-        // So little that clients wait for it.
+        // Small limits, so that clients must wait for room.
         let options = ServerOptions::default().with(|options| {
             let limits = &mut options.limits;
             (limits.requests, limits.payload_bytes, limits.connection_bytes) = (8, 128 << 10, 96 << 10);
@@ -107,7 +107,7 @@ impl Serving {
         Some(Self { socket, bytes, server, _reactor: reactor, _directory: directory })
     }
 
-    /// Waits until the last client has gone, with its requests.
+    /// Waits until the last client and its requests have gone.
     fn is_empty(&self) -> bool {
         let until = Instant::now() + PATIENCE;
         while self.server.connections() > 0 && Instant::now() < until {
@@ -128,7 +128,7 @@ pub(crate) fn requests(u: &mut Unstructured<'_>) -> Result<()> {
     let Chosen = choose(&mut stream, style).unwrap_or_else(|error| panic!("the next client is not served: {error}"));
     let heard = std::thread::scope(|scope| {
         scope.spawn(|| {
-            // A server that has left takes nothing.
+            // A server that has left takes no bytes.
             let _ = (&stream).write_all(&talk.bytes);
             let _ = stream.shutdown(Shutdown::Write);
         });

@@ -11,14 +11,14 @@ use std::collections::BTreeMap;
 /// The part of the disk that most requests are about.
 pub(crate) const SIZE_BYTES: u64 = 256 << 10;
 const REQUESTS_MAX: usize = 32;
-/// A payload that is really sent.
+/// The longest payload that is really sent.
 const PAYLOAD_BYTES_MAX: u64 = 48 << 10;
 
 pub(crate) fn range(offset: u64, length: u64) -> std::ops::Range<usize> {
     offset as usize..(offset + length) as usize
 }
 
-/// An option that is right, or nearly.
+/// Puts an option that is right, or nearly right.
 pub(crate) fn put_any_option(u: &mut Unstructured<'_>, out: &mut Vec<u8>) -> Result<()> {
     let name: &[u8] = match u.int_in_range(0..=2)? {
         0 => b"",
@@ -46,7 +46,7 @@ pub(crate) fn put_any_option(u: &mut Unstructured<'_>, out: &mut Vec<u8>) -> Res
         _ => u.arbitrary()?,
     };
     put_option(out, kind, &data);
-    // Something in it is changed.
+    // Some byte of it is changed.
     if u.ratio(1u8, 4)? {
         let at = u.choose_index(out.len())?;
         out[at] = u.arbitrary()?;
@@ -54,12 +54,12 @@ pub(crate) fn put_any_option(u: &mut Unstructured<'_>, out: &mut Vec<u8>) -> Res
     Ok(())
 }
 
-/// What a client says, and what is known of it.
+/// A client's messages, and the expected results.
 pub(crate) struct Talk {
     pub(crate) bytes: Vec<u8>,
     pub(crate) asked: Vec<Request>,
     payloads: BTreeMap<u64, Vec<u8>>,
-    /// It keeps to the protocol.
+    /// The messages keep to the protocol.
     pub(crate) is_right: bool,
 }
 
@@ -88,7 +88,7 @@ impl Talk {
             talk.ask(u, extended, cookie)?;
         }
         if u.ratio(1u8, 4)? {
-            // Something in it is changed, or is not said.
+            // Some byte is changed, or the end is not sent.
             talk.is_right = false;
             let at = u.choose_index(talk.bytes.len())?;
             match u.arbitrary()? {
@@ -125,13 +125,13 @@ impl Talk {
             self.bytes.extend_from_slice(&payload);
             self.payloads.insert(cookie, payload);
         }
-        // What follows is not understood, or nothing follows.
+        // The bytes that follow are not understood, or none follow.
         self.is_right &= !(has_payload && length_bytes > PAYLOAD_BYTES_MAX) && command != command::DISC;
         self.asked.push(request);
         Ok(())
     }
 
-    /// Carries out what the server says it has carried out, in order.
+    /// Carries out the requests that the server says it has carried out, in order.
     pub(crate) fn check(&self, told: &BTreeMap<u64, Told>, found: &[u8]) {
         let mut bytes = vec![0; SIZE_BYTES as usize];
         for request in &self.asked {

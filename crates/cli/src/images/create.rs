@@ -45,7 +45,7 @@ pub(crate) fn create(
         Some(image) if wanted.data_file.is_some() => {
             bail!("'{image}': an image of a cluster has no external data file")
         }
-        None if is_socket(file) && wanted.format == Format::Raw => {
+        None if is_socket(file) && !wanted.format.has_tables() => {
             check_served(file, wanted)?;
             return announce(wanted).map(|()| None);
         }
