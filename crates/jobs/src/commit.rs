@@ -144,7 +144,7 @@ fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
         Error::new(ErrorKind::BadOption, what)
     };
     if layers.len() < 2 {
-        if chain.format() == Some(Format::Raw) && options.format.is_none() {
+        if options.format.is_none() && chain.format().is_some_and(|format| !format.can_have_backing()) {
             drop(chain);
             // The user learns that its format was only guessed, as from qemu-img, which opens it for writing first.
             image::open(&open_options(options, &options.top, None, false), opener)?;
