@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 mod chains;
+mod control_socket;
 mod device;
 mod disk;
 mod golden;
