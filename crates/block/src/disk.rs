@@ -1,8 +1,7 @@
 //! A disk: its control plane ([`Disk`], shared) and its data plane ([`DiskQueue`], one thread each).
 
 use crate::{
-    Completion, DiskListener, IoResult, Op, OpFlags, Parts, ReactorCtx, ReadMap, Result, Run, Runs, StatusQuery, Tag,
-    WriteMap,
+    Completion, IoResult, Op, OpFlags, Parts, ReactorCtx, ReadMap, Result, Run, Runs, StatusQuery, Tag, WriteMap,
 };
 use std::rc::Rc;
 use std::sync::Weak;
@@ -55,6 +54,14 @@ pub struct DiskInfo {
     pub write_zeroes: bool,
     /// What `GET_ID` answers, at most 20 bytes; empty if there is none.
     pub serial: String,
+}
+
+/// Is told of a disk's changes; see [`crate::Disk::subscribe`].
+pub trait DiskListener: Send + Sync {
+    /// Tells that the disk's size or its cache type may have changed; `info` has the new properties. Called on any
+    /// thread, that of a reactor included, so it must not block, and must not change the disk. Calls of one disk come
+    /// one at a time, and the last one has the newest information. A call may bring nothing new.
+    fn info_changed(&self, info: &DiskInfo);
 }
 
 /// The control plane of a disk.

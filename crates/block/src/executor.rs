@@ -6,12 +6,11 @@
 //! A task's memory comes from the pool ([`Task`]). The executor itself keeps a slot and a waker for each of the most
 //! tasks that it has had at once.
 
-use crate::{ReactorCtx, Work, turn};
+use crate::turn;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::Future;
 use std::pin::{Pin, pin};
-use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
@@ -231,29 +230,11 @@ pub fn block_on<T>(future: impl Future<Output = T>) -> T {
     }
 }
 
-/// Carries work out as a task of the reactor, or at once where there is none: what [`crate::FileQueue::push`] does in files
-/// whose requests are tasks.
-pub fn spawn_or_block_on(ctx: Option<&Rc<dyn ReactorCtx>>, work: impl Future<Output = ()> + 'static) {
-    match ctx {
-        Some(ctx) => ctx.spawn(Task::new(work)),
-        None => block_on(work),
-    }
-}
-
-/// For the queue of a file: runs `work` beside the reactor, where files take turns, or here where there is no reactor.
-/// `file` is what all queues of the file share.
-pub fn run_aside_or_here<T>(ctx: Option<&Rc<dyn ReactorCtx>>, file: &Arc<T>, work: Work) {
-    match ctx {
-        // Its address is unlike any descriptor's number, which stands for a file of the host.
-        Some(ctx) => ctx.run_aside(Arc::as_ptr(file).addr() as u64, work),
-        None => work(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::WaitList;
+    use std::rc::Rc;
 
     #[test]
     fn a_task_woken_from_another_thread_notifies_and_runs() {

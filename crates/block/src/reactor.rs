@@ -7,13 +7,14 @@
 //! When nothing has happened for a while, pollers are armed and the thread sleeps. A wake descriptor, an engine or
 //! another thread wakes it.
 
-use crate::{Readiness, Result, Task, Timers, WatchId, Work};
+use crate::{Readiness, Result, Sleep, Task, Timer, Timers, WatchId, Work};
 use memory::GuestMemory;
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// Names a poller on its reactor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -114,6 +115,35 @@ pub trait ReactorCtx {
 
     /// Returns the concrete reactor. An engine's files need a reactor of their own kind, and refuse another.
     fn as_any(&self) -> &dyn Any;
+}
+
+impl dyn ReactorCtx {
+    /// Makes a timer on this reactor.
+    #[must_use]
+    pub fn timer(&self) -> Timer {
+        Timer::new(self.timers())
+    }
+
+    /// Returns the time that this reactor's timers go by.
+    #[must_use]
+    pub fn now(&self) -> Instant {
+        self.timers().now()
+    }
+
+    /// Waits until `due`. For tasks of this reactor.
+    pub fn sleep_until(&self, due: Instant) -> Sleep {
+        let mut timer = self.timer();
+        timer.set(due);
+        Sleep(timer)
+    }
+
+    /// Waits for `duration`; for ever if that is later than the clock can express.
+    pub fn sleep(&self, duration: Duration) -> Sleep {
+        match self.now().checked_add(duration) {
+            Some(due) => self.sleep_until(due),
+            None => Sleep(self.timer()),
+        }
+    }
 }
 
 /// A job for a reactor's thread.

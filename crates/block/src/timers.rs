@@ -4,7 +4,6 @@
 //! beginning of each turn it fires those that are due, the earliest first. Setting a timer allocates only when more are
 //! set at once than ever before.
 
-use crate::ReactorCtx;
 use std::cell::{Cell, RefCell};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -13,7 +12,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Timers that there is room for once the first is made.
 const ROOM: usize = 64;
@@ -232,7 +231,7 @@ impl Drop for Timer {
 
 /// A future that ends when its time has come.
 #[derive(Debug)]
-pub struct Sleep(Timer);
+pub struct Sleep(pub(crate) Timer);
 
 impl Future for Sleep {
     type Output = ();
@@ -242,39 +241,11 @@ impl Future for Sleep {
     }
 }
 
-impl dyn ReactorCtx {
-    /// Makes a timer on this reactor.
-    #[must_use]
-    pub fn timer(&self) -> Timer {
-        Timer::new(self.timers())
-    }
-
-    /// Returns the time that this reactor's timers go by.
-    #[must_use]
-    pub fn now(&self) -> Instant {
-        self.timers().now()
-    }
-
-    /// Waits until `due`. For tasks of this reactor.
-    pub fn sleep_until(&self, due: Instant) -> Sleep {
-        let mut timer = self.timer();
-        timer.set(due);
-        Sleep(timer)
-    }
-
-    /// Waits for `duration`; for ever if that is later than the clock can express.
-    pub fn sleep(&self, duration: Duration) -> Sleep {
-        match self.now().checked_add(duration) {
-            Some(due) => self.sleep_until(due),
-            None => Sleep(self.timer()),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::{Executor, Task};
+    use std::time::Duration;
 
     const MS: Duration = Duration::from_millis(1);
 

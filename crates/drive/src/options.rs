@@ -6,6 +6,7 @@ mod values;
 
 pub use values::LOCK_TIMEOUT_MAX_S;
 
+use crate::choices::{SWITCH, one_of};
 use crate::filters::FilterOptions;
 use crate::help;
 use crate::keyval::{self, KeyValue};
@@ -19,8 +20,8 @@ use memory::Placement;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 use values::{
-    FORMATS, QUEUE_SIZE_MAX, QUEUES_MAX, SWITCH, bad, count, delay_ms, given_twice, group, is_question, lock_timeout_s,
-    media, mode, name, non_empty_path, one_of, parsed, poll_max_us, power_of_two, serial, size, values_of,
+    FORMATS, QUEUE_SIZE_MAX, QUEUES_MAX, bad, count, delay_ms, given_twice, group, is_question, lock_timeout_s, media,
+    mode, name, non_empty_path, parsed, poll_max_us, power_of_two, serial, size, values_of,
 };
 
 /// The format of a drive.
@@ -396,10 +397,6 @@ pub fn parse_socket_mode(text: &str) -> Result<u32> {
 /// Reads the group of a socket: its name or its number. Returns the number.
 pub fn parse_socket_group(text: &str) -> Result<u32> {
     group("socket-group", text)
-}
-
-pub(crate) fn switch(key: &str, value: &str) -> Result<bool> {
-    one_of(key, value, &SWITCH)
 }
 
 /// Returns the default path of an image's socket.

@@ -1,7 +1,7 @@
 //! Properties that a guest sees instead of the disk's own.
 
+use crate::choices::switch;
 use crate::keyval;
-use crate::options::switch;
 use crate::size::parse_size;
 use block::{Error, ErrorKind, Result};
 

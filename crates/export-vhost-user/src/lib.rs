@@ -38,6 +38,7 @@ mod pace;
 mod queue_fds;
 mod running_rings;
 mod session;
+mod session_events;
 mod socket;
 mod takeover;
 mod watched_call;

@@ -1,7 +1,7 @@
 //! The descriptors through which a queue and its peer notify each other: vhost-user's [`Transport`].
 
 use crate::notifier::{Blocked, Notifier};
-use crate::session::{Ending, SessionEvents};
+use crate::session_events::{Ending, SessionEvents};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use virtio::RingFault;

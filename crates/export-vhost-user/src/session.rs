@@ -9,12 +9,12 @@ use crate::memory_table::{MAX_REGIONS, MemoryRules, MemoryTable};
 use crate::notifier::{Blocked, Notifier, Purpose, check_kind, seal};
 use crate::queue_fds::QueueFds;
 use crate::running_rings::RunningRings;
+use crate::session_events::{Ending, SessionEvents};
 use crate::wire::Backend;
 use block::{Error, ErrorKind, ReactorHandle, Result};
 use memory::{GuestMemory, MappingShare, RegionSpec};
-use rustix::event::{EventfdFlags, eventfd};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, OnceLock};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use virtio::PackedDeviceRing;
 use virtio::ring_access::{RingAddresses, RingAreas, RingLayout, check_packed_size, check_size};
 use virtio_blk::{Counter, Device, Halt, QueueSetup, RunningQueue};
@@ -24,65 +24,6 @@ const PROTOCOL_FEATURES: u64 = 1 << 30;
 
 /// The largest configuration space that the protocol can ask for.
 const MAX_CONFIG_BYTES: u32 = 256;
-
-/// Why a queue wants its session to end.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Ending {
-    /// The peer shrank a file of its memory.
-    MemoryLost,
-    /// The peer made a notification wait.
-    Blocking,
-}
-
-impl Ending {
-    fn why(self) -> &'static str {
-        match self {
-            Self::MemoryLost => "the peer shrank a memory file that it shares: what it holds is lost",
-            Self::Blocking => "the peer filled a descriptor for notifications and let us wait for it",
-        }
-    }
-}
-
-/// Events that a session's queues report to its thread.
-#[derive(Debug)]
-pub(crate) struct SessionEvents {
-    wake: OwnedFd,
-    ending: OnceLock<Ending>,
-}
-
-impl SessionEvents {
-    pub(crate) fn new() -> Result<Self> {
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|error| Error::io("cannot make an event descriptor", error.into()))?;
-        Ok(Self { wake, ending: OnceLock::new() })
-    }
-
-    /// Tells the thread that the session has to end.
-    pub(crate) fn end_session(&self, ending: Ending) {
-        if self.ending.set(ending).is_ok() {
-            let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
-        }
-    }
-
-    /// Whether the session has to end.
-    pub(crate) fn is_ending(&self) -> bool {
-        self.ending.get().is_some()
-    }
-
-    /// Whether it ends because the peer made us wait.
-    pub(crate) fn has_blocked(&self) -> bool {
-        self.ending.get() == Some(&Ending::Blocking)
-    }
-
-    /// Fails if the session has to end.
-    pub(crate) fn check(&self) -> Result<()> {
-        self.ending.get().map_or(Ok(()), |ending| Err(Error::new(ErrorKind::Protocol, ending.why())))
-    }
-
-    pub(crate) fn as_fd(&self) -> BorrowedFd<'_> {
-        self.wake.as_fd()
-    }
-}
 
 /// One ring, as set up by the peer.
 #[derive(Default)]

@@ -1,7 +1,7 @@
 //! Blocks of the file: those in memory, those on their way, and those that a sequential reader will want next.
 
 use crate::answer::Pin;
-use crate::cache::Cache;
+use crate::cache::{BLOCK_BYTES, Cache};
 use crate::remote::Remote;
 use bytes::Bytes;
 use std::collections::{BTreeMap, HashMap};
@@ -10,8 +10,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, SemaphorePermit, watch};
 
-/// What is asked for is whole blocks.
-pub(crate) const BLOCK_BYTES: u64 = 64 << 10;
 /// Blocks of one request.
 const RUN_BLOCKS_MAX: u64 = 16;
 /// Blocks in memory beside those that readers hold.

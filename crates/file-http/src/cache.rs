@@ -5,7 +5,6 @@
 //! lock only to make and to remove files, never to fill them.
 
 use crate::answer::{Pin, Version, is_weak};
-use crate::blocks::BLOCK_BYTES;
 use block::{Error, ErrorKind, Result};
 use bytes::Bytes;
 use rustix::fs::{FlockOperation, flock};
@@ -17,6 +16,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
+/// What is asked for is whole blocks.
+pub(crate) const BLOCK_BYTES: u64 = 64 << 10;
 /// Before the sums.
 const HEADER_BYTES: usize = 4096;
 const SUM_BYTES: u64 = 8;

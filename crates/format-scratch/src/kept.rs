@@ -12,58 +12,18 @@ use crate::index::Part;
 use crate::layout::{BELOW, PAGE_BYTES, PART_BYTES, TABLE_WORDS, ZERO, data_page, leads_to_tables};
 use crate::scratch::Scratch;
 use crate::state::{Inner, State};
+use crate::unwritten::Kept;
 use block::{FileOp, IoError, IoResult, MetaIo};
 use memory::AlignedBuf;
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 /// The most pages of the index that are copied and written between two syncs of the data. Their copies are in memory at
 /// once.
 const BATCH_PAGES: usize = 1024;
 /// The longest write, in pages.
 const WRITE_PAGES: u64 = 64;
-
-/// The state of an overlay that outlives its process.
-pub(crate) struct Kept {
-    pub(crate) header: Header,
-    /// Whether nothing has changed since the last flush. Cleared before a change is published.
-    is_clean: AtomicBool,
-}
-
-/// The changes that the index file lacks.
-#[derive(Debug, Default)]
-pub(crate) struct Unwritten {
-    is_kept: bool,
-    /// Changed pages of the index.
-    pages: BTreeSet<u64>,
-    /// The number of the latest change.
-    pub(crate) change: u64,
-    /// The number of the latest durable change.
-    pub(crate) durable: u64,
-    /// Whether a flush is under way.
-    pub(crate) is_flushing: bool,
-}
-
-impl Unwritten {
-    pub(crate) fn new(is_kept: bool) -> Self {
-        Self { is_kept, ..Self::default() }
-    }
-
-    /// Notes that these pages of the index have changed, or are about to. The lock is held until they have.
-    pub(crate) fn note(&mut self, pages: impl IntoIterator<Item = u64>) {
-        if self.is_kept {
-            self.change = self.change.saturating_add(1);
-            self.pages.extend(pages);
-        }
-    }
-}
-
-impl Kept {
-    pub(crate) fn new(header: Header) -> Self {
-        Self { header, is_clean: AtomicBool::new(true) }
-    }
-}
 
 impl Inner {
     /// Notes that pages of the index are about to change. The lock is held until they have.

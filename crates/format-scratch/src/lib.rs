@@ -30,6 +30,7 @@ mod load;
 mod scratch;
 mod space;
 mod state;
+mod unwritten;
 mod write;
 mod zero;
 

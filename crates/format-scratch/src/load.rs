@@ -2,10 +2,10 @@
 
 use crate::header::Header;
 use crate::index::{Index, Part};
-use crate::kept::Kept;
 use crate::layout::{PAGE_BYTES, TABLE_WORDS, data_page, group_page, header_pages, index_pages, parts};
 use crate::scratch::Scratch;
 use crate::state::{INDEX_STEP_PAGES, Inner, Spaces};
+use crate::unwritten::Kept;
 use block::{Error, ErrorKind, IoError, MetaIo, PastEnd, Result};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -3,9 +3,9 @@
 use crate::free_pages::FreePages;
 use crate::index::{Index, Part};
 use crate::index_memory::Taken;
-use crate::kept::{Kept, Unwritten};
 use crate::layout::{MAX_DATA_PAGES, PAGE_BYTES, TABLE_WORDS, index_pages};
 use crate::space::Space;
+use crate::unwritten::{Kept, Unwritten};
 use block::{Epochs, FileOp, IoError, IoErrorKind, IoResult, MetaIo, WaitList};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;

@@ -124,3 +124,10 @@ impl Worker for Flusher {
         self.0.run(Op::Flush).await.map_err(failed)
     }
 }
+
+impl Spread {
+    /// Between disks from which pieces pass unchanged to another.
+    pub(crate) fn of_copies<'a>(mut disks: impl Iterator<Item = &'a JobDisk>) -> Self {
+        if disks.all(JobDisk::is_in_memory) { Self::OneTaskEach } else { Self::First }
+    }
+}

@@ -1,7 +1,7 @@
 //! Many pieces of work in flight at once: one thread hands them out, and tasks on reactors do them.
 
+use crate::Control;
 use crate::rate::RateLimit;
-use crate::{Control, JobDisk};
 use block::{Error, ErrorKind, ReactorCtx, ReactorHandle, Result, WaitList, run_and_wait};
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -163,13 +163,6 @@ pub(crate) enum Spread {
     /// All, with one task each. Reactors copy everything themselves, and find in the processor's cache what they have
     /// just read.
     OneTaskEach,
-}
-
-impl Spread {
-    /// Between disks from which pieces pass unchanged to another.
-    pub(crate) fn of_copies<'a>(mut disks: impl Iterator<Item = &'a JobDisk>) -> Self {
-        if disks.all(JobDisk::is_in_memory) { Self::OneTaskEach } else { Self::First }
-    }
 }
 
 /// Work on its way.

@@ -18,7 +18,6 @@ mod state;
 mod tests;
 
 use crate::pool::PooledPages;
-use crate::{IoBuf, OutOfMemory};
 use state::State;
 use std::future::Future;
 use std::pin::Pin;
@@ -148,11 +147,6 @@ impl BufferAccount {
         Granting { account: self.clone(), purpose, bytes, ticket: None }
     }
 
-    /// Waits until there is room, and returns one buffer with its memory's old contents.
-    pub async fn buffer(&self, purpose: BufferUse, length_bytes: usize) -> Result<IoBuf, OutOfMemory> {
-        self.grant(purpose, BufferGrant::size_of(length_bytes)).await.buffer(length_bytes)
-    }
-
     /// Returns the piece in which a long request should be served: a part of the account's own room, in bytes.
     #[must_use]
     pub fn piece_bytes(&self) -> usize {
@@ -177,13 +171,7 @@ impl BufferGrant {
         PooledPages::size_of(length_bytes)
     }
 
-    /// Makes a buffer with its memory's old contents. It keeps its part of the grant as long as it lives.
-    pub fn buffer(&mut self, length_bytes: usize) -> Result<IoBuf, OutOfMemory> {
-        let part = self.split(Self::size_of(length_bytes));
-        IoBuf::from_pool_with(length_bytes, part)
-    }
-
-    fn split(&mut self, bytes: usize) -> Self {
+    pub(crate) fn split(&mut self, bytes: usize) -> Self {
         let Some((open, purpose, held)) = &mut self.held else { return Self::default() };
         let part = bytes.min(*held);
         *held -= part;

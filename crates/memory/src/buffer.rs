@@ -5,6 +5,7 @@
 //! done: dropping a future or a queue drops only *its* handle. Engines hold one for each request they have given to the
 //! kernel. A [`Window`] is a part of a buffer; splitting a request makes windows, never copies.
 
+mod granted;
 mod window;
 
 pub use window::Window;

@@ -53,6 +53,25 @@ impl MappedWords {
     }
 }
 
+/// Gives `look` each of `count` words.
+///
+/// # Safety
+/// The words lie in mapped memory. Others may change them: each is read once.
+pub(crate) unsafe fn look_at_words(from: *const u8, count: usize, look: &mut impl FnMut(u64)) {
+    if from.addr().is_multiple_of(align_of::<u64>()) {
+        let from = from.cast::<u64>();
+        for number in 0..count {
+            // SAFETY: the word lies in the memory, and is aligned like the first.
+            look(u64::from_le(unsafe { from.wrapping_add(number).read_volatile() }));
+        }
+        return;
+    }
+    for number in 0..count {
+        // SAFETY: the word lies in the memory, and an array of bytes may lie anywhere.
+        look(u64::from_le_bytes(unsafe { from.wrapping_add(number * 8).cast::<[u8; 8]>().read_volatile() }));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

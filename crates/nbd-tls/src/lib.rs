@@ -25,6 +25,7 @@ mod in_words;
 mod keys;
 mod room;
 mod session;
+mod shared;
 mod sides;
 mod socket;
 mod timed;

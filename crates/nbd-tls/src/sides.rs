@@ -1,6 +1,7 @@
 //! What either side has to begin TLS with: certificates, or keys that both share.
 
-use crate::keys::{Shared, SharedKeys};
+use crate::keys::SharedKeys;
+use crate::shared::Shared;
 use crate::{Channel, Credentials, shake_hands};
 use block::Result;
 use rustls::{Connection, ServerConfig, ServerConnection};

@@ -16,7 +16,6 @@
 
 mod disks;
 mod files;
-mod into_image;
 mod machine;
 mod own_layers;
 #[cfg(test)]

@@ -1,8 +1,9 @@
 //! Saving.
 
+mod into_image;
+
 use crate::disks::{Daemon, Disks, Layer};
 use crate::files::sync_directory;
-use crate::into_image;
 use crate::machine::Machine;
 use crate::own_layers::OwnLayers;
 use crate::progress::{Moment, Progress, Step};

@@ -20,6 +20,7 @@ mod lower_map;
 pub(crate) mod mapping;
 pub(crate) mod memory_bitmap;
 mod pieces;
+pub(crate) mod place;
 pub(crate) mod queue;
 mod slow_path;
 pub(crate) mod table_cache;

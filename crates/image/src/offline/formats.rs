@@ -4,13 +4,13 @@
 //! For open layers, `chain/mapping.rs` does the same. Nothing else in this crate asks for a format. A new format gets
 //! an arm in the methods below; its own crate does the work.
 
-use super::edit::Edit;
 use crate::chain::mapping::raw_space;
 use crate::guess::Format;
 use crate::open::layers::format_of;
 use block::{Error, ErrorKind, File, FileInfo, MetaIo, Result, block_on};
 use format_qcow2::{
-    Backing, Bitmap, BitmapAction, BitmapBits, CheckReport, CheckWatch, EditWatch, GrowBy, Measure, Repair,
+    Backing, Bitmap, BitmapAction, BitmapBits, CheckReport, CheckWatch, EditWatch, GrowBy, Measure, NewSnapshot,
+    Repair, SnapshotName,
 };
 use std::fmt::Display;
 use std::sync::Arc;
@@ -82,6 +82,17 @@ impl CreateOptions {
             Self::Qcow2(options) => options.measure_bitmaps(bitmaps),
         }
     }
+}
+
+/// A change of an image's snapshots.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Edit {
+    /// Take an internal snapshot.
+    CreateSnapshot(NewSnapshot),
+    /// Make the disk what it was when this snapshot was taken.
+    ApplySnapshot(SnapshotName),
+    /// Delete this snapshot.
+    DeleteSnapshot(SnapshotName),
 }
 
 /// Makes an image in an empty file. The image is durable when this returns.

@@ -3,7 +3,8 @@
 use crate::file_name::FileName;
 use crate::guess::Format;
 use crate::open::gate::Role;
-use crate::open::layers::{format_of, open_layer};
+use crate::open::layer::open_layer;
+use crate::open::layers::format_of;
 use block::{File, MetaIo, Result, block_on};
 use format_qcow2::Header;
 use std::sync::Arc;

@@ -7,7 +7,7 @@ use crate::file_name::FileName;
 use crate::guess::{Format, guess_format};
 use crate::open::gate::{Opener, Role};
 use crate::open::layers::{ImageOptions, open, read_head};
-use crate::open::temporary::TemporaryFiles;
+use crate::open::temporary_files::TemporaryFiles;
 use block::{File, Result};
 use std::cell::{Cell, RefCell};
 use std::path::{Path, PathBuf};

@@ -3,7 +3,7 @@
 use crate::file_name::FileName;
 use crate::guess::Format;
 use crate::open::gate::Role;
-use crate::open::layers::open_layer;
+use crate::open::layer::open_layer;
 use block::{Error, ErrorKind, Extent, File, IoError, IoResult, MetaIo, PastEnd, Result, SECTOR_BYTES, block_on};
 use format_qcow2::SnapshotName;
 use memory::AlignedBuf;

@@ -12,7 +12,7 @@ use crate::chain::table_cache::share_of_top;
 use crate::file_name::FileName;
 use crate::guess::Format;
 use crate::open::gate::Role;
-use crate::open::layers::open_layer;
+use crate::open::layer::open_layer;
 use block::{Error, ErrorKind, File, Result, block_on};
 use std::sync::Arc;
 

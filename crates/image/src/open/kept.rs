@@ -1,7 +1,7 @@
 //! A scratch overlay that is kept: made on top of a disk, or found there and used again.
 
 use super::gate::{Opener, Role};
-use super::layers::open_layer;
+use super::layer::open_layer;
 use super::temporary::top_with_room;
 use crate::chain::layer::{DataFile, Layer};
 use crate::chain::mapping::Mapping;

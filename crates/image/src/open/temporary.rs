@@ -1,37 +1,15 @@
 //! A temporary layer on top of a disk: it is thrown away when the disk is closed.
 
 use super::gate::Role;
-use super::layers::{MAX_LAYERS, open_layer};
+use super::layer::{MAX_LAYERS, open_layer};
+use super::temporary_files::{ScratchFiles, TemporaryFiles};
 use crate::chain::layer::Layer;
 use crate::chain::mapping::Mapping;
 use crate::file_name::FileName;
 use crate::guess::Format;
-use block::{Error, ErrorKind, File, MetaIo, Result, block_on};
-use format_scratch::{Scratch, Space};
-use std::path::PathBuf;
+use block::{Error, ErrorKind, MetaIo, Result, block_on};
+use format_scratch::Scratch;
 use std::sync::{Arc, OnceLock};
-
-/// The two files of a scratch overlay, both empty and without names.
-pub struct ScratchFiles {
-    /// The index. It will be mapped, so it is open for reading and writing.
-    pub index: std::fs::File,
-    /// The data.
-    pub data: Arc<dyn File>,
-    /// The space of the index, and that of the data.
-    pub spaces: [Arc<dyn Space>; 2],
-}
-
-/// Makes files that disappear when nobody has them open any more, even after a crash.
-pub trait TemporaryFiles {
-    /// Returns their directory, for messages.
-    fn directory(&self) -> PathBuf;
-
-    /// Makes the files of a scratch overlay.
-    fn scratch(&self) -> Result<ScratchFiles>;
-
-    /// Makes one empty file for an image.
-    fn image(&self) -> Result<Arc<dyn File>>;
-}
 
 /// Makes a scratch overlay on these layers, or a qcow2 image if a scratch overlay is impossible.
 pub(crate) fn temporary_layer(layers: &[Layer], files: &dyn TemporaryFiles) -> Result<Layer> {

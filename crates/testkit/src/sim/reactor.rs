@@ -1,6 +1,6 @@
 //! A reactor whose storage completes operations in a seeded order, after seeded delays.
 
-use super::queue::Flying;
+use super::flying::Flying;
 use crate::dice::Dice;
 use block::{Executor, Poller, PollerId, ReactorCtx, Result, Task, Timers, Work};
 use std::any::Any;

@@ -34,7 +34,7 @@ pub(super) fn human(daemon: &Daemon, control: Option<&Path>) -> String {
         return text;
     }
     if let (true, Some(control)) = (serves_nothing, control) {
-        let control = daemon::absolute(control).display().to_string();
+        let control = drive::absolute(control).display().to_string();
         let control = daemon::quote(&control);
         let _ =
             writeln!(text, "\nNo disk is served yet. Add one with:\n  ringdisk ctl --control {control} add file=PATH");

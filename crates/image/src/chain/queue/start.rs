@@ -2,9 +2,9 @@
 
 use super::Core;
 use crate::chain::guessed_raw::checked_head;
-use crate::chain::layers::Place;
 use crate::chain::mapping::Overwrite;
 use crate::chain::pieces::Pieces;
+use crate::chain::place::Place;
 use crate::chain::slow_path::Slow;
 use block::{Extent, FileOp, IoError, IoResult, Op, OpFlags, Priority, Task, WriteMap, turn};
 use format_scratch::Staged;
