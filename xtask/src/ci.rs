@@ -237,8 +237,8 @@ fn package() -> Result<Counts> {
         println!("SKIPPED: {missing}");
         return Ok(Counts { skipped: 1, ..Counts::default() });
     }
-    if !packaging::has_builder() {
-        Program::cargo().args(["install", "--locked", "cargo-deb"]).watch()?;
+    if !packaging::has_builder() && !Program::cargo().args(["install", "--locked", "cargo-deb"]).watch()?.success() {
+        bail!("cargo-deb, which builds the package, cannot be installed");
     }
     let package = packaging::deb(Some(&built_with_tests("ringdisk")?))?;
     try_package::run(&package)?;
