@@ -18,16 +18,13 @@ impl Made {
         name.path().map_or(Ok(()), engine::sync_directory_of)
     }
 
-    pub(crate) fn overlay(&mut self, found: &Found, image: &Image, name: &FileName) -> Result<OpenedOverlay> {
-        self.overlay_with(found, image, name, |_| ())
-    }
-
-    /// As [`Made::overlay`], with changed options.
+    /// Makes an empty overlay for the disk's top. Calls `has_made` when the file is there. `change` changes its options.
     pub(crate) fn overlay_with(
         &mut self,
         found: &Found,
         image: &Image,
         name: &FileName,
+        has_made: impl FnOnce() -> Result<()>,
         change: impl FnOnce(&mut format_qcow2::CreateOptions),
     ) -> Result<OpenedOverlay> {
         let below = image.layer_in_header(0)?;
@@ -37,6 +34,7 @@ impl Made {
             change(options);
         });
         self.file(name, 0)?;
+        has_made()?;
         let file: Arc<dyn File> =
             EngineOpener::of_disk(&found.options).with_buffers(image.buffers()).open(name, Role::Writable)?;
         let options = CreateOptions::Qcow2(options);

@@ -4,7 +4,7 @@
 use super::layer::Layer;
 use super::mapping::Mapping;
 use block::{Error, ErrorKind, File, MetaIo, PastEnd, Result, block_on};
-use format_qcow2::{Bitmap, BitmapAction, BitmapBits, NewSnapshot, Snapshot, SnapshotName, VmState};
+use format_qcow2::{Bitmap, BitmapAction, BitmapBits, NewSnapshot, Snapshot, SnapshotChange, SnapshotName, VmState};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -106,6 +106,31 @@ impl Layer {
             }
             ClosedEdit::DeleteSnapshot(which) => format_qcow2::delete_snapshot(io, file, name, which, go_on).await,
             ClosedEdit::ApplySnapshot(which) => format_qcow2::apply_snapshot(io, file, name, which, go_on).await,
+        }
+    }
+
+    /// Takes or deletes an internal snapshot. The layer is closed and nobody writes to it; guests read it meanwhile.
+    /// Returns what became free, for [`Layer::give_back`].
+    pub(crate) async fn change_snapshots_beside_readers(&self, edit: &ClosedEdit) -> Result<Vec<Range<u64>>> {
+        self.refuse_edit(edit)?;
+        let change = match edit {
+            ClosedEdit::CreateSnapshot(new) => SnapshotChange::Create(new),
+            ClosedEdit::DeleteSnapshot(which) => SnapshotChange::Delete(which),
+            _ => {
+                let what = format!("'{}': only snapshots are taken or deleted while others read", self.name);
+                return Err(Error::new(ErrorKind::Unsupported, what));
+            }
+        };
+        let (io, name, go_on) = (self.open_blocking()?, self.name.to_string(), &mut |_, _| true);
+        format_qcow2::change_snapshots_beside_readers(&io, &*self.file, &name, change, go_on).await
+    }
+
+    /// Gives back to the host what a change has freed. Nobody reads it any more, and nobody writes to the layer.
+    pub(crate) async fn give_back(&self, freed: &[Range<u64>]) {
+        let Ok(io) = self.open_blocking() else { return };
+        for range in freed.iter().filter(|_| self.file.info().can_discard) {
+            // Only space is lost.
+            let _ = io.discard(range.start, range.end.saturating_sub(range.start)).await;
         }
     }
 
