@@ -76,13 +76,10 @@ impl Manager {
     pub fn commit(self: &Arc<Self>, name: &str, request: CommitDisk) -> Result<Job> {
         let node = self.node(name)?;
         let aim = aim_of(request.within_ms, request.stall_ms);
-        let options = CommitOptions {
-            top: request.top,
-            layers: request.layers,
-            base: request.base,
-            bytes_per_second: request.bytes_per_second,
-            aim,
-        };
+        let options = CommitOptions::default().with(|options| {
+            (options.top, options.base, options.layers) = (request.top, request.base, request.layers);
+            (options.bytes_per_second, options.aim) = (request.bytes_per_second, aim);
+        });
         let files = self.daemon.layers_of_commit(node, &options)?;
         let files: Vec<String> = files.iter().map(recorded_name).collect();
         self.refuse_writing_below(Some(name), &files)?;

@@ -496,7 +496,7 @@ fn a_layer_between_others_is_committed_and_a_daemon_that_died_in_it_looks_what_i
 
     // It dies after that.
     let (daemon, node) = (&managed.manager.daemon, managed.manager.node("web").unwrap());
-    let options = || daemon::CommitOptions { top: Some(middle.clone()), ..daemon::CommitOptions::default() };
+    let options = || daemon::CommitOptions::default().with(|options| options.top = Some(middle.clone()));
     daemon.wait_job(daemon.start_commit(node, options(), ()).unwrap()).unwrap();
     goes(&managed);
     let managed = managed.again();

@@ -57,7 +57,7 @@ impl Daemon {
         let mut works = Vec::new();
         for (node, name) in overlays {
             let (work, found, image) = self.image_for("a new overlay".to_owned(), *node, None)?;
-            let overlay = made.overlay_with(&found, &image, name, || has_made(*node, name), |_| ())?;
+            let overlay = made.overlay_with(&found, &image, name, || has_made(*node, name), |options| options)?;
             disks.push((image, overlay));
             works.push((work, *node));
         }

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 /// Which layers of a disk are committed, and how fast.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct CommitOptions {
     /// The uppermost layer that goes; the disk's top by default.
     pub top: Option<PathBuf>,
@@ -26,6 +27,15 @@ pub struct CommitOptions {
 impl Default for CommitOptions {
     fn default() -> Self {
         Self { top: None, layers: 1, base: None, bytes_per_second: None, aim: Aim::default() }
+    }
+}
+
+impl CommitOptions {
+    /// Changes some of them: `CommitOptions::default().with(|options| options.layers = 2)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
     }
 }
 

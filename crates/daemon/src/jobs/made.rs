@@ -25,19 +25,13 @@ impl Made {
         image: &Image,
         name: &FileName,
         has_made: impl FnOnce() -> Result<()>,
-        change: impl FnOnce(&mut format_qcow2::CreateOptions),
+        change: impl FnOnce(CreateOptions) -> CreateOptions,
     ) -> Result<OpenedOverlay> {
-        let below = image.layer_in_header(0)?;
-        let options = format_qcow2::CreateOptions::default().with(|options| {
-            options.size_bytes = image.info().size_bytes;
-            options.rest_on(below);
-            change(options);
-        });
+        let options = change(CreateOptions::overlay(image.info().size_bytes, image.layer_in_header(0)?));
         self.file(name, 0)?;
         has_made()?;
         let file: Arc<dyn File> =
             EngineOpener::of_disk(&found.options).with_buffers(image.buffers()).open(name, Role::Writable)?;
-        let options = CreateOptions::Qcow2(options);
         check_room(&*file, &options)?;
         image::create(&file, &options)?;
         OpenedOverlay::open(name, file)

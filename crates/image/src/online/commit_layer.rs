@@ -112,10 +112,10 @@ async fn check(chain: &Chain, index: usize) -> Result<[Arc<Layer>; 3]> {
     if chain.is_handing_over() {
         return refuse("a former top layer could not be made durable");
     }
-    if above.mapping.qcow2().is_none() {
+    if !above.mapping.can_be_edited() {
         return refuse("the layer above is no qcow2 image, and cannot name another backing file");
     }
-    if layer.mapping.qcow2().is_none() {
+    if !layer.mapping.can_be_edited() {
         return refuse("only qcow2 images are committed while a disk is served");
     }
     // Internal snapshots would go with the layer. Until then they would show data that the commit writes below.

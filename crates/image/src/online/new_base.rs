@@ -6,7 +6,6 @@ use crate::chain::image::Image;
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
 use block::Result;
-use format_qcow2::Backing;
 use std::sync::Arc;
 
 /// What a layer comes to rest on.
@@ -53,7 +52,7 @@ pub(super) async fn rest_on(
         }
         return Err(error);
     }
-    let result = set_backing(writer, backing.as_ref()).await;
+    let result = writer.set_backing(backing.as_ref()).await;
     let stays;
     let lower = Chain::plain(layers.get(index..).unwrap_or_default().to_vec(), &disk.disk);
     let reopened = layers.get(index).map(|layer| lower.reopened(layer)).transpose();
@@ -78,8 +77,4 @@ pub(super) async fn rest_on(
         stay();
     }
     result
-}
-
-async fn set_backing(layer: &Layer, backing: Option<&Backing>) -> Result<()> {
-    format_qcow2::set_backing(&layer.open_blocking()?, &*layer.file, &layer.name.to_string(), backing).await
 }

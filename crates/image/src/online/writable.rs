@@ -7,7 +7,7 @@ use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
 use crate::chain::table_cache::share_of_top;
 use crate::open::gate::{Opener, Role};
-use crate::open::layers::open_layer;
+use crate::open::layer::open_layer;
 use block::{Error, ErrorKind, File, Result, block_on};
 use std::sync::{Arc, PoisonError};
 
@@ -32,7 +32,7 @@ async fn open_below_async(image: &Image, opener: &dyn Opener, watch: &CopyWatch)
     let chain = image.chain();
     // What is thrown away, and what only the image tool commits, is not taken back.
     let is_taken_back =
-        |top: &&Arc<Layer>| !chain.disk.read_only && !top.name.is_temporary() && top.mapping.qcow2().is_some();
+        |top: &&Arc<Layer>| !chain.disk.read_only && !top.name.is_temporary() && top.mapping.can_be_edited();
     let top = chain.layers.first().filter(is_taken_back);
     let Some((top, below)) = top.zip(chain.layers.get(1)).filter(|(_, below)| !below.writable) else { return Ok(()) };
     let rest = chain.layers.get(2..).unwrap_or_default();

@@ -1,5 +1,6 @@
 //! `ringdisk ctl`: manage the disks of a running daemon.
 
+mod cells;
 mod duration;
 mod export;
 mod jobs;

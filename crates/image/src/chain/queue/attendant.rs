@@ -1,9 +1,9 @@
 //! The task that carries out orders for a queue, on the queue's reactor.
 
+use super::Core;
 #[cfg(all(test, feature = "explore"))]
-use super::board::Hold;
-use super::board::{Bell, Board, Order, Seat};
-use crate::chain::queue::Core;
+use crate::chain::exchange::board::Hold;
+use crate::chain::exchange::board::{Bell, Board, Order, Seat};
 use block::Result;
 use std::cell::RefCell;
 use std::rc::Weak;
