@@ -6,7 +6,6 @@
 mod changes;
 #[path = "../common/mod.rs"]
 mod common;
-mod guests_of_changes;
 
 use common::{Server, path_str, run_ok, tool_ok};
 use guestlab::{

@@ -125,7 +125,7 @@ pub(crate) fn lock_again(fd: BorrowedFd<'_>, name: &str, for_writing: bool) -> R
         if waited >= HAND_OVER {
             let holders =
                 lock_holders::living(fd, |first, last, for_writing| role.is_hindered(first, last, for_writing));
-            return Err(in_use(name, !for_writing, &holders, waited));
+            return Err(in_use(name, !for_writing, for_writing && may_read(fd), &holders, waited));
         }
         std::thread::sleep(RETRY_SOON);
     }
