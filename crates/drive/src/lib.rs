@@ -47,13 +47,16 @@ pub use file_part::{FilePart, PartOpener};
 pub use filters::{FilterOptions, Filtered};
 pub use help::drive_keys;
 pub use image_name::ImageName;
-pub use keyval::{KeyValue, asks_for_help, escape, parse as parse_key_values, parse_options, unknown};
+pub use keyval::{
+    KeyValue, asks_for_help, escape, parse as parse_key_values, parse_options,
+    parse_with_repeats as parse_key_values_with, unknown,
+};
 pub use making::{check_room, make_file, unmake_file};
 pub use memory::Placement;
 pub use opener::{EngineOpener, LOCK_TIMEOUT_S, OpenedDisk, kept_overlay, open_again, open_disk, open_disk_with};
 pub use options::{
     DiskOptions, DriveFormat, DriveOptions, ExportOptions, LOCK_TIMEOUT_MAX_S, ParsedDrive, parse_socket_group,
-    parse_socket_mode, socket_beside,
+    parse_socket_mode, socket_beside, switch as parse_switch,
 };
 pub use passed::PassedDescriptors;
 pub use paths::with_whole_path;

@@ -398,7 +398,8 @@ pub fn parse_socket_group(text: &str) -> Result<u32> {
     group("socket-group", text)
 }
 
-pub(crate) fn switch(key: &str, value: &str) -> Result<bool> {
+/// Reads a key that is `on` or `off`.
+pub fn switch(key: &str, value: &str) -> Result<bool> {
     one_of(key, value, &SWITCH)
 }
 
