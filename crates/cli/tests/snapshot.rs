@@ -313,3 +313,42 @@ fn no_file_is_ever_longer_than_its_space() {
         server.stop();
     }
 }
+
+/// Where a file cannot be mapped, its index is in memory. Where that has no room, or no space can be reserved, the overlay
+/// is another image.
+#[test]
+fn on_a_file_system_that_maps_no_files_the_overlay_does_without_or_is_a_qcow2_image_and_the_log_says_so() {
+    let limited = &["--index-memory", "0"][..];
+    let cases = [
+        (true, &[][..], None),
+        (true, limited, Some("maps no files")),
+        (false, &[][..], Some("no space can be reserved")),
+    ];
+    for (reserves_space, more, reason) in cases {
+        let images = Images::new();
+        let Some(place) = testkit::UnmappableDirectory::mount(&images.temporary, reserves_space) else {
+            skipped();
+            return;
+        };
+        let mut command = serve_command();
+        command.args(more);
+        let server = images.serve(command);
+        let written = at(&images.dir, "written.raw");
+        // Twice: what was written is written over.
+        for shift in [1000, 2000] {
+            let mut bytes = numbered(SIZE);
+            bytes.rotate_left(shift);
+            std::fs::write(&written, &bytes).unwrap();
+            run_ok(&["convert", "-n", "-f", "raw", "-O", "raw", path_str(&written), &images.disk()]);
+            run_ok(&["compare", "-f", "raw", "-F", "raw", path_str(&written), &images.disk()]);
+        }
+        let expected = if reason.is_some() { 1 } else { 2 };
+        assert_eq!((open_files(server.pid(), &images.temporary).len(), place.names()), (expected, 0), "{reason:?}");
+        let (status, said) = server.terminate();
+        assert!(status.success(), "{said}");
+        let is_said = said.contains("a temporary qcow2 image takes what is written");
+        let names = reason.is_some_and(|reason| said.contains(reason) && said.contains(path_str(&images.temporary)));
+        assert!(is_said == reason.is_some() && names == reason.is_some(), "{reason:?}: {said}");
+        images.assert_untouched();
+    }
+}
