@@ -1,5 +1,5 @@
-//! Both sides of NBD's wire: what a client may say to a server before it has a disk, and what a server may say to a client.
-//! `requests` and `answers` do the same with a whole server and a whole client, over a socket.
+//! Both sides of NBD's protocol, without sockets: a client's messages before it has a disk, and a server's replies.
+//! `requests` and `answers` test a whole server and a whole client, over a socket.
 
 pub(crate) mod answers;
 mod peer;
@@ -17,10 +17,10 @@ use nbd_wire::request::Request;
 use std::sync::Arc;
 
 const OPTIONS_MAX: usize = 24;
-/// One message of a client makes a server say no more than this. (Two exports with short names.)
+/// The most bytes of a server's answer to one message. (Two exports with short names.)
 const ANSWER_BYTES_MAX: usize = 4096;
 
-/// An option that is right, or nearly.
+/// Puts an option that is right, or nearly right.
 fn put(u: &mut Unstructured<'_>, out: &mut Vec<u8>) -> Result<()> {
     let name: &[u8] = match u.int_in_range(0..=2)? {
         0 => b"",
@@ -48,7 +48,7 @@ fn put(u: &mut Unstructured<'_>, out: &mut Vec<u8>) -> Result<()> {
         _ => u.arbitrary()?,
     };
     put_option(out, kind, &data);
-    // Something in it is changed.
+    // Some byte of it is changed.
     if u.ratio(1u8, 4)? {
         let at = u.choose_index(out.len())?;
         out[at] = u.arbitrary()?;
@@ -56,7 +56,7 @@ fn put(u: &mut Unstructured<'_>, out: &mut Vec<u8>) -> Result<()> {
     Ok(())
 }
 
-/// A server's handshake, with a client that says anything, in pieces of any size.
+/// Tests a server's handshake with a client that sends anything, in pieces of any size.
 pub(crate) fn server(u: &mut Unstructured<'_>) -> Result<()> {
     let disk: Arc<dyn Disk> = Arc::new(NullDisk::new(u.int_in_range(0..=1 << 40)?, String::new()));
     let exports = vec![NbdExport::new("one", Arc::clone(&disk)), NbdExport::new("two", disk)];
@@ -98,7 +98,7 @@ fn requests(u: &mut Unstructured<'_>, rest: &[u8], style: Style) -> Result<()> {
     Ok(())
 }
 
-/// What a client reads of a server that says anything.
+/// Tests how a client reads a server that sends anything.
 pub(crate) fn client(u: &mut Unstructured<'_>) -> Result<()> {
     let style = *u.choose(&[Style::Simple, Style::Structured, Style::Extended])?;
     let bytes: &[u8] = u.arbitrary()?;

@@ -2,7 +2,7 @@
 
 use crate::command::{Program, built_with_tests};
 use crate::counts::Counts;
-use crate::{arrows, documents, folder_arrows, packages, packaging, tidy, try_package, workspace};
+use crate::{arrows, documents, file_circles, folder_arrows, packages, packaging, tidy, try_package, workspace};
 use anyhow::{Result, bail};
 use std::time::{Duration, Instant};
 
@@ -27,11 +27,7 @@ const STEPS: &[Step] = &[
     Step { name: "packages", about: "the Debian packages that the tests need", run: || list(packages::install()?) },
     Step { name: "format", about: "rustfmt has nothing to change", run: || cargo(&["fmt", "--all", "--check"]) },
     Step { name: "clippy", about: "no warning of the compiler or of clippy", run: clippy },
-    Step {
-        name: "arrows",
-        about: "dependencies between rooms, and between folders inside some, point down",
-        run: arrows,
-    },
+    Step { name: "arrows", about: "dependencies between rooms, folders and files point down", run: arrows },
     Step { name: "tidy", about: "rules of the house that no compiler checks", run: || list(tidy::check()?) },
     Step { name: "rustdoc", about: "the crates' documentation builds without a warning", run: rustdoc },
     Step { name: "tests", about: "every test but the slow ones", run: tests },
@@ -143,6 +139,7 @@ fn cargo(arguments: &[&str]) -> Result<Counts> {
 fn arrows() -> Result<Counts> {
     let mut complaints = arrows::check()?;
     complaints.extend(folder_arrows::check()?);
+    complaints.extend(file_circles::check()?);
     list(complaints)
 }
 

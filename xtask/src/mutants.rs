@@ -36,7 +36,7 @@ const GUARDS: [Guard; 6] = [
     ),
     (
         "format-scratch",
-        &["free_pages.rs", "kept.rs", "state.rs", "write.rs"],
+        &["free_pages.rs", "kept.rs", "state.rs", "unwritten.rs", "write.rs"],
         &["ringdisk-format-scratch", "ringdisk-image"],
     ),
     ("image", &["chain/copy_up.rs", "chain/slow_path.rs", "chain/queue.rs"], &["ringdisk-image"]),

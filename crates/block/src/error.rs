@@ -13,7 +13,7 @@ pub enum ErrorKind {
     BadImage,
     /// Valid, but not served (a feature, an encryption method, a call the kernel lacks).
     Unsupported,
-    /// A policy forbids it (a backing file outside the allowed places).
+    /// A policy forbids the action (a backing file outside the allowed places).
     Denied,
     /// The file is in use elsewhere.
     Locked,
@@ -21,11 +21,11 @@ pub enum ErrorKind {
     Io,
     /// A peer broke the protocol.
     Protocol,
-    /// It was cancelled before its end.
+    /// The action was cancelled before its end.
     Cancelled,
 }
 
-/// An error with a message a person can act on: what failed, on which file, key or offset, and what to do.
+/// An error with a message that a person can act on: what failed, on which file, key or offset, and what to do.
 #[derive(Debug)]
 pub struct Error {
     kind: ErrorKind,
@@ -97,11 +97,11 @@ impl fmt::Display for Error {
 // `source()` stays `None`: Display already tells the whole chain, and reporters would print it twice.
 impl std::error::Error for Error {}
 
-/// How a request failed; a front end turns this into its protocol's status.
+/// The kind of a request's error; a front end turns it into its protocol's status.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum IoErrorKind {
-    /// The storage failed (EIO and everything without a kind of its own).
+    /// The storage failed (EIO and every error without a kind of its own).
     Io,
     /// No space, quota or file-size limit left.
     NoSpace,

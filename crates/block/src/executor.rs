@@ -6,12 +6,11 @@
 //! A task's memory comes from the pool ([`Task`]). The executor itself keeps a slot and a waker for each of the most
 //! tasks that it has had at once.
 
-use crate::{ReactorCtx, Work, turn};
+use crate::turn;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::Future;
 use std::pin::{Pin, pin};
-use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
@@ -29,7 +28,7 @@ const ROOM: usize = 64;
 
 struct Shared {
     ready: Mutex<VecDeque<usize>>,
-    /// Something is ready. Each turn looks at this flag first, and takes the lock only if it is set.
+    /// A task is ready. Each turn looks at this flag first, and takes the lock only if it is set.
     has_ready: AtomicBool,
     home: ThreadId,
     /// Called when another thread makes a task ready: wakes a sleeping reactor.
@@ -120,7 +119,8 @@ impl Executor {
                 let index = slots.len();
                 let waker = TaskWaker { index, queued: AtomicBool::new(false), shared: Arc::clone(&self.shared) };
                 slots.push(Slot { task: Some(task), waker: Arc::new(waker) });
-                // All tasks may be ready, or end, at once. Room for that is made here, so that nothing allocates later.
+                // All tasks may be ready, or end, at once. Their room is reserved here, so that nothing allocates
+                // later.
                 self.reserve(slots.len());
                 index
             }
@@ -192,7 +192,7 @@ impl Executor {
         let mut slots = self.slots.borrow_mut();
         let slot = &mut slots[index];
         slot.waker.queued.store(false, Ordering::Release);
-        // A stale waker of a task that ended finds the slot empty, or wakes its successor once for nothing.
+        // A stale waker of a task that ended finds the slot empty, or wakes the slot's next task without need.
         let Some(mut task) = slot.task.take() else {
             return;
         };
@@ -231,29 +231,11 @@ pub fn block_on<T>(future: impl Future<Output = T>) -> T {
     }
 }
 
-/// Carries work out as a task of the reactor, or at once where there is none: what [`crate::FileQueue::push`] does in files
-/// whose requests are tasks.
-pub fn spawn_or_block_on(ctx: Option<&Rc<dyn ReactorCtx>>, work: impl Future<Output = ()> + 'static) {
-    match ctx {
-        Some(ctx) => ctx.spawn(Task::new(work)),
-        None => block_on(work),
-    }
-}
-
-/// For the queue of a file: runs `work` beside the reactor, where files take turns, or here where there is no reactor.
-/// `file` is what all queues of the file share.
-pub fn run_aside_or_here<T>(ctx: Option<&Rc<dyn ReactorCtx>>, file: &Arc<T>, work: Work) {
-    match ctx {
-        // Its address is unlike any descriptor's number, which stands for a file of the host.
-        Some(ctx) => ctx.run_aside(Arc::as_ptr(file).addr() as u64, work),
-        None => work(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::WaitList;
+    use std::rc::Rc;
 
     #[test]
     fn a_task_woken_from_another_thread_notifies_and_runs() {

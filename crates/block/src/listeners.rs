@@ -2,17 +2,9 @@
 //!
 //! For the control path: the lock here is taken to subscribe and to notify, never by a request.
 
-use crate::DiskInfo;
+use crate::{DiskInfo, DiskListener};
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
-
-/// Is told of a disk's changes; see [`crate::Disk::subscribe`].
-pub trait DiskListener: Send + Sync {
-    /// Tells that the disk's size or its cache type may have changed; `info` has the new properties. Called on any
-    /// thread, that of a reactor included, so it must not block, and must not change the disk. Calls of one disk come
-    /// one at a time, and the last one has the newest information. A call may bring nothing new.
-    fn info_changed(&self, info: &DiskInfo);
-}
 
 /// The listeners of one disk, for implementations of [`crate::Disk`].
 #[derive(Default)]

@@ -20,7 +20,7 @@ impl LogLimit {
     }
 }
 
-/// Gives the number of events back if the latest of them is to be logged.
+/// Returns the number of events if the latest of them is to be logged.
 pub(crate) fn if_logged(count: u64) -> Option<u64> {
     Some(count).filter(|count| count.is_power_of_two())
 }

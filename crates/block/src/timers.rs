@@ -4,7 +4,6 @@
 //! beginning of each turn it fires those that are due, the earliest first. Setting a timer allocates only when more are
 //! set at once than ever before.
 
-use crate::ReactorCtx;
 use std::cell::{Cell, RefCell};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -13,7 +12,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Timers that there is room for once the first is made.
 const ROOM: usize = 64;
@@ -140,7 +139,7 @@ impl State {
         slot.setting = self.settings;
         self.set += 1;
         if self.heap.len() > 2 * self.set + ROOM {
-            // More than half are stale, and would stay until they are due, which may be long.
+            // More than half are stale, and would stay until they are due, perhaps for long.
             let slots = &self.slots;
             self.heap
                 .retain(|Reverse((_, setting, slot))| slots.get(*slot).is_some_and(|slot| slot.setting == *setting));
@@ -163,8 +162,8 @@ impl fmt::Debug for Timers {
     }
 }
 
-/// A timer on a reactor. A poller looks at it when it is polled, and it is polled in the turn in which the timer is
-/// due. Tasks use [`Timer::wait`], or [`Sleep`].
+/// A timer on a reactor. A poller asks it when polled; the reactor polls in the turn in which the timer is due. Tasks
+/// use [`Timer::wait`], or [`Sleep`].
 #[derive(Debug)]
 pub struct Timer {
     timers: Rc<Timers>,
@@ -179,14 +178,14 @@ impl Timer {
         Self { timers: Rc::clone(timers), slot }
     }
 
-    /// Returns the time that the timer goes by.
+    /// Returns the present time of the timer's clock.
     #[must_use]
     pub fn now(&self) -> Instant {
         self.timers.now()
     }
 
-    /// Sets the timer to `due`, in place of an earlier setting. The reactor wakes up then, never before. How much later
-    /// depends on the host and on what else the reactor does.
+    /// Sets the timer to `due`, in place of an earlier setting. The reactor wakes up then or later, never before. The
+    /// delay depends on the host and on the reactor's other work.
     pub fn set(&mut self, due: Instant) {
         self.timers.state.borrow_mut().set(self.slot, due);
     }
@@ -230,9 +229,9 @@ impl Drop for Timer {
     }
 }
 
-/// A future that ends when its time has come.
+/// A future that ends at its time.
 #[derive(Debug)]
-pub struct Sleep(Timer);
+pub struct Sleep(pub(crate) Timer);
 
 impl Future for Sleep {
     type Output = ();
@@ -242,39 +241,11 @@ impl Future for Sleep {
     }
 }
 
-impl dyn ReactorCtx {
-    /// Makes a timer on this reactor.
-    #[must_use]
-    pub fn timer(&self) -> Timer {
-        Timer::new(self.timers())
-    }
-
-    /// Returns the time that this reactor's timers go by.
-    #[must_use]
-    pub fn now(&self) -> Instant {
-        self.timers().now()
-    }
-
-    /// Waits until `due`. For tasks of this reactor.
-    pub fn sleep_until(&self, due: Instant) -> Sleep {
-        let mut timer = self.timer();
-        timer.set(due);
-        Sleep(timer)
-    }
-
-    /// Waits for `duration`; for ever if that is later than the clock can express.
-    pub fn sleep(&self, duration: Duration) -> Sleep {
-        match self.now().checked_add(duration) {
-            Some(due) => self.sleep_until(due),
-            None => Sleep(self.timer()),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::{Executor, Task};
+    use std::time::Duration;
 
     const MS: Duration = Duration::from_millis(1);
 

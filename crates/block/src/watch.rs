@@ -1,54 +1,13 @@
 //! Descriptors, mostly sockets, that a reactor watches for tasks and pollers.
 
-use crate::{ReactorCtx, Result};
-use std::cell::{Cell, RefCell};
+use crate::{Interest, ReactorCtx, Readiness, Result, WatchId};
+use std::cell::Cell;
 use std::fmt;
 use std::future::poll_fn;
 use std::io;
 use std::os::fd::AsFd;
 use std::rc::Rc;
-use std::task::{Poll, Waker};
-
-/// What a task or poller waits for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Interest {
-    /// Until there is something to read, or nothing more will come.
-    Read,
-    /// Until there is room to write, or the other end reads no more.
-    Write,
-}
-
-/// Whether a watched descriptor is ready. The reactor raises it; a user whose call would block lowers it.
-#[derive(Debug)]
-pub struct Readiness {
-    /// For reading, for writing. True until a call would block.
-    ready: [Cell<bool>; 2],
-    /// The other side sends nothing any more, or has gone.
-    has_ended: Cell<bool>,
-    wakers: [RefCell<Option<Waker>>; 2],
-}
-
-impl Default for Readiness {
-    fn default() -> Self {
-        Self { ready: [Cell::new(true), Cell::new(true)], has_ended: Cell::new(false), wakers: Default::default() }
-    }
-}
-
-impl Readiness {
-    /// Notes that the descriptor became ready for `interest`. For the reactor.
-    pub fn raise(&self, interest: Interest) {
-        self.ready[interest as usize].set(true);
-        let waker = self.wakers[interest as usize].borrow_mut().take();
-        if let Some(waker) = waker {
-            waker.wake();
-        }
-    }
-
-    /// The reactor's part: nothing more will come from the other side. Said before it is raised for that.
-    pub fn ends(&self) {
-        self.has_ended.set(true);
-    }
-}
+use std::task::Poll;
 
 /// An object whose descriptor a reactor watches. The descriptor must not block (`O_NONBLOCK`).
 ///
@@ -66,10 +25,6 @@ pub struct Watch<T: AsFd> {
     id: WatchId,
     awaits_room: Cell<bool>,
 }
-
-/// Names a watched descriptor on its reactor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct WatchId(pub u64);
 
 impl<T: AsFd> Watch<T> {
     /// Puts `io` under watch, on the reactor's own thread. Its descriptor must stay the same.
@@ -98,15 +53,15 @@ impl<T: AsFd> Watch<T> {
         }
     }
 
-    /// A call has taken less from a stream than it had room for. So nothing is left there, unless the stream has ended:
-    /// then there is its end.
+    /// Notes that a call took less from a stream than it had room for. So no bytes are left, but perhaps the end of the
+    /// stream.
     pub fn is_drained(&self) {
         if !self.readiness.has_ended.get() {
             self.not_ready(Interest::Read);
         }
     }
 
-    /// All is written that was to be written.
+    /// Notes that everything was written.
     pub fn has_written(&self) {
         self.watch_room(false);
     }
@@ -148,7 +103,7 @@ impl<T: AsFd> Watch<T> {
 
 impl<T: AsFd> Drop for Watch<T> {
     fn drop(&mut self) {
-        // Ended before the descriptor is closed, because there may be duplicates of it.
+        // Ended before the descriptor is closed: duplicates may keep its file open.
         self.ctx.unwatch_fd(self.id, self.io.as_fd());
     }
 }

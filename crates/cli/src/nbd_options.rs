@@ -34,7 +34,7 @@ enum Verify {
 impl TlsArgs {
     /// Returns the TLS settings, if TLS is requested.
     pub(crate) fn asked(&self) -> Option<AddTls> {
-        let credentials = daemon::absolute(self.tls_creds.as_deref()?);
+        let credentials = drive::absolute(self.tls_creds.as_deref()?);
         let (required, verify_peer) = (self.tls == TlsUse::Required, self.tls_verify_peer == Verify::On);
         Some(AddTls { credentials, required, verify_peer })
     }
@@ -47,7 +47,7 @@ pub(crate) fn place(word: &str) -> (Option<PathBuf>, Option<String>) {
     }
     match NbdAddress::parse(word) {
         NbdAddress::Tcp(address) => (None, Some(address)),
-        _ => (Some(daemon::absolute(Path::new(word))), None),
+        _ => (Some(drive::absolute(Path::new(word))), None),
     }
 }
 
@@ -61,7 +61,7 @@ pub(crate) fn passed_word(socket: &Path) -> Option<&str> {
 
 /// Makes a socket's path absolute, unless it is a passed socket.
 pub(crate) fn absolute_or_passed(socket: &Path) -> PathBuf {
-    if passed_word(socket).is_some() { socket.to_owned() } else { daemon::absolute(socket) }
+    if passed_word(socket).is_some() { socket.to_owned() } else { drive::absolute(socket) }
 }
 
 /// Checks a socket's permissions.

@@ -17,7 +17,7 @@ use crate::api::{AddExport, AddNbd, AddTls, GuestMemory};
 use crate::manager::Configured;
 use crate::options::Options;
 use block::{Error, ErrorKind, Result};
-use daemon::absolute;
+use drive::absolute;
 use drive::{DriveOptions, ShownOptions};
 use image::BackingPolicy;
 use std::collections::BTreeMap;

@@ -25,6 +25,7 @@ mod options;
 mod record;
 mod routes;
 mod server;
+mod storage_calls;
 
 pub use client::{CallError, Client};
 pub use config::{Config, Settings};

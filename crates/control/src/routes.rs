@@ -2,11 +2,10 @@
 
 mod described;
 mod points;
-mod storage_calls;
+mod turns;
 
 use self::described::Described;
-pub(crate) use self::storage_calls::{HELD_CONNECTIONS_MAX, HELD_THREADS_MAX, StorageCalls};
-use self::storage_calls::{ending, limited, on_disk};
+use self::turns::{ending, limited, on_disk};
 
 use crate::api::{
     AddDisk, AddExport, ChangeDisk, CommitDisk, CompactDisk, Disk, Disks, ErrorBody, Export, Exports, Job, Jobs,

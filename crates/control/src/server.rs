@@ -6,7 +6,8 @@ pub(crate) use self::connections::AtWork;
 use self::connections::{CONNECTIONS_MAX, Connections};
 
 use crate::manager::Manager;
-use crate::routes::{HELD_CONNECTIONS_MAX, HELD_THREADS_MAX, router};
+use crate::routes::router;
+use crate::storage_calls::{HELD_CONNECTIONS_MAX, HELD_THREADS_MAX};
 use axum::Router;
 use block::{Error, ErrorKind, LogLimit, Result};
 use export_vhost_user::ListenSocket;

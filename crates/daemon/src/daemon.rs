@@ -1,13 +1,14 @@
 //! The daemon: reactors' threads, the disks that they serve, and the sockets for guests.
 
-use crate::attach::Attachment;
-use crate::front::Front;
+use crate::fronts::front::Front;
+use crate::fronts::servers::Servers;
 use crate::hang::{CLOSE_PATIENCE, HOPELESS_PATIENCE, Patience, close_within};
-use crate::host_memory::{default_buffer_memory, default_index_memory};
-use crate::jobs::Jobs;
-use crate::nbd::{NbdOptions, Servers};
-use crate::place::Place;
-use crate::status::{DiskStatus, ExportId, ExportStatus, NodeId};
+use crate::jobs::list::Jobs;
+use crate::state::attach::Attachment;
+use crate::state::host_memory::{default_buffer_memory, default_index_memory};
+use crate::state::nbd_options::NbdOptions;
+use crate::state::place::{GROUP_SOCKET_MODE, Place};
+use crate::state::status::{DiskStatus, ExportId, ExportStatus, NodeId};
 use crate::table::{Found, Table};
 use block::{Error, ErrorKind, ReactorHandle, Result};
 use drive::{DiskOptions, DriveOptions, EngineOpener, ExportOptions, ShownOptions, open_disk_with};
@@ -103,8 +104,6 @@ const DEFAULT_QUEUES_MAX: usize = 16;
 const REACTOR_PATIENCE: Duration = Duration::from_secs(2);
 /// How long a busy reactor gets to look for its oldest request.
 const OLDEST_PATIENCE: Duration = Duration::from_micros(300);
-/// The default permissions of a socket that has a group of its own.
-pub(crate) const GROUP_SOCKET_MODE: u32 = 0o660;
 
 impl Daemon {
     /// Starts the reactors' threads; serves nothing yet.

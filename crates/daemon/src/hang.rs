@@ -3,8 +3,8 @@
 //! First the files are asked to give up requests in flight; a connection to a server can. If that does not help, the
 //! requests end with errors without the storage, and the guest's memory is cut off from it.
 
-use crate::front::FrontSurrender;
-use crate::status::ExportId;
+use crate::fronts::front::FrontSurrender;
+use crate::state::status::ExportId;
 use crate::table::Found;
 use block::{Error, ErrorKind, Result};
 use image::Image;

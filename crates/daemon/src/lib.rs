@@ -20,36 +20,25 @@
 
 #![forbid(unsafe_code)]
 
-mod addresses;
-mod attach;
-mod backup;
 mod calls;
-mod change;
 mod daemon;
-mod edit;
-mod fleece;
-mod front;
+mod fronts;
 mod hang;
-mod host_memory;
 mod jobs;
-mod mirror;
-mod nbd;
 mod notify;
 mod pidfile;
-mod place;
-mod reopen;
-mod status;
+mod state;
 mod table;
 
 pub use self::daemon::{Daemon, DaemonConfig, GIVE_UP_AFTER};
-pub use attach::{Attachment, absolute, attach_flags, quote};
-pub use backup::{BackupMode, BackupOptions, BackupRecord, LastBackup, WholeBackup};
 pub use block::Part;
-pub use change::{BaseRecord, TakenOff};
+pub use calls::mirror::{MirrorOptions, MirrorSwitch};
 pub use engine::sync_directory_of;
 pub use export_vhost_user::{KindLatency, LatencyHistogram, QueueLatency, RingStats};
-pub use mirror::{MirrorOptions, MirrorSwitch};
-pub use nbd::{NbdAddress, NbdOptions, NbdTls, SocketAccess};
+pub use jobs::backup::{BackupMode, BackupOptions, BackupRecord, LastBackup, WholeBackup};
+pub use jobs::layers::{BaseRecord, TakenOff};
 pub use notify::{notify, watchdog_interval};
 pub use pidfile::Pidfile;
-pub use status::{DiskStatus, ExportId, ExportStatus, JobId, JobKind, JobState, JobStatus, NbdStatus, NodeId};
+pub use state::attach::{Attachment, attach_flags, quote};
+pub use state::nbd_options::{NbdAddress, NbdOptions, NbdTls, SocketAccess};
+pub use state::status::{DiskStatus, ExportId, ExportStatus, JobId, JobKind, JobState, JobStatus, NbdStatus, NodeId};

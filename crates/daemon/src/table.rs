@@ -3,11 +3,11 @@
 //! Nothing here takes long. The caller opens and closes disks, and begins and ends exports, without the lock. Meanwhile
 //! their entries say so, and keep the names.
 
-use crate::attach::Attachment;
-use crate::calls::{Caller, Switches};
-use crate::front::Front;
-use crate::place::PassedSocket;
-use crate::status::{ExportId, ExportStatus, NodeId};
+use crate::fronts::front::Front;
+use crate::state::attach::Attachment;
+use crate::state::caller::{Caller, Switches};
+use crate::state::place::PassedSocket;
+use crate::state::status::{ExportId, ExportStatus, NodeId};
 use block::{Error, ErrorKind, Result};
 use drive::{DiskOptions, OpenedDisk};
 use export_vhost_user::{QueueLatency, RingStats};

@@ -1,4 +1,4 @@
-//! Drives: a user's options of a disk, and the opener that makes a disk of them.
+//! Drives: a user's options of a disk, and the opener that turns them into a disk.
 //!
 //! No request passes through here. Commands and the daemon parse options with this crate, and open images with it. It
 //! names the concrete engines, so that `image` need not know them.
@@ -26,6 +26,7 @@
 
 #![forbid(unsafe_code)]
 
+mod choices;
 mod file_part;
 mod filters;
 mod help;
@@ -56,7 +57,7 @@ pub use options::{
     parse_socket_mode, socket_beside,
 };
 pub use passed::PassedDescriptors;
-pub use paths::with_whole_path;
+pub use paths::{absolute, with_whole_path};
 pub use running::{RunningChange, THROTTLING};
 pub use shown::{SHOWN_KEYS, ShownOptions};
 pub use size::{human_size, is_size_out_of_range, parse_integer, parse_size};

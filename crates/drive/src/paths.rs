@@ -1,9 +1,15 @@
-//! Paths in a drive's options.
+//! Absolute paths, also in a drive's options.
 
 use crate::filters::FilterOptions;
 use block::{Error, ErrorKind, Result};
 use image::FileName;
 use std::path::{Path, PathBuf};
+
+/// Makes `path` absolute without looking at its last part: a socket may not exist yet.
+#[must_use]
+pub fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+}
 
 /// Makes the path in the value of a drive's key absolute, by `whole`: whoever opens the drive may have another working
 /// directory. Returns `None` if the value names no path.

@@ -5,109 +5,18 @@
 //! ended its requests. What is submitted meanwhile waits in line. When the word is reset, queues take their renewed
 //! rings back and go on with their lines.
 
-use crate::driver::{Inner, queue_setup};
+mod rings;
+
+pub(crate) use rings::{Control, Hold, Word};
+
+use crate::inner::Inner;
+use crate::layout::queue_setup;
 use crate::queue::Core;
 use crate::ring::{Ring, prepare};
 use block::{Completion, Error, ErrorKind, Result};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-
-/// What queues must do.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[repr(u8)]
-pub(crate) enum Hold {
-    /// Carry out requests.
-    #[default]
-    None,
-    /// End the requests that the device has, and keep the rest.
-    Freeze,
-    /// End everything with an error.
-    Reset,
-}
-
-/// The driver's word to its queues: what they must do, and how often the device was reset. A queue whose reactor did not
-/// turn during a reset learns of it by the count.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Word(u32);
-
-impl Word {
-    const HOLD_BITS: u32 = 2;
-
-    #[inline]
-    pub(crate) fn hold(self) -> Hold {
-        match self.0 & 3 {
-            0 => Hold::None,
-            1 => Hold::Freeze,
-            _ => Hold::Reset,
-        }
-    }
-
-    pub(crate) fn with(self, hold: Hold) -> Self {
-        Self((self.0 & !3) | hold as u32)
-    }
-
-    fn with_one_more_reset(self) -> Self {
-        Self(self.0.wrapping_add(1 << Self::HOLD_BITS))
-    }
-
-    fn resets(self) -> u32 {
-        self.0 >> Self::HOLD_BITS
-    }
-}
-
-/// The rings that no queue has at the moment.
-#[derive(Debug, Default)]
-pub(crate) struct Rings {
-    /// Rings of queues that are not open.
-    pub(crate) parked: Vec<Ring>,
-    /// Rings of open queues, while the driver holds them.
-    held: Vec<Ring>,
-}
-
-/// The control over all queues.
-#[derive(Debug, Default)]
-pub(crate) struct Control {
-    word: AtomicU32,
-    rings: Mutex<Rings>,
-    handed_over: Condvar,
-    /// Whether the device is frozen. Locked while that changes.
-    frozen: Mutex<bool>,
-}
-
-impl Control {
-    pub(crate) fn new(rings: Vec<Ring>) -> Self {
-        Self { rings: Mutex::new(Rings { parked: rings, held: Vec::new() }), ..Self::default() }
-    }
-
-    #[inline]
-    pub(crate) fn word(&self) -> Word {
-        Word(self.word.load(Ordering::Acquire))
-    }
-
-    pub(crate) fn hold(&self) -> Hold {
-        self.word().hold()
-    }
-
-    pub(crate) fn rings(&self) -> MutexGuard<'_, Rings> {
-        self.rings.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn frozen(&self) -> MutexGuard<'_, bool> {
-        self.frozen.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Rings {
-    fn all(&mut self) -> impl Iterator<Item = &mut Ring> {
-        self.parked.iter_mut().chain(&mut self.held)
-    }
-
-    fn take_held(&mut self, index: usize) -> Option<Ring> {
-        let at = self.held.iter().position(|ring| ring.index == index)?;
-        Some(self.held.swap_remove(at))
-    }
-}
 
 impl Inner {
     /// Only one thread at a time sets it: the one that has locked `frozen`.

@@ -3,14 +3,15 @@
 use crate::cache::CacheType;
 use crate::control::{Control, Hold};
 use crate::facts::{self, DeviceFacts, check_config, limits, volatile_cache};
-use crate::layout::{GUEST_BASE, QueueLayout};
+use crate::inner::Inner;
+use crate::layout::{GUEST_BASE, QueueLayout, queue_setup};
 use crate::questions::{read_lifetime, read_serial};
-use crate::queue::{Queue, RequestQueue, Rules};
+use crate::queue::{Queue, RequestQueue};
+use crate::queue_fds::QueueFds;
 use crate::ring::{Ring, prepare};
 use crate::session::Session;
-use crate::transport::{QueueSetup, SharedMemory, Transport};
+use crate::transport::{SharedMemory, Transport};
 use crate::vhost_user::VhostUser;
-use crate::watch::QueueFds;
 use crate::{DriverOptions, DriverPath, dma::DmaPool};
 use block::{Disk, DiskInfo, DiskListener, DiskQueue, Error, ErrorKind, Lifetime, Listeners, ReactorCtx, Result};
 use memory::{GuestMemory, GuestRegion, IoBuf, Mapping, RegionSpec};
@@ -18,9 +19,8 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use virtio::blk::features;
-use virtio::ring_access::{PackedPosition, RingLayout};
 
 /// The counters of [`Driver::counters`]. They only grow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -37,39 +37,6 @@ pub struct Counters {
 #[derive(Debug)]
 pub struct Driver {
     pub(crate) inner: Arc<Inner>,
-}
-
-/// What queues share with their driver. The last one to be dropped ends the connection.
-pub(crate) struct Inner {
-    pub(crate) session: Session,
-    pub(crate) options: DriverOptions,
-    pub(crate) mapping: Arc<Mapping>,
-    pub(crate) memory: Arc<GuestMemory>,
-    pub(crate) pool: Arc<DmaPool>,
-    pub(crate) size_bytes: AtomicU64,
-    pub(crate) cache: CacheType,
-    pub(crate) control: Control,
-    pub(crate) fds: Vec<Arc<QueueFds>>,
-    /// Locked while the configuration is read and its size noted, so that the last to read is the last to note.
-    following: Mutex<()>,
-    listeners: Listeners,
-    layouts: Vec<QueueLayout>,
-    serial: String,
-    lifetime: Option<Lifetime>,
-}
-
-impl std::fmt::Debug for Inner {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "driver of '{}'", self.session.name())
-    }
-}
-
-/// Returns the setup of the ring at `layout`.
-pub(crate) fn queue_setup(layout: &QueueLayout, size: u16, ring: RingLayout, mapping: &Mapping) -> QueueSetup {
-    let base = mapping.as_ptr().as_ptr().addr() as u64;
-    // Zero, and the wrap counter of the first turn (2.8.1).
-    let first_position = if ring == RingLayout::Packed { PackedPosition::START.to_bits() } else { 0 };
-    QueueSetup { size, first_position, guest_addresses: layout.ring(GUEST_BASE), user_addresses: layout.ring(base) }
 }
 
 impl Driver {
@@ -256,60 +223,6 @@ impl Disk for Driver {
 
     fn subscribe(&self, listener: Weak<dyn DiskListener>) {
         self.inner.listeners.subscribe(listener);
-    }
-}
-
-impl Inner {
-    fn info(&self) -> DiskInfo {
-        let size_bytes = self.size_bytes.load(Ordering::Relaxed);
-        facts::info(&self.session, size_bytes, self.cache.now().is_volatile(), &self.serial)
-    }
-
-    /// Follows the device's size when its configuration has changed. Changes while it is frozen are read when it is
-    /// restored.
-    pub(crate) fn follow_config(&self) {
-        if self.control.hold() != Hold::None {
-            return;
-        }
-        let following = self.following.lock().unwrap_or_else(PoisonError::into_inner);
-        let config = match self.session.read_config() {
-            Ok(config) => config,
-            Err(error) => return tracing::warn!("{error}"),
-        };
-        let now = config.capacity_sectors.saturating_mul(512);
-        let is_new = self.size_bytes.swap(now, Ordering::Relaxed) != now;
-        drop(following);
-        if is_new {
-            self.listeners.notify(|| self.info());
-        }
-    }
-
-    pub(crate) fn layout(&self, index: usize) -> QueueLayout {
-        // Each ring was made from its layout, so there is one.
-        self.layouts.get(index).copied().unwrap_or_else(|| QueueLayout::new(0, 0, 0, 0))
-    }
-
-    pub(crate) fn rules(&self) -> Rules {
-        facts::rules(&self.session)
-    }
-
-    fn disconnect(&self) -> Result<()> {
-        let mut result = Ok(());
-        if !self.session.is_gone() && !self.is_frozen() {
-            for index in 0..self.fds.len() {
-                result = result.and(self.session.stop_ring(index));
-            }
-        }
-        self.session.hang_up();
-        result
-    }
-}
-
-impl Drop for Inner {
-    fn drop(&mut self) {
-        if let Err(error) = self.disconnect() {
-            tracing::debug!("{error}");
-        }
     }
 }
 

@@ -2,8 +2,8 @@
 
 use crate::DriverOptions;
 use crate::layout::BOUNCE_BYTES;
-use crate::queue::{RangeRules, Rules};
 use crate::ring::{Limits, bounce_segment_bytes};
+use crate::rules::{RangeRules, Rules};
 use crate::session::Session;
 use block::{DiskInfo, Lifetime, Result, Topology};
 use virtio::blk::{BlkConfig, Geometry, features};

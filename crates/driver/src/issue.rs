@@ -2,8 +2,8 @@
 //! through bounce buffers. No request exceeds the device's limits.
 
 use crate::layout::GUEST_BASE;
-use crate::queue::{RangeRules, Rules};
 use crate::ring::Ring;
+use crate::rules::{RangeRules, Rules};
 use block::Priority;
 use memory::{Segment, Window};
 use virtio::blk::{RangeSegment, RequestHeader, SECTOR_SHIFT, request_type};

@@ -4,8 +4,10 @@
 //! and the first three descriptors, which are all that most requests have, share a cache line. Status bytes lie apart,
 //! because the device writes them, and side by side, because it writes those of a batch one after the other.
 
+use crate::transport::QueueSetup;
+use memory::Mapping;
 use virtio::blk::{HEADER_BYTES, RANGE_SEGMENT_BYTES};
-use virtio::ring_access::{DESCRIPTOR_BYTES, RingAddresses, area_bytes};
+use virtio::ring_access::{DESCRIPTOR_BYTES, PackedPosition, RingAddresses, RingLayout, area_bytes};
 
 /// Guest physical address of the first byte: not zero, so that a forgotten address is noticed.
 pub(crate) const GUEST_BASE: u64 = 1 << 32;
@@ -77,4 +79,12 @@ impl QueueLayout {
     pub(crate) fn range_in_slot(&self) -> usize {
         HEADER_BYTES + usize::from(self.entries) * DESCRIPTOR_BYTES
     }
+}
+
+/// Returns the setup of the ring at `layout`.
+pub(crate) fn queue_setup(layout: &QueueLayout, size: u16, ring: RingLayout, mapping: &Mapping) -> QueueSetup {
+    let base = mapping.as_ptr().as_ptr().addr() as u64;
+    // Zero, and the wrap counter of the first turn (2.8.1).
+    let first_position = if ring == RingLayout::Packed { PackedPosition::START.to_bits() } else { 0 };
+    QueueSetup { size, first_position, guest_addresses: layout.ring(GUEST_BASE), user_addresses: layout.ring(base) }
 }

@@ -48,13 +48,16 @@ mod control;
 mod dma;
 mod driver;
 mod facts;
+mod inner;
 mod issue;
 mod layout;
 mod news;
 mod options;
 mod questions;
 mod queue;
+mod queue_fds;
 mod ring;
+mod rules;
 mod scheduler;
 mod session;
 mod transport;
@@ -64,7 +67,8 @@ mod watch;
 pub use driver::{Counters, Driver};
 pub use facts::DeviceFacts;
 pub use options::{DriverOptions, DriverPath};
-pub use transport::{Link, QueueEvents, QueueSetup, SharedMemory, Transport};
+pub use queue_fds::QueueEvents;
+pub use transport::{Link, QueueSetup, SharedMemory, Transport};
 
 #[cfg(test)]
 extern crate self as ringdisk_driver;

@@ -6,18 +6,17 @@
 //! request directly; other memory is copied through bounce buffers.
 
 mod active;
-mod rules;
 
 pub(crate) use active::Active;
-pub(crate) use rules::{RangeRules, Rules};
 
 use crate::DriverPath;
 use crate::cache::CacheMoment;
 use crate::control::{Hold, Word};
-use crate::driver::Inner;
+use crate::inner::Inner;
 use crate::issue::copy_bounced;
 use crate::layout::BOUNCE_BYTES;
 use crate::ring::{ORPHAN, Ring};
+use crate::rules::Rules;
 use crate::scheduler::Scheduler;
 use active::Stage;
 use block::{Completion, DiskQueue, IoError, IoErrorKind, IoResult, Op, OpFlags, Poller, PollerId, ReactorCtx, Tag};

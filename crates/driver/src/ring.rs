@@ -2,7 +2,7 @@
 //! in the driver, so it can move to another thread; nothing in it counts references without atomics.
 
 use crate::layout::{BOUNCE_BYTES, GUEST_BASE, QueueLayout};
-use crate::watch::QueueFds;
+use crate::queue_fds::QueueFds;
 use block::{Error, ErrorKind, Result};
 use memory::GuestMemory;
 use std::sync::Arc;
@@ -299,7 +299,7 @@ impl Ring {
             return false;
         }
         if self.ring.publish() {
-            crate::watch::notify(&self.fds.kick);
+            crate::queue_fds::notify(&self.fds.kick);
             self.fds.kicks.fetch_add(1, Ordering::Relaxed);
         }
         self.tell_progress();

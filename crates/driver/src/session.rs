@@ -1,8 +1,8 @@
 //! A negotiated connection, over any transport.
 
 use crate::DriverOptions;
+use crate::queue_fds::QueueFds;
 use crate::transport::{Link, QueueSetup, SharedMemory, Transport};
-use crate::watch::QueueFds;
 use block::{Error, ErrorKind, Result};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use virtio::blk::{BlkConfig, CONFIG_WRITEBACK_OFFSET, features};

@@ -1,13 +1,12 @@
 //! How the driver reaches a device: vhost-user, and room for others (VFIO, a device in the same process).
 
-use crate::watch::QueueFds;
+use crate::queue_fds::{QueueEvents, QueueFds};
 use block::Result;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use virtio::blk::BlkConfig;
 use virtio::ring_access::RingAddresses;
-use vmm_sys_util::eventfd::EventFd;
 
 /// A way to a virtio-blk device. It is slow path only: requests go through the rings.
 ///
@@ -64,6 +63,7 @@ pub struct SharedMemory<'a> {
 
 /// Where a ring lies, and how many entries it has.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub struct QueueSetup {
     /// Entries.
     pub size: u16,
@@ -73,17 +73,6 @@ pub struct QueueSetup {
     pub guest_addresses: RingAddresses,
     /// The areas' addresses in this process.
     pub user_addresses: RingAddresses,
-}
-
-/// A ring's event descriptors. They stay the same when a ring is started again.
-#[derive(Debug, Clone, Copy)]
-pub struct QueueEvents<'a> {
-    /// The driver signals it for the device.
-    pub kick: &'a EventFd,
-    /// The device signals it for the driver.
-    pub call: &'a EventFd,
-    /// The device signals it when it gives up the ring.
-    pub error: &'a EventFd,
 }
 
 type Hears = Box<dyn Fn() + Send + Sync>;

@@ -2,7 +2,8 @@
 
 use crate::DriverOptions;
 use crate::news::News;
-use crate::transport::{Link, QueueEvents, QueueSetup, SharedMemory, Transport};
+use crate::queue_fds::QueueEvents;
+use crate::transport::{Link, QueueSetup, SharedMemory, Transport};
 use crate::watch::Watch;
 use block::{Error, ErrorKind, Result};
 use std::io;

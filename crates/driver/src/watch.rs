@@ -4,84 +4,17 @@
 //! The vhost crate waits for an answer without limit, so a deadline is kept here. When it passes, the socket is shut
 //! down and the wait ends with an error.
 
-use crate::transport::{Link, QueueEvents};
+use crate::queue_fds::{QueueFds, notify};
+use crate::transport::Link;
 use block::{Error, Result};
-use memory::duplicate_fd;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use std::io;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
-
-/// One queue's descriptors: `kick` notifies the device, `call` notifies us, and `error` says that the device gave up
-/// the ring.
-#[derive(Debug)]
-pub(crate) struct QueueFds {
-    pub(crate) kick: OwnedFd,
-    pub(crate) call: OwnedFd,
-    pub(crate) error: OwnedFd,
-    /// The same descriptors, in the form for the device.
-    events: [EventFd; 3],
-    /// The device signalled `error`, or was silent for too long.
-    pub(crate) given_up: AtomicBool,
-    /// Times that the device was kicked, and that the reactor slept and woke.
-    pub(crate) kicks: AtomicU64,
-    pub(crate) wakeups: AtomicU64,
-    /// The number of ended requests, and in the low 16 bits those in flight. Updated once a batch.
-    pub(crate) progress: AtomicU64,
-}
-
-impl QueueFds {
-    pub(crate) fn new() -> Result<Arc<Self>> {
-        let event = || {
-            let event = EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK)?;
-            let fd = duplicate_fd(&event)?;
-            Ok((event, fd))
-        };
-        let no_event = |error: io::Error| Error::io("cannot make an event descriptor", error);
-        let (kick_event, kick) = event().map_err(no_event)?;
-        let (call_event, call) = event().map_err(no_event)?;
-        let (error_event, error) = event().map_err(no_event)?;
-        let (kicks, wakeups) = (AtomicU64::new(0), AtomicU64::new(0));
-        Ok(Arc::new(Self {
-            kick,
-            call,
-            error,
-            events: [kick_event, call_event, error_event],
-            given_up: AtomicBool::new(false),
-            kicks,
-            wakeups,
-            progress: AtomicU64::new(0),
-        }))
-    }
-
-    /// Wakes the reactor that sleeps on `call`, as the device would.
-    pub(crate) fn wake(&self) {
-        notify(&self.call);
-    }
-
-    /// Returns the descriptors for the device.
-    pub(crate) fn events(&self) -> QueueEvents<'_> {
-        let [kick, call, error] = &self.events;
-        QueueEvents { kick, call, error }
-    }
-
-    /// Gives the ring up: nothing that the device does with it counts any more.
-    fn give_up(&self) {
-        self.given_up.store(true, Ordering::SeqCst);
-        self.wake();
-    }
-}
-
-/// Signals an event descriptor. This fails only if its counter is full, and then it is readable anyway.
-pub(crate) fn notify(fd: &OwnedFd) {
-    let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
-}
 
 /// How long each queue has made no progress although it has requests in flight.
 #[derive(Debug, Default)]

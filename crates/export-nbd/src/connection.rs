@@ -4,12 +4,13 @@ use crate::export::NbdExport;
 use crate::handshake::{Handshake, Step};
 use crate::input::Input;
 use crate::limits::{Account, Grant, Limits, PayloadMemory};
+use crate::link::Link;
 use crate::output::Output;
-use crate::status::{Mailbox, StatusThread};
+use crate::status::StatusThread;
 use crate::tls::Entered;
 use crate::transmission::{Next, Transmission};
 use crate::under_tls::{self, Look, UnderTls};
-use block::{Interest, LogLimit, Poller, PollerId, ReactorCtx, ReactorHandle, Timer, Watch};
+use block::{Interest, LogLimit, Poller, PollerId, ReactorCtx, Timer, Watch};
 use memory::{IoBuf, receive_into};
 use nbd_wire::numbers::error;
 use nbd_wire::request::Request;
@@ -18,37 +19,13 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 /// Steps of one turn: then others on the reactor come first.
 const STEPS_PER_TURN: usize = 64;
 /// Payload that is received in one turn.
 const BYTES_PER_TURN: usize = 4 << 20;
-
-/// What a connection shares with its server.
-pub(crate) struct Link {
-    /// It is to end: requests in flight end, no others begin.
-    closing: AtomicBool,
-    /// Its requests in flight are not waited for.
-    pub(crate) given_up: AtomicBool,
-    mailbox: Arc<Mailbox>,
-    reactor: Arc<dyn ReactorHandle>,
-}
-
-impl Link {
-    pub(crate) fn new(reactor: Arc<dyn ReactorHandle>) -> Self {
-        let (closing, given_up) = (AtomicBool::new(false), AtomicBool::new(false));
-        Self { closing, given_up, mailbox: Arc::default(), reactor }
-    }
-
-    /// Has the connection end.
-    pub(crate) fn close(&self) {
-        self.closing.store(true, Ordering::Release);
-        // A reactor that has ended has dropped its connections. An empty job wakes the others.
-        let _ = self.reactor.run(Box::new(|_| {}));
-    }
-}
 
 /// The exports that a client may choose from. They are let go of before `guard`.
 pub(crate) struct Choice {

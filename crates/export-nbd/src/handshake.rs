@@ -1,6 +1,8 @@
 //! What a client negotiates: bytes in, bytes out, no socket.
 
+use crate::context::Context;
 use crate::export::NbdExport;
+use crate::limits::OPTION_BYTES_MAX;
 use nbd_wire::numbers::{
     ALLOCATION_DEPTH, BASE_ALLOCATION, DIRTY_BITMAP, STRING_BYTES_MAX, answer, handshake, info, option,
 };
@@ -11,21 +13,8 @@ use nbd_wire::reply::Style;
 use nbd_wire::{Reader, WireError};
 use std::sync::Arc;
 
-/// The longest data of an option that is looked at.
-pub(crate) const OPTION_BYTES_MAX: u32 = 16 << 10;
 /// What is longer than this is no option, but an attack.
 const OPTION_BYTES_SKIPPED_MAX: u32 = 1 << 20;
-
-/// What a status of bytes may tell.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Context {
-    /// Holes and zeros.
-    Allocation,
-    /// Which layer has the data.
-    Depth,
-    /// What was written, by one of the export's bitmaps.
-    Bitmap(usize),
-}
 
 impl Context {
     /// Those of an export, with their names.
@@ -34,15 +23,6 @@ impl Context {
         let bitmaps = export.bitmaps.iter().enumerate();
         all.extend(bitmaps.map(|(index, bitmap)| (Self::Bitmap(index), format!("{DIRTY_BITMAP}{}", bitmap.name))));
         all
-    }
-
-    /// Its number on the wire.
-    pub(crate) fn id(self) -> u32 {
-        match self {
-            Self::Allocation => 1,
-            Self::Depth => 2,
-            Self::Bitmap(index) => u32::try_from(index).unwrap_or(u32::MAX).saturating_add(3),
-        }
     }
 }
 

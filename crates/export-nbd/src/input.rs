@@ -1,6 +1,6 @@
 //! Bytes that have arrived and were not looked at yet.
 
-use crate::handshake::OPTION_BYTES_MAX;
+use crate::limits::OPTION_BYTES_MAX;
 use nbd_wire::Reader;
 
 /// Room for the longest option, or for many headers at once.

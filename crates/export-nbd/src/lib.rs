@@ -36,10 +36,13 @@
 )]
 
 mod connection;
+mod context;
 mod export;
 mod handshake;
 mod input;
 mod limits;
+mod link;
+mod mailbox;
 mod output;
 mod requests;
 mod server;

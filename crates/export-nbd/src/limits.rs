@@ -7,6 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+/// The longest data of an option that is looked at.
+pub(crate) const OPTION_BYTES_MAX: u32 = 16 << 10;
+
 /// Limits of a server and its connections.
 #[derive(Debug, Clone)]
 #[non_exhaustive]

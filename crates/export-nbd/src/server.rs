@@ -1,8 +1,9 @@
 //! A listening socket, and the thread that accepts clients and hands them to reactors.
 
-use crate::connection::{Choice, Connection, Link, Setup};
+use crate::connection::{Choice, Connection, Setup};
 use crate::export::NbdExport;
 use crate::limits::{Limits, PayloadMemory};
+use crate::link::Link;
 use crate::tls::{Door, Entered, Tls};
 use crate::users::HOPELESS_PATIENCE;
 use block::{Error, ErrorKind, LogLimit, ReactorHandle, Result};

@@ -1,15 +1,15 @@
 //! What lies where, for a client that asks: on a thread of the connection's own, because a disk may have to read tables, and
 //! a reactor never waits.
 
+use crate::context::Context;
 use crate::export::NbdExport;
-use crate::handshake::Context;
+use crate::mailbox::{Answer, Mailbox};
 use block::{DirtyMap, Error, ErrorKind, LogLimit, ReactorHandle, Run, StatusQuery};
 use nbd_wire::numbers::{DIRTY, allocation};
 use nbd_wire::reply::Extent;
-use std::collections::{BTreeMap, VecDeque};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 
 /// Extents that an answer tells at most, for each context.
 pub(crate) const EXTENTS_MAX: usize = 2048;
@@ -26,33 +26,6 @@ pub(crate) struct Question {
     pub(crate) length_bytes: u64,
     /// One extent is enough.
     pub(crate) one: bool,
-}
-
-/// The extents of each context.
-pub(crate) type Answer = Vec<(Context, Vec<Extent>)>;
-
-/// Where answers come in.
-#[derive(Default)]
-pub(crate) struct Mailbox {
-    answers: Mutex<VecDeque<(u64, Option<Answer>)>>,
-    has_mail: AtomicBool,
-}
-
-impl Mailbox {
-    fn put(&self, tag: u64, answer: Option<Answer>) {
-        self.answers.lock().unwrap_or_else(PoisonError::into_inner).push_back((tag, answer));
-        self.has_mail.store(true, Ordering::Release);
-    }
-
-    pub(crate) fn take(&self) -> Option<(u64, Option<Answer>)> {
-        if !self.has_mail.load(Ordering::Acquire) {
-            return None;
-        }
-        let mut answers = self.answers.lock().unwrap_or_else(PoisonError::into_inner);
-        let answer = answers.pop_front();
-        self.has_mail.store(!answers.is_empty(), Ordering::Release);
-        answer
-    }
 }
 
 /// The thread, from its connection. It ends when this is dropped.
@@ -220,7 +193,7 @@ mod tests {
     use crate::NbdBitmap;
     use block::DirtyBitmaps;
     use image::NullDisk;
-    use std::sync::atomic::AtomicU8;
+    use std::sync::atomic::{AtomicU8, Ordering};
 
     /// One bitmap, whose first bits are these.
     struct Bits(AtomicU8);

@@ -1,5 +1,6 @@
 //! Before a connection, where TLS is served: a thread talks to each client until it has its keys. Then a reactor takes it.
 
+use crate::limits::OPTION_BYTES_MAX;
 use crate::under_tls::UnderTls;
 use block::{LogLimit, Result};
 use nbd_tls::{Credentials, ServerTls, Timed, in_words};
@@ -12,9 +13,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-/// Options before TLS, and what they may hold.
+/// Options before TLS.
 const OPTIONS_MAX: usize = 32;
-const OPTION_BYTES_MAX: u32 = 16 << 10;
 const OPTION_HEADER_BYTES: usize = 16;
 const CLIENT_FLAGS_BYTES: usize = 4;
 

@@ -1,11 +1,13 @@
 //! The requests of one client: from headers to the disk's queue, and from completions to replies.
 
+use crate::context::Context;
 use crate::export::NbdExport;
-use crate::handshake::{Context, Negotiated};
+use crate::handshake::Negotiated;
 use crate::limits::{Account, Grant, Limits};
+use crate::mailbox::Answer;
 use crate::output::Output;
 use crate::requests::{Pending, Requests, Work, error_number};
-use crate::status::{ANSWER_BYTES, Answer, QUESTIONS_MAX, Question, cut};
+use crate::status::{ANSWER_BYTES, QUESTIONS_MAX, Question, cut};
 use crate::users::Presence;
 use block::meter::{self, Stopwatch};
 use block::{Completion, DiskInfo, DiskListener, DiskQueue, IoErrorKind, IoResult, Op, OpFlags, Tag};

@@ -1,7 +1,7 @@
 //! The connections that use an export: so that it can be taken away, and what they have counted, together.
 
-use crate::connection::Link;
 use crate::limits::ExportShare;
+use crate::link::Link;
 use block::meter::{Latency, QueueLatency, RingCounters, RingStats};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};

@@ -1,4 +1,4 @@
-//! Overlays that outlive their process: what a flush makes durable, and in what order.
+//! Overlays that outlive their process: how a flush makes them durable, and in what order.
 //!
 //! Requests use the index in memory. A flush takes the index's changed pages, makes the data durable, writes those
 //! pages to the index file, and makes them durable. So:
@@ -12,11 +12,12 @@ use crate::index::Part;
 use crate::layout::{BELOW, PAGE_BYTES, PART_BYTES, TABLE_WORDS, ZERO, data_page, leads_to_tables};
 use crate::scratch::Scratch;
 use crate::state::{Inner, State};
+use crate::unwritten::Kept;
 use block::{FileOp, IoError, IoResult, MetaIo};
 use memory::AlignedBuf;
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 /// The most pages of the index that are copied and written between two syncs of the data. Their copies are in memory at
 /// once.
@@ -24,52 +25,11 @@ const BATCH_PAGES: usize = 1024;
 /// The longest write, in pages.
 const WRITE_PAGES: u64 = 64;
 
-/// The state of an overlay that outlives its process.
-pub(crate) struct Kept {
-    pub(crate) header: Header,
-    /// Whether nothing has changed since the last flush. Cleared before a change is published.
-    is_clean: AtomicBool,
-}
-
-/// The changes that the index file lacks.
-#[derive(Debug, Default)]
-pub(crate) struct Unwritten {
-    is_kept: bool,
-    /// Changed pages of the index.
-    pages: BTreeSet<u64>,
-    /// The number of the latest change.
-    pub(crate) change: u64,
-    /// The number of the latest durable change.
-    pub(crate) durable: u64,
-    /// Whether a flush is under way.
-    pub(crate) is_flushing: bool,
-}
-
-impl Unwritten {
-    pub(crate) fn new(is_kept: bool) -> Self {
-        Self { is_kept, ..Self::default() }
-    }
-
-    /// Notes that these pages of the index have changed, or are about to. The lock is held until they have.
-    pub(crate) fn note(&mut self, pages: impl IntoIterator<Item = u64>) {
-        if self.is_kept {
-            self.change = self.change.saturating_add(1);
-            self.pages.extend(pages);
-        }
-    }
-}
-
-impl Kept {
-    pub(crate) fn new(header: Header) -> Self {
-        Self { header, is_clean: AtomicBool::new(true) }
-    }
-}
-
 impl Inner {
     /// Notes that pages of the index are about to change. The lock is held until they have.
     fn note(&self, state: &mut State, pages: impl IntoIterator<Item = u64>) {
         let Some(kept) = &self.kept else { return };
-        // Whoever sees the change also sees this.
+        // A reader that sees the change also sees this.
         kept.is_clean.store(false, Ordering::Relaxed);
         state.unwritten.note(pages);
     }
@@ -124,10 +84,10 @@ async fn write(io: &MetaIo, copies: Vec<(u64, AlignedBuf)>) -> IoResult {
     Ok(())
 }
 
-/// The flush that is under way. What it does not finish is left for the next.
+/// A flush that is under way. The rest of an unfinished one is left for the next.
 struct Flush<'a> {
     inner: &'a Inner,
-    /// The changed pages when it began.
+    /// The pages that had changed when the flush began.
     pages: BTreeSet<u64>,
     change: u64,
 }
@@ -152,7 +112,8 @@ impl<'a> Flush<'a> {
             }
             state.unwritten.is_flushing = true;
             let pages = std::mem::take(&mut state.unwritten.pages);
-            // These copies are made under the lock: they refer to no table that is newer than what this flush writes.
+            // These copies are made under the lock, so they refer to no table that is newer than those that this flush
+            // writes.
             let leading = inner.copies(pages.iter().copied().filter(|page| inner.leads_to_tables(*page)));
             Some((Self { inner, pages, change: state.unwritten.change }, leading))
         };
@@ -171,7 +132,7 @@ impl<'a> Flush<'a> {
 }
 
 impl Inner {
-    /// Whether a durable index names no data. Then there are none any more, and no space for them.
+    /// Forgets all data, and their space, if a durable index names none. Returns whether it did.
     fn forget_data_if_empty(&self) -> bool {
         let mut state = self.lock();
         let is_durable = state.unwritten.change == state.unwritten.durable && !state.unwritten.is_flushing;
@@ -230,15 +191,15 @@ impl Scratch {
         self.inner.kept.as_ref().is_none_or(|kept| kept.is_clean.load(Ordering::Acquire))
     }
 
-    /// Says whether its index counts among those that share the memory for indexes. While the same overlay is opened anew,
-    /// only one of the two counts.
+    /// Sets whether its index counts towards the memory limit for indexes. While the same overlay is opened anew, only
+    /// one of the two counts.
     pub fn count_index_memory(&self, counts: bool) {
         if let Some(memory) = &mut self.inner.lock().index_memory {
             memory.count(counts);
         }
     }
 
-    /// Makes the next durable write also flush what was not flushed.
+    /// Makes the next durable write also flush earlier writes.
     pub fn flush_with_next_write(&self) {
         self.inner.note(&mut self.inner.lock(), []);
     }
@@ -248,7 +209,7 @@ impl Scratch {
         self.inner.flush(io).await
     }
 
-    /// Gives the space of the data back to the host, if the index names none of them, and is durable. No request is in
+    /// Gives the space of the data back to the host, if the index names no data and is durable. No request is in
     /// flight.
     pub async fn give_back_if_empty(&self, io: &MetaIo) -> IoResult {
         let (inner, Some(data)) = (&*self.inner, io.data()) else { return Ok(()) };

@@ -1,4 +1,4 @@
-//! A guest as a process of the host: starts it, watches its console, and never leaves it behind.
+//! A guest as a process of the host: starts it, watches its console, and always ends it.
 
 use crate::options::GuestOptions;
 use crate::report::{GuestReport, Reader};
@@ -21,7 +21,7 @@ const QUOTED_LINES: usize = 30;
 const POWER_OFF: Duration = Duration::from_secs(20);
 /// How long to read on after a guest's process has ended: other processes may hold its console open.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// QEMU's messages when the host's KVM gives up. The machine then stands still, and its process stays.
+/// QEMU's messages when the host's KVM fails. The machine then stands still, and its process stays.
 const KVM_FAILURES: [&str; 2] = ["KVM internal error", "kvm run failed"];
 /// How often to check whether to stop, and whether the guest's process has ended.
 const GLANCE: Duration = Duration::from_millis(100);
@@ -42,7 +42,7 @@ impl std::fmt::Display for KvmFailed {
 impl std::error::Error for KvmFailed {}
 
 /// Makes a command that becomes `program`. The kernel kills the program when the thread that starts it ends, for
-/// whatever reason: util-linux' setpriv sees to that. Without setpriv (every Debian has it) a guest outlives us if we
+/// whatever reason: util-linux' setpriv arranges that. Without setpriv (every Debian has it) a guest outlives us if we
 /// are killed.
 pub(crate) fn command(program: &Path) -> Command {
     let Ok(setpriv) = tools::find("setpriv", "util-linux") else { return Command::new(program) };
@@ -134,7 +134,7 @@ fn watch(
 /// A running guest. Dropping it kills it with all its processes.
 struct Guest {
     child: Child,
-    /// The thread that started it waits until this is dropped: when that thread ends, the kernel kills the guest.
+    /// Lets the thread that started the guest end: the kernel then kills the guest.
     _starter: SyncSender<()>,
 }
 
@@ -153,13 +153,13 @@ impl Guest {
         Ok(Self { child, _starter: starter })
     }
 
-    /// Whether its first process has ended. That process is not reaped yet, so its number remains the group's.
+    /// Whether the guest's first process has ended. That process is not reaped yet, so its number remains the group's.
     fn has_ended(&self) -> bool {
         let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         matches!(waitid(WaitId::Pid(Pid::from_child(&self.child)), look), Ok(Some(_)))
     }
 
-    /// Returns what it prints from now on, on both outputs.
+    /// Returns the lines that the guest prints from now on, on both outputs.
     fn lines(&mut self) -> Receiver<String> {
         let (sender, receiver) = sync_channel(1024);
         for stream in [self.child.stdout.take().map(boxed), self.child.stderr.take().map(boxed)].into_iter().flatten() {

@@ -15,7 +15,7 @@ pub fn check_tools(kind: GuestKind) -> Result<()> {
     }
 }
 
-/// Boots the guest. Returns its report after it has powered itself off. `progress` is told of each step.
+/// Boots the guest. Returns its report after it has powered itself off. `progress` gets each step.
 pub fn run(options: &GuestOptions, progress: &mut dyn FnMut(&str)) -> Result<GuestReport> {
     check_tools(options.kind)?;
     for socket in &options.sockets {

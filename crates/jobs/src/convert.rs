@@ -1,10 +1,11 @@
-//! Copying disks into another image, keeping what is sparse sparse.
+//! Copies disks into another image, and keeps sparse parts sparse.
 
+use crate::convert_options::{ConvertOptions, GRAIN_BYTES};
 use crate::convert_plan::{Piece, Plan};
 use crate::failure::failed;
 use crate::pack::{Packer, Packing};
 use crate::pipeline::{Pipeline, Spread, Worker};
-use crate::sources::{Salvage, Sources, places};
+use crate::sources::{Sources, places};
 use crate::{Control, JobDisk};
 use block::{DiskIo, Error, ErrorKind, Op, OpFlags, ReactorCtx, ReactorHandle, Result};
 use image::CopyOffload;
@@ -15,65 +16,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// How much is read and written at once. Larger clusters are copied whole.
+/// The most bytes that are read and written at once. Larger clusters are copied whole.
 const PIECE_BYTES: u64 = 512 << 10;
-/// The unit in which data are searched for zeros.
-const GRAIN_BYTES: u64 = 4096;
 
-/// How to copy.
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct ConvertOptions {
-    /// Runs of zeros of at least this length are not written as data. Zero: everything is written as data.
-    pub sparse_bytes: u64,
-    /// The target was made for this copy.
-    pub target_is_new: bool,
-    /// The target reads as zeros everywhere.
-    pub target_is_zero: bool,
-    /// The target has a backing file that holds what the source's top layer leaves to the layers below it.
-    pub top_only: bool,
-    /// Whole clusters are compressed, where that makes them smaller.
-    pub compress: bool,
-    /// Requests in flight on each reactor.
-    pub depth: usize,
-    /// The most bytes of data in a second.
-    pub rate: Option<u64>,
-    /// The host copies what it can (`copy_file_range`). Data are then not searched for zeros.
-    pub offload: bool,
-    /// What cannot be read becomes zeros in the target.
-    pub salvage: Option<Salvage>,
-}
-
-/// What a conversion did.
+/// The result of a conversion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Converted {
     /// Bytes of the disk that the host copied by itself.
     pub offloaded_bytes: u64,
-}
-
-impl Default for ConvertOptions {
-    fn default() -> Self {
-        Self {
-            sparse_bytes: GRAIN_BYTES,
-            target_is_new: true,
-            target_is_zero: true,
-            top_only: false,
-            compress: false,
-            depth: 8,
-            rate: None,
-            offload: false,
-            salvage: None,
-        }
-    }
-}
-
-impl ConvertOptions {
-    /// Changes some of them: `ConvertOptions::default().with(|options| options.compress = true)`.
-    #[must_use]
-    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
-        change(&mut self);
-        self
-    }
 }
 
 /// Copies `sources`, one behind the other, to the start of `target`, and makes it durable. No queue of the target may
@@ -135,9 +85,9 @@ struct Copier {
     plan: Plan,
 }
 
-/// Has the host copy (`copy_file_range`), until it refuses once.
+/// Lets the host copy (`copy_file_range`), until it refuses once.
 struct Offload {
-    /// From each source, where that can be.
+    /// One for each source from which the host can copy.
     from: Vec<Option<CopyOffload>>,
     refused: Cell<bool>,
     offloaded: Arc<AtomicU64>,
@@ -225,7 +175,7 @@ impl Copier {
         self.zero_between(offset, written, length).await
     }
 
-    /// The parts of `bytes` that are not long runs of zeros.
+    /// Lists the parts of `bytes` that are not long runs of zeros.
     fn parts_to_write(&self, bytes: &[u8], parts: &mut Vec<Range<usize>>) {
         let sparse = self.plan.options.sparse_bytes as usize;
         if sparse == 0 {

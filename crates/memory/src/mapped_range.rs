@@ -1,5 +1,6 @@
 //! A part of a file of our own, mapped into memory.
 
+use crate::words::look_at_words;
 use crate::{Mapping, Window};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
@@ -35,7 +36,7 @@ impl MappedRange {
         self.length_bytes
     }
 
-    /// Fails if a page of the mapping was lost. Then what was read is not to be believed.
+    /// Fails if a page of the mapping was lost. Then the bytes that were read are not valid.
     pub fn check(&self) -> Result<(), MappingLost> {
         // The poison mark is read after the bytes.
         fence(Ordering::Acquire);
@@ -105,7 +106,7 @@ impl MappedRange {
         self.check()
     }
 
-    /// Puts `count` words from `skip_bytes` on; `word` gives each, by its number. They are little-endian.
+    /// Writes `count` little-endian words from `skip_bytes` on. `word` gives each word by its number.
     ///
     /// # Panics
     /// As [`Self::copy_from_slice`].
@@ -146,25 +147,6 @@ impl MappedRange {
     fn writable_at(&self, skip_bytes: usize, length_bytes: usize) -> *mut u8 {
         assert!(self.mapping.is_writable(), "a write to a mapping that is for reading only");
         self.at(skip_bytes, length_bytes).cast_mut()
-    }
-}
-
-/// Gives `look` each of `count` words.
-///
-/// # Safety
-/// The words lie in mapped memory. Others may change them: each is read once.
-pub(crate) unsafe fn look_at_words(from: *const u8, count: usize, look: &mut impl FnMut(u64)) {
-    if from.addr().is_multiple_of(align_of::<u64>()) {
-        let from = from.cast::<u64>();
-        for number in 0..count {
-            // SAFETY: the word lies in the memory, and is aligned like the first.
-            look(u64::from_le(unsafe { from.wrapping_add(number).read_volatile() }));
-        }
-        return;
-    }
-    for number in 0..count {
-        // SAFETY: the word lies in the memory, and an array of bytes may lie anywhere.
-        look(u64::from_le_bytes(unsafe { from.wrapping_add(number * 8).cast::<[u8; 8]>().read_volatile() }));
     }
 }
 

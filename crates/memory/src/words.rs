@@ -8,8 +8,8 @@ use std::sync::atomic::AtomicU32;
 /// Words of a mapped file, read and changed without a lock.
 ///
 /// The file may be shorter than the array. A word behind its end, or one whose page is lost, reads as zero, and the
-/// array is [poisoned](MappedWords::is_poisoned) from then on. So its user reserves the file's space first, and
-/// believes nothing that it reads once the array is poisoned.
+/// array is [poisoned](MappedWords::is_poisoned) from then on. So its user reserves the file's space first, and ignores
+/// what it has read once the array is poisoned.
 #[derive(Debug)]
 pub struct MappedWords {
     mapping: Mapping,
@@ -50,6 +50,25 @@ impl MappedWords {
     #[must_use]
     pub fn is_poisoned(&self) -> bool {
         self.mapping.is_poisoned()
+    }
+}
+
+/// Gives `look` each of `count` words.
+///
+/// # Safety
+/// The words lie in mapped memory. Others may change them: each is read once.
+pub(crate) unsafe fn look_at_words(from: *const u8, count: usize, look: &mut impl FnMut(u64)) {
+    if from.addr().is_multiple_of(align_of::<u64>()) {
+        let from = from.cast::<u64>();
+        for number in 0..count {
+            // SAFETY: the word lies in the memory, and is aligned like the first.
+            look(u64::from_le(unsafe { from.wrapping_add(number).read_volatile() }));
+        }
+        return;
+    }
+    for number in 0..count {
+        // SAFETY: the word lies in the memory, and an array of bytes may lie anywhere.
+        look(u64::from_le_bytes(unsafe { from.wrapping_add(number * 8).cast::<[u8; 8]>().read_volatile() }));
     }
 }
 

@@ -16,22 +16,12 @@
     allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)
 )]
 
+mod error;
 pub mod numbers;
 pub mod option;
 mod reader;
 pub mod reply;
 pub mod request;
 
+pub use error::WireError;
 pub use reader::Reader;
-
-/// An error for bytes that the protocol does not allow: where, and why.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct WireError(pub &'static str);
-
-impl std::fmt::Display for WireError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.0)
-    }
-}
-
-impl std::error::Error for WireError {}

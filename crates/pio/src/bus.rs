@@ -1,7 +1,7 @@
 //! The bus: maps ports to devices.
 
-use crate::slot::{Link, Slot};
-use crate::{Device, Width};
+use crate::slot::Slot;
+use crate::{Device, Link, Width};
 use std::fmt;
 
 /// The number of ports: all 16-bit values.

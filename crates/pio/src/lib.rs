@@ -17,6 +17,7 @@
 
 mod bus;
 mod device;
+mod link;
 mod shelf;
 mod slot;
 mod width;
@@ -24,7 +25,7 @@ mod window;
 
 pub use bus::{AttachError, Bus, DeviceId, Region};
 pub use device::Device;
+pub use link::Link;
 pub use shelf::{SHELF_PORTS, Shelf, shelf_region};
-pub use slot::Link;
 pub use width::Width;
 pub use window::{Direction, Window};

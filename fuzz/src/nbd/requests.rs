@@ -1,7 +1,7 @@
 //! An NBD server, from its socket to its disk, with a client that has chosen an export and then asks for anything.
 //!
-//! What must hold: no panic; whoever comes next is served; a client that keeps to the protocol gets one reply to each
-//! request, and what it reads is what was written.
+//! The checks: no panic; the next client is served; a client that keeps to the protocol gets one reply to each request,
+//! and reads the data that were written.
 
 use super::peer::{Chosen, Told, choose, hear, replies};
 use arbitrary::{Result, Unstructured};
@@ -26,11 +26,11 @@ use std::time::{Duration, Instant};
 
 const SIZE_BYTES: u64 = 256 << 10;
 const REQUESTS_MAX: usize = 32;
-/// A payload that is really sent.
+/// The longest payload that is really sent.
 const PAYLOAD_BYTES_MAX: u64 = 48 << 10;
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A disk of bytes. It carries out requests in their order, and tells their ends in another.
+/// A disk of bytes. It carries out requests in order, and completes them in another order.
 struct Bytes(Arc<Mutex<Vec<u8>>>);
 
 struct BytesQueue {
@@ -90,7 +90,7 @@ impl DiskQueue for BytesQueue {
     }
 }
 
-/// The server of all inputs: one that is broken by one of them fails the next.
+/// The server for all inputs: if one of them breaks it, the next one fails.
 struct Serving {
     socket: PathBuf,
     bytes: Arc<Mutex<Vec<u8>>>,
@@ -108,7 +108,7 @@ impl Serving {
         let bytes = Arc::new(Mutex::new(vec![0; SIZE_BYTES as usize]));
         let disk: Arc<dyn Disk> = Arc::new(Bytes(Arc::clone(&bytes)));
         let handles: Vec<Arc<dyn ReactorHandle>> = vec![reactor.handle()];
-        // So little that clients wait for it.
+        // Small limits, so that clients must wait for room.
         let options = ServerOptions::default().with(|options| {
             let limits = &mut options.limits;
             (limits.requests, limits.payload_bytes, limits.connection_bytes) = (8, 128 << 10, 96 << 10);
@@ -117,7 +117,7 @@ impl Serving {
         Some(Self { socket, bytes, server, _reactor: reactor, _directory: directory })
     }
 
-    /// Waits until the last client has gone, with its requests.
+    /// Waits until the last client and its requests have gone.
     fn is_empty(&self) -> bool {
         let until = Instant::now() + PATIENCE;
         while self.server.connections() > 0 && Instant::now() < until {
@@ -127,12 +127,12 @@ impl Serving {
     }
 }
 
-/// What a client says, and what is known of it.
+/// A client's messages, and the expected results.
 struct Talk {
     bytes: Vec<u8>,
     asked: Vec<Request>,
     payloads: BTreeMap<u64, Vec<u8>>,
-    /// It keeps to the protocol.
+    /// The messages keep to the protocol.
     is_right: bool,
 }
 
@@ -161,7 +161,7 @@ impl Talk {
             talk.ask(u, extended, cookie)?;
         }
         if u.ratio(1u8, 4)? {
-            // Something in it is changed, or is not said.
+            // Some byte is changed, or the end is not sent.
             talk.is_right = false;
             let at = u.choose_index(talk.bytes.len())?;
             match u.arbitrary()? {
@@ -198,13 +198,13 @@ impl Talk {
             self.bytes.extend_from_slice(&payload);
             self.payloads.insert(cookie, payload);
         }
-        // What follows is not understood, or nothing follows.
+        // The bytes that follow are not understood, or none follow.
         self.is_right &= !(has_payload && length_bytes > PAYLOAD_BYTES_MAX) && command != command::DISC;
         self.asked.push(request);
         Ok(())
     }
 
-    /// Carries out what the server says it has carried out, in order.
+    /// Carries out the requests that the server says it has carried out, in order.
     fn check(&self, told: &BTreeMap<u64, Told>, found: &[u8]) {
         let mut bytes = vec![0; SIZE_BYTES as usize];
         for request in &self.asked {
@@ -255,7 +255,7 @@ pub(crate) fn requests(u: &mut Unstructured<'_>) -> Result<()> {
     let Chosen = choose(&mut stream, style).unwrap_or_else(|error| panic!("the next client is not served: {error}"));
     let heard = std::thread::scope(|scope| {
         scope.spawn(|| {
-            // A server that has left takes nothing.
+            // A server that has left takes no bytes.
             let _ = (&stream).write_all(&talk.bytes);
             let _ = stream.shutdown(Shutdown::Write);
         });

@@ -12,7 +12,7 @@ use anyhow::{Context, bail};
 use block::{Disk, SECTOR_BYTES};
 use drive::{escape, parse_options, parse_size};
 use engine::CacheMode;
-use image::{FileName, Format, Image, ImageOptions, os_name};
+use image::{BackingPolicy, FileName, Format, Image, ImageOptions, os_name};
 use jobs::{ConvertOptions, JobDisk, Salvage, Unreadable};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -227,7 +227,7 @@ impl Args {
             let mut options = ImageOptions::new(remote.unwrap_or_else(|| FileName::from(&path)));
             options.format = Some(format);
             options.read_only = true;
-            options.allow_backing = self.open.allow_backing.parse()?;
+            options.allow_backing = self.open.gate.policy()?;
             options.listed = sources.to_vec();
             let below = image::open(&options, &files())?;
             let is_named = |name: &FileName| name.path().is_some() || name.is_remote();
@@ -329,10 +329,10 @@ fn open_target(
         // New data go to space that its refcounts call free, so they must be right.
         true => {
             let mut goes_on = |_, _| !watch.was_interrupted();
-            open_to_overwrite(name, target.format, cache, &args.open.allow_backing, listed, &mut goes_on)?
+            open_to_overwrite(name, target.format, cache, args.open.gate.policy()?, listed, &mut goes_on)?
         }
         // A new target names the files that the user named; they and those below have passed the gate.
-        false => open_writable(name, target.format, cache, "listed", listed)?,
+        false => open_writable(name, target.format, cache, BackingPolicy::Listed, listed)?,
     };
     if image.info().size_bytes < sources.iter().map(|source| source.info().size_bytes).sum::<u64>() {
         bail!("output file is smaller than input file");

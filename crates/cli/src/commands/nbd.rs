@@ -177,7 +177,7 @@ fn address(args: &Args, passed: &PassedDescriptors) -> anyhow::Result<NbdAddress
     match (&args.socket, &args.listen) {
         (Some(path), _) => match passed_word(path) {
             Some(word) => Ok(NbdAddress::passed(passed.number_of(word)?)?),
-            None => Ok(NbdAddress::Unix(daemon::absolute(path))),
+            None => Ok(NbdAddress::Unix(drive::absolute(path))),
         },
         (None, Some(address)) => Ok(NbdAddress::Tcp(address.clone())),
         (None, None) => match passed.sockets().map(|(number, _)| number).collect::<Vec<_>>().as_slice() {

@@ -136,7 +136,7 @@ pub(crate) fn run(args: &Args, lock_timeout_s: Option<u32>) -> anyhow::Result<()
     settings.domain.iter().for_each(|domain| manager.is_of_domain(domain));
     manager.restore(&drives)?;
     if let (Some(path), Some(file)) = (&args.config, file) {
-        manager.is_configured_by(daemon::absolute(path), file);
+        manager.is_configured_by(drive::absolute(path), file);
     }
     let server = settings.control.as_deref().map(|socket| ControlServer::listen(socket, Arc::clone(&manager)));
     let server = server.transpose()?;

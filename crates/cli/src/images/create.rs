@@ -43,7 +43,7 @@ pub(crate) fn create(
         Some(image) if wanted.data_file.is_some() => {
             bail!("'{image}': an image of a cluster has no external data file")
         }
-        None if is_socket(file) && wanted.format == Format::Raw => return check_served(file, wanted).map(|()| None),
+        None if is_socket(file) && !wanted.format.has_tables() => return check_served(file, wanted).map(|()| None),
         None if is_socket(file) && wanted.data_file.is_some() => {
             bail!("'{}': an image at a server has no external data file", opened_name(file))
         }

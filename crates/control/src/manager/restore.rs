@@ -22,8 +22,8 @@ use crate::api::AddExport;
 use crate::options::Options;
 use crate::record::{Record, RecordedDisk};
 use block::{Error, ErrorKind, Result};
-use daemon::{NodeId, absolute};
-use drive::{DiskOptions, ExportOptions};
+use daemon::NodeId;
+use drive::{DiskOptions, ExportOptions, absolute};
 use std::collections::BTreeMap;
 
 impl Manager {

@@ -2,7 +2,8 @@ use super::directory::{FILE, NEW_FILE};
 use super::*;
 use crate::api::{AddExport, FormerTop};
 use crate::options::Options;
-use daemon::{TakenOff, absolute};
+use daemon::TakenOff;
+use drive::absolute;
 use image::{FileName, Format};
 
 fn disk(file: &str) -> RecordedDisk {

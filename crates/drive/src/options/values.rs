@@ -1,8 +1,8 @@
 //! Parses the values of a drive's keys, and explains errors in them.
 
 use super::DriveFormat;
+use crate::choices::{SWITCH, names, not_a_value};
 use crate::filters::DELAY_MAX_MS;
-use crate::keyval;
 use crate::size::parse_size;
 use block::{Error, ErrorKind, Result};
 use engine::{CacheMode, EngineKind};
@@ -20,7 +20,7 @@ const NAME_MAX_BYTES: usize = 32;
 pub(super) const QUEUES_MAX: u16 = 256;
 /// The largest ring that exports serve.
 pub(super) const QUEUE_SIZE_MAX: u16 = 1024;
-/// The longest poll: a second. Whoever wants more wants a reactor that never sleeps.
+/// The longest poll: a second. Beyond that, a reactor that never sleeps is better.
 const POLL_MAX_US: u32 = 1_000_000;
 /// The longest wait: an hour. Storage that takes longer for a write needs a person.
 pub const LOCK_TIMEOUT_MAX_S: u32 = 3600;
@@ -31,7 +31,6 @@ pub(super) const FORMATS: [(&str, DriveFormat); 4] = [
     ("scratch", DriveFormat::Scratch),
     ("null", DriveFormat::Null),
 ];
-pub(super) const SWITCH: [(&str, bool); 2] = [("on", true), ("off", false)];
 
 pub(super) fn bad(message: String) -> Error {
     Error::new(ErrorKind::BadOption, message)
@@ -43,10 +42,6 @@ pub(super) fn given_twice(what: &str) -> Error {
 
 pub(super) fn is_question(text: &str) -> bool {
     matches!(text, "?" | "help")
-}
-
-pub(super) fn names<'a, T>(choices: &[(&'a str, T)]) -> Vec<&'a str> {
-    choices.iter().map(|(name, _)| *name).collect()
 }
 
 /// Returns the values that a key takes, if they can be listed.
@@ -62,15 +57,6 @@ pub(super) fn values_of(key: &str) -> Option<Vec<&'static str>> {
         }
         _ => None,
     }
-}
-
-pub(super) fn not_a_value(key: &str, value: &str, valid: &[&str]) -> Error {
-    keyval::unknown(&format!("value of '{key}':"), value, valid)
-}
-
-pub(super) fn one_of<T: Copy>(key: &str, value: &str, choices: &[(&str, T)]) -> Result<T> {
-    let found = choices.iter().find(|(name, _)| *name == value);
-    found.map(|(_, choice)| *choice).ok_or_else(|| not_a_value(key, value, &names(choices)))
 }
 
 pub(super) fn parsed<T: FromStr>(key: &str, value: &str, valid: &[&str]) -> Result<T> {

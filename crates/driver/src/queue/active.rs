@@ -2,7 +2,7 @@
 
 use super::Core;
 use crate::cache::CacheMoment;
-use crate::driver::Inner;
+use crate::inner::Inner;
 use crate::issue::{MAX_REQUEST_BYTES, Way, issue_data, issue_range, issue_zeros, range_segment};
 use crate::ring::Ring;
 use block::{IoError, IoResult, Op, Tag};

@@ -1,8 +1,8 @@
 //! QEMU's image locks: open-file-description locks on bytes that stand for permissions.
 //!
-//! Every user of permission i holds a shared lock on byte 100+i. Every opener that does not allow others to use it
-//! holds one on byte 200+i. An opener locks its own bytes first. Then it tests whether an exclusive lock of the
-//! opposite bytes would be possible. If not, another opener's use contradicts its own.
+//! Every user of permission i holds a shared lock on byte 100+i. Every opener that denies it to others holds one on
+//! byte 200+i. An opener locks its own bytes first. Then it tests whether the opposite bytes could be locked
+//! exclusively. If not, another opener's role conflicts with its own.
 
 use super::lock_holders::{self, Holder};
 use block::{Error, ErrorKind, Locks, Result};
@@ -19,7 +19,7 @@ const WRITE: u8 = 1 << 1;
 const RESIZE: u8 = 1 << 3;
 const BITS: u8 = 4;
 
-/// What an opener does with an image, and what it does not allow others to do meanwhile.
+/// The permissions that an opener uses, and those that it denies to others.
 #[derive(Debug, Clone, Copy)]
 struct Role {
     uses: u8,
@@ -32,12 +32,12 @@ impl Role {
     /// A read-only image or a backing file: any number of readers, no writer.
     const READER: Self = Self { uses: CONSISTENT_READ, refuses: WRITE | RESIZE };
 
-    /// Returns the bytes that it locks.
+    /// Returns the bytes that this role locks.
     fn own_bytes(self) -> impl Iterator<Item = i64> {
         bytes_of(self.uses, USED_BASE).chain(bytes_of(self.refuses, UNSHARED_BASE))
     }
 
-    /// Returns the bytes that nobody else may have locked.
+    /// Returns the bytes that no other opener may have locked.
     fn opposite_bytes(self) -> impl Iterator<Item = i64> {
         bytes_of(self.uses, UNSHARED_BASE).chain(bytes_of(self.refuses, USED_BASE))
     }
@@ -53,7 +53,7 @@ fn bytes_of(bits: u8, base: i64) -> impl Iterator<Item = i64> {
     (0..BITS).filter(move |bit| bits & (1 << bit) != 0).map(move |bit| base + i64::from(bit))
 }
 
-/// How long to wait before looking for the holders: a program that is ending gives up its locks sooner.
+/// How long to wait before looking for the holders: a process that is ending gives up its locks sooner.
 const HAND_OVER: Duration = Duration::from_secs(1);
 const RETRY_SOON: Duration = Duration::from_millis(10);
 const RETRY: Duration = Duration::from_millis(100);
@@ -137,7 +137,7 @@ pub(crate) fn unlock(fd: BorrowedFd<'_>) {
     }
 }
 
-/// Makes the error for an image in use. It names the living processes, because one of them has to end.
+/// Makes the error for an image in use. It names the living processes: one of them has to end.
 fn in_use(name: &str, read_only: bool, holders: &[Holder], waited: Duration) -> Error {
     let who = match holders {
         [] => {

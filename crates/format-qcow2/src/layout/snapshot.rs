@@ -231,12 +231,12 @@ pub enum SnapshotName {
     Any(String),
     /// The first snapshot with this id and this name, as far as they are given.
     Exactly {
-        /// Its id.
+        /// The id.
         id: Option<String>,
-        /// Its name.
+        /// The name.
         name: Option<String>,
     },
-    /// As `Any`, but means the machine's state in the snapshot: a disk that ends where the state ends, rounded up to
+    /// As `Any`, but means the machine's state in the snapshot, as a disk that ends with the state, rounded up to
     /// sectors.
     StateOf(String),
 }

@@ -15,22 +15,17 @@
 //! * A write to the other chain that was given up is dropped if nobody uses that chain afterwards. If that chain has layers
 //!   of the disk, the write goes on in a task of its own, and whoever copies waits for it ([`LateCalls`]).
 
+mod writing;
+
 use crate::chain::exchange::change_log::ChangeLog;
 use crate::chain::give_up::{GiveUp, LateCalls, given_up};
-use crate::chain::guessed_raw::checked_head;
-use crate::chain::layers::Chain;
-use crate::chain::queue::Shared;
 use block::sync::{AtomicU64, Mutex, MutexGuard, Ordering, PoisonError};
-use block::{IoError, IoErrorKind, IoResult, Op, Priority, RangeGuard, RangeLocks, ReactorCtx, WaitList};
-use memory::{IoBuf, Window};
+use block::{IoError, IoResult, RangeGuard, RangeLocks, ReactorCtx, WaitList};
 use std::future::Future;
 use std::ops::Range;
-use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// The most bytes that one write to both chains copies out of the guest's memory.
-const PIECE_BYTES: usize = 1 << 20;
 /// The most bytes copied out of guests' memory at the same time, over all queues.
 const ROOM_BYTES: u64 = 8 << 20;
 
@@ -47,8 +42,8 @@ enum Standing {
 
 /// What a disk keeps, for all its queues, while its writes go to two chains.
 pub(crate) struct BothSides {
-    /// The chain that is going to take over.
-    pub(crate) next: Arc<Chain>,
+    /// The bytes of the chain that is going to take over.
+    size_bytes: u64,
     /// Ends guests' waits for the other chain if its storage hangs and guests do not depend on it.
     give_up: Option<Arc<GiveUp>>,
     /// Where the other chain's layers are the disk's own: what is not waited for any more.
@@ -66,13 +61,13 @@ pub(crate) struct BothSides {
 }
 
 impl BothSides {
-    pub(crate) fn with(next: Arc<Chain>, give_up: Option<Arc<GiveUp>>, late: Option<Arc<LateCalls>>) -> Self {
+    pub(crate) fn with(size_bytes: u64, give_up: Option<Arc<GiveUp>>, late: Option<Arc<LateCalls>>) -> Self {
         Self {
             give_up,
             late,
             locks: RangeLocks::default(),
-            differs: ChangeLog::new(next.size_bytes),
-            next,
+            differs: ChangeLog::new(size_bytes),
+            size_bytes,
             standing: Mutex::new(Standing::Follows),
             used_bytes: Mutex::new(0),
             freed: WaitList::default(),
@@ -167,7 +162,7 @@ impl BothSides {
 
     /// Takes the ranges that were written to one chain only, so that they have to be copied again.
     pub(crate) fn take_differences(&self) -> Vec<Range<u64>> {
-        self.differs.take_ranges(self.next.size_bytes)
+        self.differs.take_ranges(self.size_bytes)
     }
 
     /// Sets how long each write waits before it begins.
@@ -229,133 +224,5 @@ impl Drop for OneSided<'_> {
             let Range { start, end } = self.range;
             self.both.differs.note(start, end.saturating_sub(start));
         }
-    }
-}
-
-/// What is written to both chains.
-enum Change {
-    Bytes(Window, Priority),
-    Zeros { may_unmap: bool },
-}
-
-/// A write on its way to both chains, and the time that the second chain has added to it.
-struct Way<'a> {
-    shared: &'a Shared,
-    other: &'a OtherSide,
-    both: &'a BothSides,
-    added: Duration,
-}
-
-impl Way<'_> {
-    async fn change(&mut self, range: Range<u64>, change: Change) -> IoResult {
-        let begun = Instant::now();
-        let _range = self.both.unless_apart(self.both.lock(range.clone())).await;
-        let mut sides = OneSided { both: self.both, range: range.clone(), is_even: false };
-        let locked = Instant::now();
-        apply(self.shared, &range, &change).await?;
-        let first = locked.elapsed();
-        if self.both.failure().is_none() {
-            let (other, range) = (Rc::clone(&self.other.shared), range.clone());
-            let call = async move { apply(&other, &range, &change).await };
-            self.both.answer(self.both.of_other(&*self.other.ctx, call).await)?;
-        }
-        sides.is_even = true;
-        self.added = self.added.saturating_add(begun.elapsed().saturating_sub(first));
-        Ok(())
-    }
-
-    async fn write(&mut self, offset: u64, data: &Window, priority: Priority) -> IoResult {
-        let mut done = 0_usize;
-        while done < data.length_bytes() {
-            let length = data.length_bytes().saturating_sub(done).min(PIECE_BYTES);
-            let begun = Instant::now();
-            let piece = data.slice(done, length);
-            let room = self.both.unless_apart(self.both.room(length as u64)).await;
-            let own = match &room {
-                Some(_) => {
-                    let own = IoBuf::try_zeroed(length)?.whole();
-                    own.copy_from(0, &piece);
-                    own
-                }
-                // It goes to one side only.
-                None => piece,
-            };
-            self.added = self.added.saturating_add(begun.elapsed());
-            let at = offset.saturating_add(done as u64);
-            self.change(at..at.saturating_add(length as u64), Change::Bytes(own, priority)).await?;
-            done = done.saturating_add(length);
-        }
-        Ok(())
-    }
-}
-
-async fn apply(shared: &Shared, range: &Range<u64>, change: &Change) -> IoResult {
-    match change {
-        Change::Bytes(data, priority) => shared.write(range.start, data.clone(), *priority).await.map(drop),
-        Change::Zeros { may_unmap } => {
-            shared.write_zeroes(range.start, range.end.saturating_sub(range.start), *may_unmap).await
-        }
-    }
-}
-
-/// The other chain as it is open on this reactor.
-#[derive(Clone)]
-pub(crate) struct OtherSide {
-    pub(crate) shared: Rc<Shared>,
-    pub(crate) ctx: Rc<dyn ReactorCtx>,
-}
-
-impl Shared {
-    /// Carries out a write, a discard, or a write of zeros on both chains.
-    pub(crate) async fn on_both_sides(&self, op: Op, ctx: &Rc<dyn ReactorCtx>) -> IoResult {
-        let (Some(both), Some(other)) = (&self.chain.both, &self.other) else { return Err(IoError::EIO) };
-        let delay = both.delay();
-        if !delay.is_zero() {
-            ctx.sleep(delay).await;
-            both.waited_us.fetch_add(micros(delay), Ordering::Relaxed);
-        }
-        let flags = op.flags();
-        self.flush_if(flags.is_preflush()).await?;
-        let mut way = Way { shared: self, other, both, added: delay };
-        match op {
-            Op::Write { offset, data, priority, .. } => {
-                let checked = match self.chain.guessed_raw {
-                    true => checked_head(offset, &data).inspect_err(|_| self.chain.log_refused_header(offset))?,
-                    false => None,
-                };
-                way.write(offset, checked.as_ref().unwrap_or(&data), priority).await?;
-            }
-            Op::WriteZeroes { offset, length, may_unmap, .. } if length > 0 => {
-                way.change(offset..offset.saturating_add(length), Change::Zeros { may_unmap }).await?;
-            }
-            Op::Discard { offset, length } if length > 0 && self.can_discard()? => {
-                let range = offset..offset.saturating_add(length);
-                way.change(range, Change::Zeros { may_unmap: true }).await?;
-            }
-            Op::SecureErase { .. } => return Err(IoError::new(IoErrorKind::Unsupported)),
-            Op::WriteZeroes { .. } | Op::Discard { .. } | Op::Read { .. } | Op::Flush => {}
-        }
-        both.longest_us.fetch_max(micros(way.added), Ordering::Relaxed);
-        self.flush_if(flags.is_fua()).await
-    }
-
-    /// Whether a discard does anything. A hint that the file cannot follow is not an error.
-    fn can_discard(&self) -> IoResult<bool> {
-        let top = self.chain.top()?;
-        Ok(top.mapping.has_tables() || top.file_info().can_discard)
-    }
-
-    /// Makes what the other chain was given durable, if there is another chain and it has not failed.
-    pub(crate) async fn flush_other_side(&self) -> IoResult {
-        let (Some(both), Some(OtherSide { shared, ctx })) = (&self.chain.both, &self.other) else { return Ok(()) };
-        if both.failure().is_some() {
-            return Ok(());
-        }
-        let other = Rc::clone(shared);
-        let flush = async move {
-            let meta = other.metas.first().ok_or(IoError::EIO)?;
-            other.chain.top()?.mapping.flush(meta).await
-        };
-        both.answer(both.of_other(&**ctx, flush).await)
     }
 }

@@ -1,15 +1,16 @@
 //! A chain of layers, and the walk down them.
 
 use super::both_sides::BothSides;
-use super::exchange::board::Over;
 use super::exchange::change_log::ChangeLog;
+use super::exchange::lease::Over;
 use super::give_up::{GiveUp, LateCalls};
 use super::layer::Layer;
 use super::lower_map::{Known, LowerMap};
 use super::mapping::Plain;
 use super::memory_bitmap::MemoryBitmaps;
-use super::table_cache::{Hits, lower_map};
-use block::{Extent, IoError, IoErrorKind, IoResult, Mapped, MetaIo, PastEnd};
+use super::place::Place;
+use super::table_cache::{Hits, TableCacheStats, lower_map};
+use block::{CacheStats, Extent, IoError, IoErrorKind, IoResult, Mapped, MetaIo, PastEnd};
 use memory::BufferAccount;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -68,15 +69,13 @@ pub(crate) struct Chain {
     /// Bitmaps of the top layer that note it, too.
     bitmaps: Option<Arc<MemoryBitmaps>>,
     /// Another chain that gets all writes, too.
-    pub(crate) both: Option<BothSides>,
+    pub(crate) both: Option<OtherChain>,
 }
 
-/// A place in a chain.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Place {
-    pub(crate) layer: usize,
-    pub(crate) extent: Extent,
-    pub(crate) length_bytes: u64,
+/// The chain that is going to take over, and what its disk keeps until then.
+pub(crate) struct OtherChain {
+    pub(crate) next: Arc<Chain>,
+    pub(crate) sides: BothSides,
 }
 
 impl Chain {
@@ -131,8 +130,12 @@ impl Chain {
         give_up: Option<Arc<GiveUp>>,
         late: Option<Arc<LateCalls>>,
     ) -> Self {
-        let both = Some(BothSides::with(Arc::clone(next), give_up, late));
-        Self { both, looks_at_writes: true, ..Self::new(layers, disk) }
+        let sides = BothSides::with(next.size_bytes, give_up, late);
+        Self {
+            both: Some(OtherChain { next: Arc::clone(next), sides }),
+            looks_at_writes: true,
+            ..Self::new(layers, disk)
+        }
     }
 
     /// Makes a chain on which every request that touches data fails.
@@ -291,8 +294,17 @@ impl Chain {
         }
     }
 
-    pub(crate) fn lower_map(&self) -> Option<&LowerMap> {
-        self.below.as_ref()
+    pub(crate) fn cache_stats(&self) -> TableCacheStats {
+        let mut stats = TableCacheStats { hits: self.disk.hits.sum(), ..TableCacheStats::default() };
+        let mut add = |cache: CacheStats| {
+            stats.evictions = stats.evictions.saturating_add(cache.evicted);
+            stats.used_bytes = stats.used_bytes.saturating_add(cache.used_bytes);
+            stats.limit_bytes = stats.limit_bytes.saturating_add(cache.limit_bytes);
+        };
+        self.below.iter().for_each(|below| add(below.stats()));
+        self.layers.iter().filter_map(|layer| layer.mapping.cache_stats()).for_each(add);
+        stats.misses = self.layers.iter().map(|layer| layer.mapping.slices_read()).sum();
+        stats
     }
 
     /// Refuses a range outside the disk.

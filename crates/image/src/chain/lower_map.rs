@@ -7,7 +7,7 @@
 //! single answer, because of compressed clusters or a layer that ends inside. They are marked, and the layers are asked
 //! each time.
 
-use crate::chain::layers::Place;
+use crate::chain::place::Place;
 use block::sync::{Mutex, PoisonError};
 use block::{CacheStats, Extent, SliceBook, SliceCache};
 

@@ -4,17 +4,19 @@
 //! At its end, each tells the queue's sink; the last one completes the request. All pieces of a request carry the same
 //! token, so the fast path allocates nothing and looks nothing up.
 
+mod attendant;
 mod exchanging;
 mod shared;
 mod start;
 
-pub(crate) use shared::Shared;
+pub(crate) use shared::{OtherSide, Shared};
 
-use crate::chain::exchange::attendant::attend;
-use crate::chain::exchange::board::{Attendance, Board, Lease};
+use crate::chain::exchange::board::{Attendance, Board};
+use crate::chain::exchange::lease::Lease;
 use crate::chain::layer::Layer;
 use crate::chain::slow_path::Slow;
 use crate::chain::timings::Timings;
+use attendant::attend;
 use block::latency::timed;
 use block::sync::AtomicU64;
 use block::{

@@ -6,9 +6,7 @@
 //! least two slices of 4 KiB.
 
 use crate::chain::layer::Layer;
-use crate::chain::layers::Chain;
 use crate::chain::lower_map::LowerMap;
-use block::CacheStats;
 use block::sync::{AtomicU64, Mutex, Ordering, PoisonError};
 use std::sync::Arc;
 
@@ -53,7 +51,7 @@ impl Hits {
         mine
     }
 
-    fn sum(&self) -> u64 {
+    pub(crate) fn sum(&self) -> u64 {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner).iter().map(|count| total(count)).sum()
     }
 }
@@ -126,21 +124,6 @@ pub(crate) fn lower_map(layers: &[Arc<Layer>], budget: Option<u64>) -> Option<Lo
     let (shares, bits) = divide(&layers.iter().map(|layer| &**layer).collect::<Vec<_>>(), budget);
     let size_bytes = layers.first().map_or(0, |top| top.size_bytes);
     bits.map(|bits| LowerMap::new(size_bytes, bits, shares.map))
-}
-
-impl Chain {
-    pub(crate) fn cache_stats(&self) -> TableCacheStats {
-        let mut stats = TableCacheStats { hits: self.disk.hits.sum(), ..TableCacheStats::default() };
-        let mut add = |cache: CacheStats| {
-            stats.evictions = stats.evictions.saturating_add(cache.evicted);
-            stats.used_bytes = stats.used_bytes.saturating_add(cache.used_bytes);
-            stats.limit_bytes = stats.limit_bytes.saturating_add(cache.limit_bytes);
-        };
-        self.lower_map().into_iter().for_each(|below| add(below.stats()));
-        self.layers.iter().filter_map(|layer| layer.mapping.cache_stats()).for_each(add);
-        stats.misses = self.layers.iter().map(|layer| layer.mapping.slices_read()).sum();
-        stats
-    }
 }
 
 #[cfg(test)]

@@ -5,20 +5,9 @@ use crate::chain::image::Image;
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
 use block::{Error, ErrorKind, Result, block_on};
-use format_qcow2::{AmendOptions, Bitmap, BitmapBits, GrowBy, NewSnapshot, SnapshotName};
+use format_qcow2::{AmendOptions, Bitmap, BitmapBits, GrowBy};
 
 pub use format_qcow2::EditWatch;
-
-/// A change of an image's snapshots.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Edit {
-    /// Take an internal snapshot.
-    CreateSnapshot(NewSnapshot),
-    /// Make the disk what it was when this snapshot was taken.
-    ApplySnapshot(SnapshotName),
-    /// Delete this snapshot.
-    DeleteSnapshot(SnapshotName),
-}
 
 /// New options for an existing image; `None` keeps the present one.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

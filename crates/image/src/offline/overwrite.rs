@@ -7,7 +7,7 @@ use crate::file_name::FileName;
 use crate::guess::{Format, guess_format};
 use crate::open::gate::{Opener, Role};
 use crate::open::layers::{ImageOptions, open, read_head};
-use crate::open::temporary::TemporaryFiles;
+use crate::open::temporary_files::TemporaryFiles;
 use block::{File, Result};
 use std::cell::{Cell, RefCell};
 use std::path::{Path, PathBuf};
@@ -34,7 +34,7 @@ impl Opener for LooksFirst<'_, '_> {
         if matches!(role, Role::Writable) && !self.has_looked.replace(true) {
             let format = match self.format {
                 Some(format) => format,
-                None => guess_format(&name.to_string(), &read_head(file.as_ref())?)?.unwrap_or(Format::Raw),
+                None => guess_format(&name.to_string(), &read_head(file.as_ref())?)?.unwrap_or(Format::OF_UNRECOGNISED),
             };
             look_before_writing(&file, format, &mut **self.watch.borrow_mut())?;
         }

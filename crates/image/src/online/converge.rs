@@ -22,7 +22,7 @@ use crate::chain::exchange::board::Hold;
 use crate::chain::exchange::{Barrier, go_over, go_over_to};
 use crate::chain::extents::Extents;
 use crate::chain::image::Image;
-use crate::chain::layers::Chain;
+use crate::chain::layers::{Chain, OtherChain};
 use block::{Error, ErrorKind, Result, StatusQuery};
 use std::ops::Range;
 use std::sync::Arc;
@@ -173,6 +173,10 @@ async fn to_both_sides(
 }
 
 fn sides(chain: &Chain) -> Result<&BothSides> {
+    other_chain(chain).map(|other| &other.sides)
+}
+
+fn other_chain(chain: &Chain) -> Result<&OtherChain> {
     chain
         .both
         .as_ref()
@@ -186,7 +190,7 @@ async fn on_both_sides(
     what: What,
     watch: &CopyWatch,
 ) -> Result<()> {
-    let both = sides(chain)?;
+    let OtherChain { next, sides: both } = other_chain(chain)?;
     for _ in 0..REPAIRS_MAX {
         watch.round(total(&left));
         let begun = watch.done_bytes();
@@ -204,7 +208,7 @@ async fn on_both_sides(
         }
     }
     both.set_delay(std::time::Duration::ZERO);
-    let next_top = both.next.layers.first().ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
+    let next_top = next.layers.first().ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
     if !left.is_empty() {
         let what = "writes of guests fail again and again, so a copy is never the same";
         return Err(Error::new(ErrorKind::Io, format!("'{}': {what}", next_top.name)));
@@ -215,7 +219,7 @@ async fn on_both_sides(
 
 fn note_waits(chain: &Chain, watch: &CopyWatch) {
     if let Some(both) = &chain.both {
-        let (waited, longest) = both.waits();
+        let (waited, longest) = both.sides.waits();
         watch.note_waits(waited, longest);
     }
 }

@@ -10,7 +10,7 @@ use super::watch::CopyWatch;
 use crate::chain::give_up::Ends;
 use crate::chain::image::Image;
 use crate::chain::job_calls::JobCalls;
-use crate::chain::layers::Place;
+use crate::chain::place::Place;
 use crate::chain::queue::Shared;
 use block::{Disk as _, Error, ErrorKind, Extent, IoError, IoResult, Participant, Priority, Result, block_on};
 use memory::{IoBuf, Window};

@@ -6,7 +6,8 @@ use crate::chain::both_sides::BothSides;
 use crate::chain::give_up::{Ends, GiveUp, LateCalls};
 use crate::chain::job_calls::JobCalls;
 use crate::chain::layer::Layer;
-use crate::chain::layers::{Chain, Place};
+use crate::chain::layers::Chain;
+use crate::chain::place::Place;
 use crate::chain::queue::Shared;
 use block::{Error, ErrorKind, Extent, IoError, IoResult, MetaIo, Participant, Priority, Result, Ticket};
 use memory::IoBuf;
@@ -303,7 +304,7 @@ mod tests {
         let (disk, target) = (image(&storage, "disk"), image(&storage, "target"));
         let (chain, next, watch) = (disk.chain(), target.chain(), CopyWatch::default());
         let copying = Copying::new(&chain.layers, &next, &watch).unwrap();
-        let both = BothSides::with(Arc::clone(&next), None, None);
+        let both = BothSides::with(next.size_bytes, None, None);
         block_on(async {
             for at in (0..PIECE_BYTES).step_by(2 * CLUSTER_BYTES as usize) {
                 let data = IoBuf::zeroed(CLUSTER_BYTES as usize).whole();

@@ -5,7 +5,7 @@
 use super::overlay::{OpenedOverlay, put_overlay_async};
 use super::take_back::take_back_async;
 use super::watch::CopyWatch;
-use crate::chain::exchange::board::Over;
+use crate::chain::exchange::lease::Over;
 use crate::chain::image::Image;
 use crate::{CreateOptions, FileName, Format, ImageOptions, Opener, Role};
 use block::sync::{AtomicBool, Ordering};

@@ -1,6 +1,7 @@
 //! A new, empty layer on top of running disks.
 
-use crate::chain::exchange::board::{Board, Hold, Over, Turn};
+use crate::chain::exchange::board::{Board, Hold, Turn};
+use crate::chain::exchange::lease::Over;
 use crate::chain::exchange::{Barrier, go_over};
 use crate::chain::image::Image;
 use crate::chain::layer::Layer;
@@ -9,7 +10,7 @@ use crate::chain::table_cache::share_of_top;
 use crate::file_name::FileName;
 use crate::guess::Format;
 use crate::open::gate::{Role, backing_path};
-use crate::open::layers::{MAX_LAYERS, open_layer};
+use crate::open::layer::{MAX_LAYERS, open_layer};
 use block::{Error, ErrorKind, Extent, File, Participant, Result, Ticket, block_on};
 use std::path::Path;
 use std::sync::Arc;

@@ -4,7 +4,7 @@
 //! of a server passes only if the user named the same one, or allowed all. Other protocols and `json:` descriptions
 //! inside images are refused under every policy.
 
-use super::temporary::TemporaryFiles;
+use super::temporary_files::TemporaryFiles;
 use crate::file_name::FileName;
 use block::{Error, ErrorKind, File, Result};
 use format_qcow2::{escaped_byte, os_name};

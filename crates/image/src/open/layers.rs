@@ -2,23 +2,20 @@
 
 use super::gate::{BACKING_FILE, BackingPolicy, Gate, Opener, Role};
 use super::kept::{check_data_length, check_data_name, check_size_below, kept_layer};
+use super::layer::{MAX_LAYERS, open_layer};
 use super::temporary::temporary_layer;
 use crate::chain::image::Image;
 use crate::chain::layer::{DataFile, Layer};
 use crate::chain::layers::{Chain, Constants, TableCacheSetting};
-use crate::chain::mapping::Mapping;
 use crate::chain::table_cache::{Hits, share_out};
 use crate::file_name::FileName;
 use crate::guess::{Format, PROBE_BYTES, guess_format};
-use block::{Error, ErrorKind, File, FileInfo, MetaIo, PastEnd, Result, block_on};
+use block::{Error, ErrorKind, File, MetaIo, PastEnd, Result, block_on};
 use format_qcow2::SnapshotName;
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, OnceLock};
-
-/// The most layers in a chain.
-pub const MAX_LAYERS: usize = 256;
 
 /// How to open an image.
 #[derive(Debug, Clone)]
@@ -230,33 +227,7 @@ pub(crate) fn format_of(name: impl fmt::Display, file: &dyn File, said: Option<F
              explicitly to remove the restrictions (a drive: format=raw, the image tool: -f raw)"
         );
     }
-    Ok((guess.unwrap_or(Format::Raw), true))
-}
-
-pub(crate) fn open_layer(
-    name: &FileName,
-    file: Arc<dyn File>,
-    format: Format,
-    role: Role,
-    snapshot: Option<&SnapshotName>,
-) -> Result<Layer> {
-    let read_only = !matches!(role, Role::Writable);
-    let info = FileInfo { length_bytes: file.length_bytes()?, ..file.info().clone() };
-    let mapping = Mapping::open(name.to_string(), &*file, &info, format, read_only, snapshot)?;
-    let size_bytes = mapping.size_bytes();
-    let (name, said, writable) = (name.clone(), name.clone(), !read_only);
-    Ok(Layer {
-        name,
-        said,
-        writable,
-        guessed: false,
-        file,
-        data: None,
-        mapping,
-        size_bytes,
-        memory_bitmaps: Arc::default(),
-        empty_clusters: OnceLock::new(),
-    })
+    Ok((guess.unwrap_or(Format::OF_UNRECOGNISED), true))
 }
 
 /// Returns the backing file that a layer names, and the format that the layer records for it.

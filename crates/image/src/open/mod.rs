@@ -2,5 +2,7 @@
 
 pub(crate) mod gate;
 pub(crate) mod kept;
+pub(crate) mod layer;
 pub(crate) mod layers;
 pub(crate) mod temporary;
+pub(crate) mod temporary_files;

@@ -1,37 +1,13 @@
 //! A temporary layer on top of a disk: it is thrown away when the disk is closed.
 
 use super::gate::Role;
-use super::layers::{MAX_LAYERS, open_layer};
+use super::layer::{MAX_LAYERS, open_layer};
+use super::temporary_files::{ScratchFiles, TemporaryFiles};
 use crate::chain::layer::Layer;
-use crate::chain::mapping::Mapping;
+use crate::chain::mapping::{Mapping, make_overlay};
 use crate::file_name::FileName;
-use crate::guess::Format;
-use block::{Error, ErrorKind, File, MetaIo, Result, block_on};
-use format_scratch::{Scratch, Space};
-use std::path::PathBuf;
+use block::{Error, ErrorKind, MetaIo, Result};
 use std::sync::{Arc, OnceLock};
-
-/// The two files of a scratch overlay, both empty and without names.
-pub struct ScratchFiles {
-    /// The index. It will be mapped, so it is open for reading and writing.
-    pub index: std::fs::File,
-    /// The data.
-    pub data: Arc<dyn File>,
-    /// The space of the index, and that of the data.
-    pub spaces: [Arc<dyn Space>; 2],
-}
-
-/// Makes files that disappear when nobody has them open any more, even after a crash.
-pub trait TemporaryFiles {
-    /// Returns their directory, for messages.
-    fn directory(&self) -> PathBuf;
-
-    /// Makes the files of a scratch overlay.
-    fn scratch(&self) -> Result<ScratchFiles>;
-
-    /// Makes one empty file for an image.
-    fn image(&self) -> Result<Arc<dyn File>>;
-}
 
 /// Makes a scratch overlay on these layers, or a qcow2 image if a scratch overlay is impossible.
 pub(crate) fn temporary_layer(layers: &[Layer], files: &dyn TemporaryFiles) -> Result<Layer> {
@@ -59,8 +35,8 @@ pub(super) fn top_with_room(layers: &[Layer]) -> Result<&Layer> {
 fn scratch_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {
     let name = FileName::Temporary(files.directory());
     let ScratchFiles { index, data, spaces } = files.scratch()?;
-    let scratch = Scratch::new(&name.to_string(), below.size_bytes, &index, spaces, data.info().in_memory)?;
-    let (mapping, size_bytes) = (Mapping::Scratch(scratch), below.size_bytes);
+    let size_bytes = below.size_bytes;
+    let mapping = Mapping::temporary(&name.to_string(), size_bytes, &index, spaces, data.info().in_memory)?;
     let said = name.clone();
     Ok(Layer {
         name,
@@ -78,15 +54,9 @@ fn scratch_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {
 
 fn image_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {
     let file = files.image()?;
-    let options = format_qcow2::CreateOptions::default().with(|options| {
-        options.size_bytes = below.size_bytes;
-        // Nobody opens this name: the layers below are open.
-        options.backing_file = Some("below".to_owned());
-        options.backing_format = Some(Format::Raw.to_string());
-    });
-    block_on(format_qcow2::create(&MetaIo::of_file(&*file)?, &options)).map_err(|error| {
+    let format = make_overlay(&MetaIo::of_file(&*file)?, below.size_bytes).map_err(|error| {
         let place = files.directory();
         error.in_context(format!("snapshot=on finds no room in '{}' (choose another TMPDIR)", place.display()))
     })?;
-    open_layer(&FileName::Temporary(files.directory()), file, Format::Qcow2, Role::Writable, None)
+    open_layer(&FileName::Temporary(files.directory()), file, format, Role::Writable, None)
 }

@@ -6,7 +6,7 @@
 use super::{IoBuf, Segment};
 use std::cell::Cell;
 
-/// A part of an [`IoBuf`]: what one operation reads into or writes from.
+/// A part of an [`IoBuf`]: the memory of one operation.
 #[derive(Clone, Debug)]
 pub struct Window {
     pub(super) buf: IoBuf,
@@ -202,7 +202,7 @@ impl Window {
         self.for_each_segment(|segment| {
             let (from, count) = (segment.as_ptr().cast_const(), segment.length_bytes() / size_of::<u64>());
             // SAFETY: the words lie in the segment, which is mapped memory (see `IoBuf::refill`).
-            unsafe { crate::mapped_range::look_at_words(from, count, &mut look) }
+            unsafe { crate::words::look_at_words(from, count, &mut look) }
         });
     }
 

@@ -1,6 +1,8 @@
 //! Simulated storage: files with a volatile cache, whose operations end in a seeded order, and whose power can be cut.
 
 mod fault;
+mod file;
+mod flying;
 mod handle;
 mod queue;
 mod reactor;

@@ -1,17 +1,14 @@
 //! The storage of a simulated host: named files, a log of their events, and power cuts.
 
 use super::fault::{Fault, FaultAction, OpKind};
-use super::queue::{BlockingQueue, SimQueue};
-use super::reactor::SimReactor;
 use super::state::{Effect, End, FileState, OpId};
 use crate::dice::{Dice, mix};
-use block::{Error, ErrorKind, File, FileInfo, FileOp, FileQueue, Locks, ReactorCtx, Result};
+use block::{FileInfo, FileOp, Locks};
 use memory::BufferAccount;
 use std::fmt;
-use std::rc::Rc;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The behaviour of a simulated file. The default is the least that a useful file on Linux promises. It grows, it
+/// The behaviour of a simulated file. The default promises as little as a useful file on Linux does. It grows, it
 /// punches holes that read as zeros, and added space has no defined contents.
 #[derive(Debug, Clone)]
 pub struct SimFileOptions {
@@ -91,7 +88,7 @@ pub struct Recording {
     salt: u64,
 }
 
-/// Simulated storage, shared by everything that has one of its files open.
+/// Simulated storage, shared by all users of its files.
 #[derive(Clone)]
 pub struct SimStorage {
     inner: Arc<Mutex<Storage>>,
@@ -104,7 +101,7 @@ impl fmt::Debug for SimStorage {
 }
 
 impl SimStorage {
-    /// Makes storage without files. The seed decides what undefined space reads as.
+    /// Makes storage without files. The seed decides the contents of undefined space.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self::of_files(Vec::new(), seed, 0)
@@ -229,7 +226,7 @@ impl SimStorage {
         self.lock().events
     }
 
-    /// Returns the storage after a power cut now. The seed decides what is lost.
+    /// Returns the storage after a power cut now. The seed decides which writes are lost.
     #[must_use]
     pub fn power_cut(&self, seed: u64) -> Self {
         let storage = self.lock();
@@ -296,7 +293,7 @@ impl Storage {
         if let FileOp::Write { data, .. } = op {
             entry.written_bytes += data.length_bytes() as u64;
         }
-        // Every fault counts this operation, even faults after the one that hits.
+        // Every fault counts this operation, even faults behind the one that hits.
         let mut hit = None;
         for fault in &mut entry.faults {
             if fault.hits(kind) && hit.is_none() {
@@ -389,10 +386,10 @@ impl Replay {
 
 /// A file of a [`SimStorage`].
 pub struct SimFile {
-    storage: SimStorage,
-    index: usize,
-    info: FileInfo,
-    buffers: BufferAccount,
+    pub(super) storage: SimStorage,
+    pub(super) index: usize,
+    pub(super) info: FileInfo,
+    pub(super) buffers: BufferAccount,
 }
 
 impl SimFile {
@@ -406,7 +403,7 @@ impl SimFile {
         self.index
     }
 
-    fn again(&self) -> Arc<Self> {
+    pub(super) fn again(&self) -> Arc<Self> {
         let (storage, info, buffers) = (self.storage.clone(), self.info.clone(), self.buffers.clone());
         Arc::new(Self { storage, index: self.index, info, buffers })
     }
@@ -415,31 +412,5 @@ impl SimFile {
 impl fmt::Debug for SimFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "SimFile({})", self.info.name)
-    }
-}
-
-impl File for SimFile {
-    fn info(&self) -> &FileInfo {
-        &self.info
-    }
-
-    fn length_bytes(&self) -> Result<u64> {
-        Ok(self.storage.lock().files[self.index].state.length())
-    }
-
-    fn buffers(&self) -> &BufferAccount {
-        &self.buffers
-    }
-
-    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>> {
-        let Some(reactor) = ctx.as_any().downcast_ref::<SimReactor>() else {
-            let message = format!("the simulated file '{}' needs a simulated reactor", self.info.name);
-            return Err(Error::new(ErrorKind::Unsupported, message));
-        };
-        Ok(Rc::new(SimQueue::new(self.again(), reactor.world())))
-    }
-
-    fn open_blocking(&self) -> Result<Rc<dyn FileQueue>> {
-        Ok(Rc::new(BlockingQueue::new(self.again())))
     }
 }

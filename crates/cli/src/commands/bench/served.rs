@@ -2,17 +2,17 @@
 //! can be read.
 
 use super::guest::ServerOptions;
-use super::target;
 use crate::output::usage;
 use crate::scratch;
 use anyhow::Context;
 use block::{Disk, DiskInfo, DiskQueue, ReactorCtx};
 use daemon::{Daemon, DaemonConfig};
-use drive::DriveOptions;
+use drive::{DiskOptions, DriveOptions};
 use driver::{Driver, DriverOptions};
 use engine::ReactorStats;
 use load::Hooks;
 use serde::Serialize;
+use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -94,7 +94,7 @@ impl Served {
         let mut drivers = Vec::new();
         for (number, file) in std::iter::once(None).chain(server.beside.as_deref().map(Some)).enumerate() {
             if let Some(file) = file {
-                drive.disk = target::beside(&drive.disk, file);
+                drive.disk = beside(&drive.disk, file);
                 drive.export.socket = Some(directory.path().join(format!("{number}.sock")));
             }
             daemon.add(&drive)?;
@@ -198,4 +198,11 @@ fn server_counters(daemon: &Daemon) -> Vec<(&'static str, u64)> {
         counters.push(("table_misses", tables.iter().map(|tables| tables.misses).sum()));
     }
     counters
+}
+
+/// Returns the options of a second disk that differs from the first one in its file.
+pub(super) fn beside(disk: &DiskOptions, file: &Path) -> DiskOptions {
+    let mut disk = disk.clone();
+    (disk.file, disk.name) = (Some(file.into()), None);
+    disk
 }

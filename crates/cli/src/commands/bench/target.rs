@@ -1,7 +1,7 @@
 //! A target, and one measurement of it: a server's socket, or a disk opened or served in this process.
 
 use super::guest::{GuestOptions, ServerOptions};
-use super::served::{Pool, Served};
+use super::served::{Pool, Served, beside};
 use crate::output::usage;
 use block::{Disk, ReactorHandle};
 use drive::{DiskOptions, DriveFormat, DriveOptions, OpenedDisk, ParsedDrive, open_disk};
@@ -208,13 +208,6 @@ pub(super) struct Measured {
     pub(super) pools: Vec<Pool>,
     /// Whether the server ended the connection.
     pub(super) server_gone: bool,
-}
-
-/// Returns the options of a second disk that differs from the first one in its file.
-pub(super) fn beside(disk: &DiskOptions, file: &Path) -> DiskOptions {
-    let mut disk = disk.clone();
-    (disk.file, disk.name) = (Some(file.into()), None);
-    disk
 }
 
 /// Returns the size of a ring that holds all requests in flight, if servers have such rings. With a shorter ring they

@@ -90,13 +90,13 @@ impl Ctl {
     }
 
     pub(super) fn stream(&self, name: &str, base: Option<&Path>, how: &How) -> anyhow::Result<()> {
-        let request = StreamDisk { base: base.map(daemon::absolute), bytes_per_second: how.bytes_per_second()? };
+        let request = StreamDisk { base: base.map(drive::absolute), bytes_per_second: how.bytes_per_second()? };
         self.start(name, "stream", &request, how)
     }
 
     pub(super) fn rebase(&self, name: &str, base: &Path, format: Option<String>, how: &How) -> anyhow::Result<()> {
         let bytes_per_second = how.bytes_per_second()?;
-        self.start(name, "rebase", &RebaseDisk { base: daemon::absolute(base), format, bytes_per_second }, how)
+        self.start(name, "rebase", &RebaseDisk { base: drive::absolute(base), format, bytes_per_second }, how)
     }
 
     pub(super) fn compact(&self, name: &str, how: &How) -> anyhow::Result<()> {

@@ -1,6 +1,6 @@
 //! A table of latencies, for people.
 
-use super::tables;
+use super::cells;
 use control::api::{OperationLatency, Stats};
 
 /// Makes a table with a line for each operation of a disk, and the parts of its time.
@@ -17,7 +17,7 @@ pub(super) fn table(stats: &Stats) -> String {
     };
     let rows = stats.disks.iter().flat_map(|disk| disk.latency.iter().map(|latency| row(&disk.disk, latency)));
     let header = ["disk", "operation", "requests", "bytes", "mean", "p50", "p99", "p99.9", "time spent on"];
-    tables::table(&header, rows, 2..8)
+    cells::table(&header, rows, 2..8)
 }
 
 /// Formats a time with about three digits and a unit.

@@ -1,5 +1,6 @@
 //! `ringdisk ctl`: manage the disks of a running daemon.
 
+mod cells;
 mod duration;
 mod export;
 mod jobs;
@@ -307,7 +308,7 @@ impl Ctl {
     fn add(&self, options: &str, export: bool) -> anyhow::Result<()> {
         let mut options = Options::parse(options)?;
         // The daemon has another working directory.
-        options.make_paths_whole(daemon::absolute)?;
+        options.make_paths_whole(drive::absolute)?;
         let disk: Disk = self.client.post(
             "/v1/disks",
             &AddDisk { options, export, overlay: None, former_tops: Vec::new(), bases: Vec::new() },
@@ -386,7 +387,7 @@ impl Ctl {
 /// Returns a target as the daemon, which has another working directory, finds it.
 fn whole_target(target: &Path) -> PathBuf {
     match FileName::parse(target) {
-        Ok(FileName::File(path)) => daemon::absolute(&path),
+        Ok(FileName::File(path)) => drive::absolute(&path),
         // The daemon says what is wrong with it.
         _ => target.to_owned(),
     }

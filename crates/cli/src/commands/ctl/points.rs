@@ -123,8 +123,8 @@ impl Ctl {
             mode,
             bitmap: args.bitmap.clone(),
             existing: args.existing,
-            base: args.base.as_deref().map(daemon::absolute),
-            fleece_directory: args.fleece_dir.as_deref().map(daemon::absolute),
+            base: args.base.as_deref().map(drive::absolute),
+            fleece_directory: args.fleece_dir.as_deref().map(drive::absolute),
             fleece_quota_bytes: args.fleece_quota.as_deref().map(parse_size).transpose()?,
             bytes_per_second: args.how.bytes_per_second()?,
         };

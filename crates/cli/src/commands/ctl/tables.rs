@@ -1,29 +1,11 @@
 //! A daemon's answers as tables for people.
 
+use super::cells::table;
 use super::latency;
-use comfy_table::{CellAlignment, Table, presets};
 use control::api::{
     Bitmaps, Counters, Disk, Disks, Event, Export, Exports, InternalSnapshots, Job, JobState, Reloaded, Rounds, Stats,
 };
 use std::fmt::Write as _;
-
-pub(super) fn table(
-    header: &[&str],
-    rows: impl IntoIterator<Item = Vec<String>>,
-    numbers: std::ops::Range<usize>,
-) -> String {
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING).set_header(header.to_vec());
-    for row in rows {
-        table.add_row(row);
-    }
-    for index in numbers {
-        if let Some(column) = table.column_mut(index) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    table.lines().map(|line| format!("{}\n", line.trim())).collect()
-}
 
 fn switch(on: bool) -> String {
     if on { "yes" } else { "no" }.to_owned()

@@ -226,7 +226,7 @@ fn human(layer: &Layer) -> String {
         }
     }
     if !is_qemu_img() {
-        if description.guessed && description.format == Format::Raw {
+        if description.guessed && !description.format.has_tables() {
             line("format guessed: yes (say -f raw to be sure)".to_owned());
         }
         line(format!("engine: {}", description.engine));

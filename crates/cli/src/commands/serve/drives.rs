@@ -50,7 +50,7 @@ pub(super) fn drives(args: &Args, is_served_without: bool, others: &[Configured]
 fn nbd_export(args: &Args, word: &str) -> AddExport {
     let (socket, listen) = place(word);
     let tls = args.nbd_tls_creds.as_deref().map(|credentials| AddTls {
-        credentials: daemon::absolute(credentials),
+        credentials: drive::absolute(credentials),
         required: true,
         verify_peer: true,
     });

@@ -11,23 +11,24 @@
 //!
 //! So no request begins on the former chain once one has begun on the next. Nothing is drained: a request ends on the
 //! chain that it began with. A queue keeps the chain's files, its place in the top layer's epochs, and a *lease*
-//! ([`board::Lease`]) until its last request there has ended. When the last lease ends, the former chain is over.
+//! ([`lease::Lease`]) until its last request there has ended. When the last lease ends, the former chain is over.
 //!
-//! Each queue has a task on its reactor ([`attendant`]) that sleeps until an order is announced. So idle queues on
+//! Each queue has a task on its reactor (`queue/attendant.rs`) that sleeps until an order is announced. So idle queues on
 //! sleeping reactors are reached, and a request pays only for a look at a flag of its queue. A queue that is opened
 //! during an exchange takes its seat only if nothing was announced since it looked, and holds if the others do. A
 //! dropped queue leaves its seat; its requests in flight keep its lease.
 //!
 //! [`crate::online`] holds the changes that use this barrier.
 
-pub(crate) mod attendant;
 pub(crate) mod board;
 pub(crate) mod change_log;
+pub(crate) mod lease;
 
 use super::layer::Layer;
 use super::layers::Chain;
 use block::Result;
-use board::{Board, Hold, Lease, Order};
+use board::{Board, Hold, Order};
+use lease::Lease;
 use std::sync::Arc;
 
 /// A barrier that the queues of some disks have reached. Dropping it lets the queues go on with the chains that they

@@ -1,7 +1,8 @@
 //! Moves a queue from one chain to the next: opens new files, holds requests, adopts. See [`crate::chain::exchange`].
 
 use super::{Core, Former, Slot};
-use crate::chain::exchange::board::{Hold, Lease};
+use crate::chain::exchange::board::Hold;
+use crate::chain::exchange::lease::Lease;
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
 use block::{Part, Parts, Result};

@@ -1,6 +1,5 @@
 //! The files of a chain, open on one reactor.
 
-use crate::chain::both_sides::OtherSide;
 use crate::chain::give_up::Ends;
 use crate::chain::job_calls::JobCalls;
 use crate::chain::layer::Layer;
@@ -19,6 +18,13 @@ pub(crate) struct Shared {
     pub(crate) sink: Rc<Sink>,
     /// The other chain that also gets all writes, if there is one.
     pub(crate) other: Option<OtherSide>,
+}
+
+/// The other chain as it is open on this reactor.
+#[derive(Clone)]
+pub(crate) struct OtherSide {
+    pub(crate) shared: Rc<Shared>,
+    pub(crate) ctx: Rc<dyn ReactorCtx>,
 }
 
 /// A layer's files on this reactor.

@@ -1,0 +1,8 @@
+//! What the daemon tells about itself and its disks, and what it is told: statuses, places, options.
+
+pub(crate) mod attach;
+pub(crate) mod caller;
+pub(crate) mod host_memory;
+pub(crate) mod nbd_options;
+pub(crate) mod place;
+pub(crate) mod status;
