@@ -1,9 +1,9 @@
 //! Two disks on one reactor. Whatever the guest of the one asks for, the requests of the other, one at a time, are
 //! answered soon.
 //!
-//! `RINGDISK_FAIRNESS_MS=5 cargo test --release -p ringdisk-daemon --test fairness -- --nocapture` says how much longer
-//! than beside an idle guest 99 of 100 requests may take; the default allows for a slow and busy machine. `counted` has no
-//! clock. How much work a turn of a single request may be is tested where the work is done.
+//! `RINGDISK_FAIRNESS_MS=5` is how many milliseconds longer than beside an idle guest 99 of 100 requests may take;
+//! `docs/testing.md` has the whole command. The default allows for a slow and busy machine. `counted` has no clock. How much
+//! work a turn of a single request may be is tested where the work is done.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -235,6 +235,7 @@ fn read_packed(socket: &Path, stop: &AtomicBool) {
 }
 
 #[test]
+#[ignore = "its workers need the processor: for a quiet machine"]
 fn a_guest_that_reads_compressed_clusters_does_not_hold_up_another() {
     let dir = tempfile::tempdir().unwrap();
     let Some(packed) = packed_image(dir.path()) else { return };
@@ -242,6 +243,7 @@ fn a_guest_that_reads_compressed_clusters_does_not_hold_up_another() {
 }
 
 #[test]
+#[ignore = "its workers need the processor: for a quiet machine"]
 fn a_guest_that_reads_compressed_clusters_at_an_nbd_server_does_not_hold_up_another() {
     let dir = tempfile::tempdir().unwrap();
     let Some(packed) = packed_image(dir.path()) else { return };
