@@ -188,7 +188,7 @@ struct Killing {
 impl Killing {
     fn new() -> Self {
         // Many small clusters: changes of its snapshots are those of a large image.
-        let bench = Bench::with_clusters("512");
+        let bench = Bench::with_clusters("2k");
         let server = bench.serve();
         let load = HistoryLoad { seed: 1, write_percent: 95, sectors_max: 256, ..HistoryLoad::default() };
         let guests = bench.guests_with(&load);
