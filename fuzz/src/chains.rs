@@ -1,8 +1,8 @@
-//! A device's half of a ring, split or packed, under a driver that does anything.
+//! The device's half of a ring, split or packed, with a driver that does anything.
 //!
-//! An input is what the driver does: descriptors that are right, nearly right or noise, offers, and bytes changed while
-//! requests are in flight. What must hold: no panic, no byte outside the guest's memory, no head in flight twice, and
-//! nothing after a fault.
+//! An input is a series of the driver's actions: descriptors that are right, nearly right or noise, offers, and bytes
+//! changed while requests are in flight. The checks: no panic, no byte outside the guest's memory is touched, no head
+//! is in flight twice, and nothing happens after a fault.
 
 use arbitrary::{Result, Unstructured};
 use memory::{GuestMemory, GuestRegion, IoBuf, Mapping, RegionSpec};
@@ -20,15 +20,7 @@ const TABLES: u64 = 0x4000;
 const HEADERS: u64 = 0x8000;
 const STEPS_MAX: usize = 64;
 
-const LIMITS: RequestLimits = RequestLimits {
-    discard: true,
-    write_zeroes: true,
-    secure_erase: true,
-    lifetime: true,
-    max_ranges: 4,
-    max_range_sectors: 1000,
-    max_erase_sectors: 100,
-};
+const LIMITS: RequestLimits = RequestLimits::NONE.with_ranges(4, 1000).with_erases(4, 100).with_lifetime();
 
 struct Guest {
     mapping: Arc<Mapping>,
@@ -48,7 +40,7 @@ impl Guest {
         Some(Self { memory: Arc::new(GuestMemory::new(regions).ok()?), mapping })
     }
 
-    /// Writes to the first two regions, which lie in a row here, too.
+    /// Writes to the first two regions, which are adjacent here, too.
     fn write(&self, address: u64, bytes: &[u8]) {
         if address + bytes.len() as u64 <= 2 * REGION_BYTES
             && let Some(place) = IoBuf::in_mapping(&self.mapping, address as usize, bytes.len(), Box::new(()))
@@ -58,12 +50,12 @@ impl Guest {
     }
 }
 
-/// What differs between the layouts: how a driver writes a descriptor and offers it.
+/// The part that differs between the layouts: how a driver writes a descriptor and offers it.
 struct Driver<'a> {
     guest: &'a Guest,
     packed: bool,
     size: u16,
-    /// Offers, or descriptors made available.
+    /// The number of offers so far, or of descriptors made available.
     position: u32,
 }
 
@@ -77,7 +69,7 @@ impl Driver<'_> {
         self.guest.write(at, &bytes);
     }
 
-    /// The next descriptor, made available; its link is the buffer's id.
+    /// Makes the next descriptor available; its link is the buffer's id.
     fn put_packed(&mut self, address: u64, length: u32, flags: u16, id: u16) {
         let (index, turn) = (self.position % u32::from(self.size), self.position / u32::from(self.size));
         let available = if turn.is_multiple_of(2) { 1 << 7 } else { 1 << 15 };
@@ -135,7 +127,7 @@ fn flags(u: &mut Unstructured<'_>) -> Result<u16> {
     })
 }
 
-/// A request as it should be: header, data, status.
+/// Makes a valid request: header, data, status.
 fn good_request(u: &mut Unstructured<'_>, driver: &mut Driver<'_>) -> Result<()> {
     let (kind, slot) = (u.int_in_range(0..=14)?, u.int_in_range(0..=8)?);
     let header = HEADERS + 16 * slot;
@@ -160,7 +152,7 @@ fn act(u: &mut Unstructured<'_>, driver: &mut Driver<'_>) -> Result<()> {
     let size = driver.size;
     match u.int_in_range(0..=5)? {
         0 | 1 => good_request(u, driver)?,
-        // In the ring, or in a table.
+        // A descriptor in the ring, or in a table.
         2 => {
             let (address, length, flags, link) = (address(u)?, length(u)?, flags(u)?, link(u, size)?);
             match driver.packed {
@@ -204,7 +196,7 @@ pub(crate) fn chains(u: &mut Unstructured<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Lets driver and device act in turn; returns where the ring goes on once everything has ended.
+/// Lets driver and device act in turn. Returns the position of the ring once everything has ended.
 fn serve<R: DeviceRing>(u: &mut Unstructured<'_>, mut queue: BlkQueue<R>, mut driver: Driver<'_>) -> Result<u32> {
     let mut in_flight: Vec<u16> = Vec::new();
     let mut faulted = false;
@@ -230,7 +222,7 @@ fn serve<R: DeviceRing>(u: &mut Unstructured<'_>, mut queue: BlkQueue<R>, mut dr
         if u.arbitrary()? && !in_flight.is_empty() {
             let head = in_flight.swap_remove(u.choose_index(in_flight.len())?);
             queue.complete(head, if u.arbitrary()? { Status::Ok } else { Status::IoErr });
-            // Ended already: nothing happens.
+            // The request has ended already: nothing happens.
             queue.complete(head, Status::Ok);
         }
         match u.int_in_range(0..=3)? {

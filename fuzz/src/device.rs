@@ -1,8 +1,8 @@
-//! The driver over a device that does anything, on both layouts of a ring.
+//! The driver with a device that does anything, on both layouts of a ring.
 //!
-//! An input is what the device says that it is, what is submitted, and what the device does: serve requests, use what it
-//! was not given, name what does not exist, change any byte of the shared memory, say nothing, die. What must hold: no
-//! panic, and each request ends once, with or without the device.
+//! An input describes the device's properties, the submitted requests, and the device's actions: serve requests, use
+//! descriptors that it was not given or that do not exist, change any byte of the shared memory, stay silent, die. The
+//! checks: no panic, and each request ends once, with or without the device.
 
 use arbitrary::{Result, Unstructured};
 use block::{Completion, Disk, DiskQueue, Op, OpFlags, Poller, PollerId, ReactorCtx, Task, Timers, Work};
@@ -18,28 +18,20 @@ use virtio::ring_access::{EventWish, PackedAreas, RingAreas, RingLayout, SharedW
 use virtio::{BlkQueue, DeviceRing, PackedDeviceRing, Request, RequestLimits, RingFeatures, SplitDeviceRing};
 
 const STEPS_MAX: usize = 64;
-const LIMITS: RequestLimits = RequestLimits {
-    discard: true,
-    write_zeroes: true,
-    secure_erase: true,
-    lifetime: true,
-    max_ranges: 4,
-    max_range_sectors: 1000,
-    max_erase_sectors: 100,
-};
+const LIMITS: RequestLimits = RequestLimits::NONE.with_ranges(4, 1000).with_erases(4, 100).with_lifetime();
 
-/// What the driver has said to the device so far.
+/// The messages of the driver to the device so far.
 #[derive(Default)]
 struct Told {
     link: Option<Arc<Link>>,
     features: u64,
     memory: Option<Arc<GuestMemory>>,
-    /// Where the shared memory begins, and its bytes.
+    /// The start and the length of the shared memory.
     range: (u64, u64),
     queue: Option<QueueSetup>,
 }
 
-/// The way between the two: no socket, no thread.
+/// The connection between the two: no socket, no thread.
 struct Wire {
     offered: u64,
     config: BlkConfig,
@@ -146,13 +138,13 @@ impl ReactorCtx for HandReactor {
     }
 }
 
-/// The device: one that keeps to the rules, and the bare ring to break them with.
+/// The device: a correct one, and the bare ring for breaking the rules.
 struct Device {
     good: BlkQueue<Box<dyn DeviceRing>>,
     held: Vec<u16>,
     areas: RingAreas,
     size: u16,
-    /// All that the driver shares.
+    /// All memory that the driver shares.
     words: SharedWords,
     shared_bytes: usize,
 }
@@ -217,7 +209,7 @@ impl Device {
     }
 }
 
-/// A number that is likely one of a ring.
+/// Returns a number that is likely valid for a ring of `size`.
 fn near(u: &mut Unstructured<'_>, size: u16) -> Result<u16> {
     if u.ratio(1u8, 8)? { u.arbitrary() } else { u.int_in_range(0..=size) }
 }
@@ -245,7 +237,7 @@ fn misuse_packed(u: &mut Unstructured<'_>, areas: &PackedAreas, size: u16) -> Re
     match u.int_in_range(0..=4)? {
         0 | 1 => {
             areas.set_used(index, near(u, size)?, written(u)?);
-            // Used in a turn of either kind.
+            // Used, with either wrap counter.
             areas.publish_flags(index, if u.arbitrary()? { 0x8080 } else { 0 });
         }
         2 => areas.publish_flags(index, u.arbitrary()?),
@@ -255,7 +247,7 @@ fn misuse_packed(u: &mut Unstructured<'_>, areas: &PackedAreas, size: u16) -> Re
     Ok(())
 }
 
-/// What was submitted, and how often each ended.
+/// The submitted requests, and how often each has ended.
 #[derive(Default)]
 struct Submitted {
     ends: Vec<u32>,
@@ -297,7 +289,8 @@ impl Submitted {
 }
 
 fn config(u: &mut Unstructured<'_>) -> Result<BlkConfig> {
-    let mut config = BlkConfig { capacity_sectors: 4096, seg_max: 14, blk_size_bytes: 512, ..BlkConfig::default() };
+    let mut config = BlkConfig::default();
+    (config.capacity_sectors, config.seg_max, config.blk_size_bytes) = (4096, 14, 512);
     config.max_discard_sectors = u.int_in_range(0..=64)?;
     config.max_write_zeroes_sectors = u.int_in_range(0..=64)?;
     config.writeback = u.arbitrary()?;
@@ -317,7 +310,7 @@ fn options(u: &mut Unstructured<'_>) -> Result<DriverOptions> {
     (options.memory_bytes, options.bounce_bytes) = (64 << 10, 64 << 10);
     (options.packed, options.indirect, options.event_idx) = (u.arbitrary()?, u.arbitrary()?, u.arbitrary()?);
     options.path = if u.arbitrary()? { DriverPath::Request } else { DriverPath::Bio };
-    // Nobody answers while the driver attaches.
+    // The device does not answer while the driver attaches.
     (options.without_serial, options.answer_timeout_ms) = (true, 1);
     options.without_features = features::LIFETIME;
     Ok(options)
@@ -348,7 +341,7 @@ pub(crate) fn device(u: &mut Unstructured<'_>) -> Result<()> {
         reactor.each(|poller| poller.poll());
         submitted.harvest(queue.as_mut());
     }
-    // It dies.
+    // The device dies.
     told.link.iter().for_each(|link| link.end());
     for _ in 0..3 {
         reactor.each(|poller| poller.poll());

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use testkit::{Harness, Reply, Request, SimFileOptions, SimHarness, SimStorage};
 
-/// What a guest's payload consists of: a sector full of it in a table was put there by the guest.
+/// The byte of a guest's payload: a sector of it in a table comes from the guest.
 pub(crate) const MARK: u8 = 0xa7;
 
 const NAME: &str = "image";
@@ -17,7 +17,7 @@ struct OneFile(SimStorage);
 
 impl Opener for OneFile {
     fn open(&self, name: &FileName, _role: Role) -> Result<Arc<dyn File>> {
-        // Whatever an image asks for beside itself is not there.
+        // Other files that an image names do not exist.
         let missing = || Error::new(ErrorKind::Io, format!("no file '{name}'"));
         Ok(self.0.file(&name.to_string()).ok_or_else(missing)?)
     }
@@ -27,8 +27,8 @@ impl Opener for OneFile {
     }
 }
 
-/// A file of these bytes, on a file system: what it grows by reads as zeros. So what an image that was cut off has behind
-/// the file's end stays what it was.
+/// Makes a file of these bytes that grows with zeros, as on a file system. So the missing end of an image that was cut
+/// off reads as zeros, before and after.
 pub(crate) fn storage_of(bytes: &[u8]) -> SimStorage {
     storage(bytes, true)
 }
@@ -40,7 +40,7 @@ fn storage(bytes: &[u8], grows_with_zeros: bool) -> SimStorage {
     storage
 }
 
-/// The one file of a storage.
+/// Returns the only file of a storage.
 pub(crate) fn file_of(storage: &SimStorage) -> Arc<dyn File> {
     match storage.file(NAME) {
         Some(file) => file,
@@ -57,7 +57,7 @@ pub(crate) struct Disk {
 }
 
 impl Disk {
-    /// On storage where space that nobody wrote holds anything.
+    /// Opens the image on storage where unwritten space holds anything.
     pub(crate) fn open(bytes: &[u8], read_only: bool) -> Result<Self> {
         Self::open_in(storage(bytes, false), read_only)
     }
@@ -78,7 +78,7 @@ impl Disk {
         block::Disk::info(&*self.image).size_bytes
     }
 
-    /// Submits all at once and waits for their ends.
+    /// Submits all requests at once and waits for their replies.
     pub(crate) fn ask(&mut self, requests: Vec<Request>) -> Vec<Reply> {
         let tagged = requests.into_iter().map(|request| {
             self.tags += 1;
@@ -98,7 +98,7 @@ impl Disk {
         replies
     }
 
-    /// Ends in order. A damaged image may not be able to.
+    /// Closes queue and image. A damaged image may refuse that.
     pub(crate) fn close(&mut self) {
         self.harness.close(self.queue);
         self.harness.settle();

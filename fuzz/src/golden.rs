@@ -1,4 +1,4 @@
-//! The images that mutation starts from: small, one for each thing that a parser may stumble over.
+//! The images that mutation starts from: small ones, one for each structure that parsers may fail on.
 
 use crate::disk::{Disk, MARK};
 use block::{MetaIo, OpFlags, block_on};
@@ -6,17 +6,17 @@ use format_qcow2::{CreateOptions, create};
 use std::sync::OnceLock;
 use testkit::{Request, SimFileOptions, SimStorage, stamped};
 
-/// Size of the disks that we make.
+/// The size of the disks that we make.
 const SIZE_BYTES: u64 = 96 << 10;
 
-/// Made by other programs: snapshots, both compressions.
+/// Images made by other programs: snapshots, both compressions.
 const FOREIGN: [&[u8]; 3] = [
     include_bytes!("../seeds/snapshot.qcow2"),
     include_bytes!("../seeds/zlib.qcow2"),
     include_bytes!("../seeds/zstd.qcow2"),
 ];
 
-/// All golden images.
+/// Returns all golden images.
 pub(crate) fn images() -> &'static [Vec<u8>] {
     static IMAGES: OnceLock<Vec<Vec<u8>>> = OnceLock::new();
     IMAGES.get_or_init(|| {

@@ -1,9 +1,8 @@
-//! Fuzzers for what parses images, rings and messages: outside all rooms, above all of them, linked by nobody.
+//! Fuzzers for the parsers of images, rings and messages. They are above all rooms, and nothing depends on them.
 //!
-//! For images, an input is not an image but a recipe: which golden image to start from, which fields of which tables to change, and
-//! what to ask of the result. So nearly every input gets past the magic, and a byte of it means something. What must hold
-//! whatever the image says: no panic, nothing stuck, a file that was opened only to be read is not written, and no byte
-//! that a guest writes lands in a table.
+//! For images, an input is not an image but a recipe: the golden image to start from, the fields of tables to change,
+//! and the requests to make. So nearly every input gets past the magic, and its bytes matter. The checks, whatever the
+//! image says: no panic, no hang, no write to a file that was opened for reading, and no guest data in a table.
 //!
 //! [`Target::run`] takes one input; libFuzzer (feature `libfuzzer`) or the plain loop in `src/bin/fuzz.rs` makes them.
 

@@ -1,7 +1,7 @@
-//! A vhost-user server whose peer says anything: the protocol's messages in any order, right, nearly right or noise, with
-//! descriptors of any kind, and memory that shrinks.
+//! A vhost-user server with a peer that sends anything: the protocol's messages in any order, right, nearly right or
+//! noise, with descriptors of any kind, and memory that shrinks.
 //!
-//! What must hold: no panic, and whoever comes next is served.
+//! The checks: no panic, and the next peer is served.
 
 use arbitrary::{Result, Unstructured};
 use block::{Disk, ReactorHandle};
@@ -21,16 +21,16 @@ use std::time::Duration;
 
 const STEPS_MAX: usize = 24;
 const MEMORY_BYTES: u64 = 256 << 10;
-/// Where the peer says that it has the memory.
+/// The peer's own address of its memory.
 const USER_BASE: u64 = 0x7000_0000_0000;
-/// With a loaded host's patience.
+/// Long enough for a loaded host.
 const PATIENCE: Duration = Duration::from_secs(60);
 const VERSION: u32 = 1;
 const NEED_REPLY: u32 = 1 << 3;
 const GET_FEATURES: u32 = 1;
 const KINDS_MAX: u32 = 45;
 
-/// The server of all inputs: one that is broken by one of them fails the next.
+/// The server for all inputs: if one of them breaks it, the next one fails.
 struct Server {
     socket: PathBuf,
     _export: Export,
@@ -52,7 +52,7 @@ impl Server {
     }
 }
 
-/// The peer, and what it passes.
+/// The peer, and the objects whose descriptors it passes.
 struct Peer {
     stream: UnixStream,
     memory: OwnedFd,
@@ -64,7 +64,7 @@ impl Peer {
     fn connect(server: &Server) -> Option<Self> {
         let stream = UnixStream::connect(&server.socket).ok()?;
         stream.set_read_timeout(Some(PATIENCE)).ok()?;
-        // What the server does not take in time is not sent.
+        // Bytes that the server does not take in time are not sent.
         stream.set_write_timeout(Some(Duration::from_millis(100))).ok()?;
         let memory = memfd_create(c"fuzz", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).ok()?;
         ftruncate(&memory, MEMORY_BYTES).ok()?;
@@ -73,7 +73,7 @@ impl Peer {
         Some(Self { stream, memory, event, other_end })
     }
 
-    /// Whatever becomes of it: a server may have ended the session.
+    /// Ignores errors: a server may have ended the session.
     fn send(&self, kind: u32, flags: u32, payload: &[u8], fds: &[Passed]) {
         let length = u32::try_from(payload.len()).unwrap_or(u32::MAX);
         self.send_as(kind, flags, length, payload, fds);
@@ -113,12 +113,12 @@ fn words(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_ne_bytes()).collect()
 }
 
-/// Two halves of eight bytes.
+/// Joins two halves of eight bytes.
 fn pair(low: u32, high: u32) -> u64 {
     u64::from(low) | u64::from(high) << 32
 }
 
-/// What a monitor says until its ring runs.
+/// Sends the messages of a monitor up to the start of its ring.
 fn begin(u: &mut Unstructured<'_>, peer: &Peer) -> Result<()> {
     let features = 1 << 32 | 1 << 30 | u.int_in_range(0..=1u64)? << 34 | u.int_in_range(0..=1u64)? << 29;
     let flags = VERSION;
@@ -150,7 +150,7 @@ fn number(u: &mut Unstructured<'_>) -> Result<u64> {
     })
 }
 
-/// How many words the message has where it is right.
+/// Returns the number of words in a valid message of this kind.
 fn usual_words(kind: u32) -> usize {
     match kind {
         1 | 3 | 4 | 15 | 17 | 34 | 36 | 40 => 0,
@@ -218,7 +218,7 @@ fn talk(u: &mut Unstructured<'_>, peer: &mut Peer) -> Result<()> {
     Ok(())
 }
 
-/// Somebody new asks what the device offers.
+/// Checks that a new peer can ask for the device's features.
 fn assert_serves(server: &Server) {
     let Some(mut peer) = Peer::connect(server) else { panic!("nobody listens any more") };
     peer.send(GET_FEATURES, VERSION, &[], &[]);

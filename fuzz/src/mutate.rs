@@ -1,14 +1,14 @@
-//! Damage with a purpose: fields of the header, entries of tables, values that mean something there.
+//! Targeted damage: fields of the header, entries of tables, and values that have a meaning there.
 
 use arbitrary::{Result, Unstructured};
 use std::ops::Range;
 
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 const COPIED: u64 = 1 << 63;
-/// Changes to one image at most.
+/// The most changes to one image.
 const CHANGES_MAX: usize = 12;
 
-/// Where the tables of an image lie, as far as its header can be believed.
+/// The places of an image's tables, as far as its header is valid.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct Tables {
     pub(crate) header: Range<usize>,
@@ -38,7 +38,7 @@ impl Tables {
         };
         let l1 = range(word(bytes, 40), (half(bytes, 36) * 8).min(1 << 20));
         let refcount_table = range(word(bytes, 48), (half(bytes, 56) * cluster).min(1 << 20));
-        // An entry that breaks the specification leads to no table.
+        // An invalid entry names no table.
         let named = |table: &Range<usize>, flags: u64| {
             let raw =
                 table.clone().step_by(8).map(|at| word(bytes, at)).filter(|raw| raw & !(OFFSET_MASK | flags) == 0);
@@ -56,7 +56,7 @@ impl Tables {
         }
     }
 
-    /// Tables that the active disk and the refcounts need.
+    /// Returns all tables of the active disk and of the refcounts.
     pub(crate) fn all(&self) -> impl Iterator<Item = &Range<usize>> {
         [&self.header, &self.l1, &self.refcount_table].into_iter().chain(&self.l2).chain(&self.blocks)
     }
@@ -82,7 +82,7 @@ impl Tables {
         })
     }
 
-    /// A word that a table may hold: an offset of something, with flags.
+    /// Makes a word that a table may hold: an offset of something, with flags.
     fn entry(&self, u: &mut Unstructured<'_>, length: usize) -> Result<u64> {
         let offset = match u.int_in_range(0..=5)? {
             0 => 0,
@@ -97,7 +97,7 @@ impl Tables {
     }
 }
 
-/// Changes an image as the input says.
+/// Changes an image according to the input.
 pub(crate) fn damage(bytes: &mut Vec<u8>, u: &mut Unstructured<'_>) -> Result<()> {
     let tables = Tables::of(bytes);
     for _ in 0..u.int_in_range(0..=CHANGES_MAX)? {

@@ -1,7 +1,8 @@
-//! Scratch overlays that are kept: an index that was damaged, over data and an image of which every page is known.
+//! Kept scratch overlays: a damaged index over data and an image whose pages are all known.
 //!
-//! Whatever the index says, what a guest reads is a page of the image, a page of the data, zeros, or what it wrote; or the
-//! read fails. The image below is never written, and nothing is where only reading was asked for.
+//! The checks, whatever the index says: a guest reads a page of the image, a page of the data, zeros, or its own
+//! writes; or the read fails. The image below is never written, and nothing is written if the overlay was opened for
+//! reading.
 
 use crate::disk::MARK;
 use arbitrary::{Result, Unstructured};
@@ -15,13 +16,13 @@ const BASE: &str = "base";
 const INDEX: &str = "disk.scratch";
 const DATA: &str = "disk.scratch.data";
 const PAGE: usize = 4096;
-/// Two parts of the disk: one with a table, and a piece of one that is zero as a whole.
+/// Two parts of the disk: one with a table, and a piece of one that is wholly zero.
 const SIZE: u64 = (4 << 20) + (64 << 10);
 /// No index makes a file longer than this.
 const FILE_BYTES_MAX: u64 = 8 << 20;
 /// Pages of the index: the header, zero parts, owners, and a table.
 const PAGES: usize = 4;
-/// What the overlay has of its data, and some that it does not have.
+/// The data of the overlay, and some beyond.
 const DATA_BYTES: usize = 16 * PAGE;
 const CHANGES_MAX: usize = 8;
 const REQUESTS_MAX: usize = 12;
@@ -49,7 +50,7 @@ impl Opener for Files {
     }
 }
 
-/// A page of which every byte says where it is from: `kind` in the first half, the number all over.
+/// Makes a page whose bytes name their place: `kind` in the first half, the number everywhere.
 fn known(kind: u8, number: usize) -> Vec<u8> {
     let mut page = vec![kind; PAGE];
     for word in page.chunks_exact_mut(8) {
@@ -97,7 +98,7 @@ impl Disk {
         }
     }
 
-    /// Ends in order. A damaged overlay may not be able to.
+    /// Closes queue and overlay. A damaged overlay may refuse that.
     fn close(mut self) {
         self.harness.close(self.queue);
         self.harness.settle();
@@ -168,7 +169,7 @@ fn damaged(golden: &Golden, u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
     for _ in 0..u.int_in_range(0..=CHANGES_MAX)? {
         let page = u.int_in_range(0..=PAGES)?.min(PAGES - 1);
         let inside = match page {
-            // The fields of the header, or its names.
+            // Fields of the header, or its names.
             0 if u.ratio(3u8, 4u8)? => u.int_in_range(0..=10)?,
             0 => u.int_in_range(128..=140)?,
             _ if u.ratio(3u8, 4u8)? => u.int_in_range(0..=16)?,
@@ -191,7 +192,7 @@ fn damaged(golden: &Golden, u: &mut Unstructured<'_>) -> Result<Vec<u8>> {
     Ok(index)
 }
 
-/// Checks what a read of whole pages gave. What was written to a page before, it shows.
+/// Checks the result of reading whole pages. Pages written before must have the written data.
 fn check(golden: &Golden, first: u64, bytes: &[u8], written: &[u64]) {
     for (page, bytes) in (first..).zip(bytes.chunks_exact(PAGE)) {
         let is_mark = bytes.iter().all(|byte| *byte == MARK);
@@ -239,7 +240,7 @@ fn use_it(mut disk: Disk, golden: &Golden, read_only: bool, u: &mut Unstructured
     let pages = disk.image.info().size_bytes / PAGE as u64;
     let mut written = Vec::new();
     for _ in 0..u.int_in_range(1..=REQUESTS_MAX)? {
-        // Near what the golden overlay has: the first pages of each part, and the last ones of the first.
+        // Near the pages of the golden overlay: the first pages of each part, and the last ones of the first.
         let part = *u.choose(&[0, 0, 0, 1016, 1024])?;
         let first = (part + u.int_in_range(0..=12u64)?).min(pages.saturating_sub(1));
         let count = u.int_in_range(1..=6u64)?.min(pages.saturating_sub(first));
@@ -250,7 +251,7 @@ fn use_it(mut disk: Disk, golden: &Golden, read_only: bool, u: &mut Unstructured
                 written.retain(|page| !(first..first + count).contains(page));
                 match ended.result {
                     Ok(()) => written.extend(first..first + count),
-                    // Half of it may be there.
+                    // Half of it may be written.
                     Err(_) => break,
                 }
             }

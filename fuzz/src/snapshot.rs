@@ -8,7 +8,7 @@ use image::{Edit, Format, NewSnapshot, SnapshotName};
 use testkit::{Request, SimStorage};
 
 const STEPS_MAX: usize = 5;
-/// A table can claim a great deal; whoever watches may stop it.
+/// The most reports before a check is stopped: tables can claim very much.
 const TOLD_MAX: u32 = 10_000;
 const READ_BYTES: usize = 96 << 10;
 
@@ -21,7 +21,7 @@ pub(crate) fn snapshot(bytes: &[u8], u: &mut Unstructured<'_>) -> Result<()> {
 }
 
 fn edit(u: &mut Unstructured<'_>) -> Result<Edit> {
-    // Those of the golden image, and those that are taken here.
+    // Snapshots of the golden image, and those that are taken here.
     let which = |u: &mut Unstructured<'_>| Ok(SnapshotName::Any((*u.choose(&["1", "2", "3", "new", ""])?).to_owned()));
     Ok(match u.int_in_range(0..=2)? {
         0 => Edit::CreateSnapshot(NewSnapshot::new("new".to_owned()).with(|options| {
@@ -64,14 +64,14 @@ fn step(storage: &SimStorage, edit: &Edit) {
     }
 }
 
-/// The image in a file that is as long as it became: what was counted behind the file's end was no leak before.
+/// Extends the image's file: references behind the file's end were no leaks before.
 fn longer(bytes: &[u8], length: usize) -> SimStorage {
     let mut bytes = bytes.to_vec();
     bytes.resize(bytes.len().max(length), 0);
     storage_of(&bytes)
 }
 
-/// Whether a check finds nothing.
+/// Whether a check finds no error.
 pub(crate) fn is_clean(storage: &SimStorage) -> bool {
     let mut told = 0;
     let mut watch = |_| {
@@ -82,18 +82,18 @@ pub(crate) fn is_clean(storage: &SimStorage) -> bool {
     report.is_ok_and(|report| (report.corruptions, report.leaks, report.check_errors) == (0, 0, 0))
 }
 
-/// Whether an image says that its refcounts are stale: who is about to write repairs them.
+/// Whether an image says that its refcounts are stale: the next writer repairs them.
 pub(crate) fn is_dirty(bytes: &[u8]) -> bool {
     bytes.get(7) == Some(&3) && bytes.get(79).is_some_and(|byte| byte & 1 != 0)
 }
 
-/// How many snapshots there are.
+/// Returns the number of snapshots.
 fn list(storage: &SimStorage) -> Option<usize> {
     let found = image::inspect("image", &file_of(storage), Some(Format::Qcow2));
     found.ok().map(|description| description.snapshots.len())
 }
 
-/// What the guest reads at the start of its disk.
+/// Returns the data that the guest reads at the start of its disk.
 fn contents(bytes: &[u8]) -> Option<Vec<(IoResult, Vec<u8>)>> {
     let mut disk = Disk::open(bytes, true).ok()?;
     let length = usize::try_from(disk.size_bytes()).map_or(READ_BYTES, |size| size.min(READ_BYTES));

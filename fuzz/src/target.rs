@@ -1,4 +1,4 @@
-//! What is asked of a damaged image, and what must hold. Rings are in `chains` and `device`, the wire in `messages`.
+//! The requests to a damaged image, and the checks. Rings are in `chains` and `device`, the wire in `messages`.
 
 use crate::disk::{Disk, MARK, file_of, storage_of};
 use crate::golden;
@@ -10,11 +10,11 @@ use image::{CheckEvent, Format, Repair};
 use std::ops::Range;
 use testkit::Request;
 
-/// Requests of one input at most.
+/// The most requests of one input.
 const REQUESTS_MAX: usize = 24;
 const REQUEST_BYTES_MAX: u64 = 20 << 10;
 
-/// What is fuzzed.
+/// A part of the program that is fuzzed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Target {
     /// Opening an image, for reading and for writing.
@@ -31,15 +31,15 @@ pub enum Target {
     Scratch,
     /// Descriptor chains of a ring, split or packed.
     Chains,
-    /// The driver, over a device that does anything.
+    /// The driver, with a device that does anything.
     Device,
-    /// A vhost-user server, over a peer that says anything.
+    /// A vhost-user server, with a peer that sends anything.
     Messages,
-    /// A control socket, with clients that say anything.
+    /// A control socket, with clients that send anything.
     Control,
-    /// An NBD server's handshake, with a client that says anything.
+    /// An NBD server's handshake, with a client that sends anything.
     NbdServer,
-    /// What an NBD client reads.
+    /// The replies that an NBD client reads.
     NbdClient,
     /// An NBD server with a disk, with a client that asks for anything.
     NbdRequests,
@@ -48,7 +48,7 @@ pub enum Target {
 }
 
 impl Target {
-    /// All of them.
+    /// All targets.
     pub const ALL: [Self; 14] = [
         Self::Open,
         Self::Read,
@@ -66,7 +66,7 @@ impl Target {
         Self::NbdAnswers,
     ];
 
-    /// Its name on a command line.
+    /// Returns the target's name on a command line.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -87,19 +87,19 @@ impl Target {
         }
     }
 
-    /// The target of this name.
+    /// Finds a target by its name.
     #[must_use]
     pub fn of_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|target| target.name() == name)
     }
 
-    /// Runs one input. Inputs that are too short mean zeros for the rest.
+    /// Runs one input. If it is too short, the rest counts as zeros.
     ///
     /// # Panics
     /// If something is wrong with the code under test.
     pub fn run(self, input: &[u8]) {
         let mut u = Unstructured::new(input);
-        // What cannot be read from the input ends it; the code under test has no part in that.
+        // An error only says that the input is used up; it does not come from the code under test.
         let _ = self.try_run(&mut u);
     }
 
@@ -142,7 +142,7 @@ fn open(bytes: &[u8]) {
         let after = storage.bytes("image");
         match (repairs, is_open) {
             (true, true) => assert!(is_clean(&storage), "what was left dirty was opened and not repaired"),
-            // Where nothing leads to, something may have been written before there was no more room.
+            // The repair may have written to unused space before it ran out of room.
             (true, false) => {
                 let same = |table: &Range<usize>| bytes.get(table.clone()) == after.get(table.clone());
                 assert!(Tables::of(bytes).all().all(same), "a repair that was given up has changed a table");
@@ -154,7 +154,7 @@ fn open(bytes: &[u8]) {
     drop(image::inspect("image", &file_of(&storage), None));
 }
 
-/// An offset and a length, in sectors, near what there is.
+/// Makes an offset and a length, in sectors, near the existing data.
 fn range(u: &mut Unstructured<'_>, size_bytes: u64) -> Result<(u64, u64)> {
     // A mutated header may say that the disk is huge.
     let near = if u.ratio(7u8, 8)? { size_bytes.min(128 << 10) } else { size_bytes };
@@ -186,7 +186,7 @@ fn request(u: &mut Unstructured<'_>, size_bytes: u64) -> Result<Request> {
 
 fn write(bytes: &[u8], u: &mut Unstructured<'_>) -> Result<()> {
     let Ok(mut disk) = Disk::open(bytes, false) else { return Ok(()) };
-    // It may have been repaired.
+    // Opening may have repaired the image.
     let before = disk.bytes();
     let mut tables = Tables::of(&before).into_all();
     for _ in 0..u.int_in_range(1..=REQUESTS_MAX / 3)? {
@@ -200,8 +200,8 @@ fn write(bytes: &[u8], u: &mut Unstructured<'_>) -> Result<()> {
     Ok(())
 }
 
-/// No table of `before` that the file still leads to holds the guest's data. One that has moved is watched no longer: its
-/// place may be given to data.
+/// Checks that no table of `before` that the file still uses holds the guest's data. Tables that have moved are no
+/// longer watched: their place may be given to data.
 fn assert_no_data_in(tables: &mut Vec<Range<usize>>, before: &[u8], after: &[u8]) {
     let used = Tables::of(after).into_all();
     tables.retain(|table| used.contains(table));
@@ -217,7 +217,7 @@ fn assert_no_data_in(tables: &mut Vec<Range<usize>>, before: &[u8], after: &[u8]
 fn check(bytes: &[u8]) {
     let storage = storage_of(bytes);
     let file = file_of(&storage);
-    // A table can claim a great deal; whoever watches may stop it.
+    // The check is stopped after some reports: tables can claim very much.
     let mut events = 0u32;
     drop(image::check("image", &file, Some(Format::Qcow2), None, &mut |event| {
         events += u32::from(matches!(event, CheckEvent::Finding(_)));
@@ -225,7 +225,7 @@ fn check(bytes: &[u8]) {
     }));
     assert!(storage.bytes("image") == bytes, "checking has changed the file");
     let repair = || image::check("image", &file, Some(Format::Qcow2), Some(Repair::All), &mut |_| true);
-    // What says that all is well has left nothing to do.
+    // If a repair reports that all is well, a second one must find nothing to do.
     if let Ok(first) = repair()
         && (first.corruptions, first.leaks, first.check_errors) == (0, 0, 0)
     {

@@ -13,10 +13,7 @@ struct Room {
 const ROOMS: &[Room] = &[
     Room { name: "save", below: &["control", "image", "block"] },
     Room { name: "control", below: &["daemon", "drive", "export-vhost-user", "image", "block"] },
-    Room {
-        name: "daemon",
-        below: &["drive", "export-vhost-user", "export-nbd", "image", "format-qcow2", "engine", "block"],
-    },
+    Room { name: "daemon", below: &["drive", "export-vhost-user", "export-nbd", "image", "engine", "block"] },
     Room { name: "guestlab", below: &[] },
     Room { name: "disk", below: &["drive", "image", "engine", "block"] },
     Room { name: "drive", below: &["driver", "image", "engine", "file-nbd", "file-http", "file-rbd", "block"] },

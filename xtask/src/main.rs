@@ -12,6 +12,7 @@ mod counts;
 mod documents;
 mod file_circles;
 mod folder_arrows;
+mod format_names;
 mod mutants;
 mod packages;
 mod packaging;

@@ -1,6 +1,6 @@
 //! Rules of the project that no compiler checks.
 
-use crate::workspace;
+use crate::{format_names, workspace};
 use anyhow::Result;
 use std::path::Path;
 
@@ -62,6 +62,9 @@ const ORDINALS: &[&str] = &[
     "twentieth",
 ];
 
+/// Ends of the names of structs that gain fields in time.
+const OPTION_STRUCTS: &[&str] = &["Options", "Limits", "Setup", "Config", "Rates"];
+
 /// Where every third-party crate comes from.
 const CRATES_IO: &str = "registry+https://github.com/rust-lang/crates.io-index";
 
@@ -72,6 +75,7 @@ pub(crate) fn check() -> Result<Vec<String>> {
     for (path, text) in &texts {
         complaints.extend(check_file(path, text));
     }
+    complaints.extend(format_names::check(&texts));
     Ok(complaints)
 }
 
@@ -83,6 +87,7 @@ fn check_file(path: &Path, text: &str) -> Vec<String> {
         complaints.extend(check_crate_root(&name, text));
         complaints.extend(check_unsafe(&name, text));
         complaints.extend(check_thread_local(&name, text));
+        complaints.extend(check_option_structs(&name, text));
     }
     if name == "Cargo.lock" {
         complaints.extend(check_sources(text));
@@ -142,6 +147,33 @@ fn check_unsafe(name: &str, text: &str) -> Option<String> {
 fn check_thread_local(name: &str, text: &str) -> Option<String> {
     let word = SHARED_WORDS.iter().find(|word| text.contains(**word))?;
     THREAD_LOCAL_FILES.contains(&name).then(|| format!("{name}: '{word}' where nothing is shared between threads"))
+}
+
+/// Complains about public structs of options that other programs can build field by field: the next field would break
+/// those programs.
+fn check_option_structs(name: &str, text: &str) -> Vec<String> {
+    if !name.starts_with("crates/") || !name.contains("/src/") || name.starts_with("crates/testkit/") {
+        return Vec::new();
+    }
+    let lines: Vec<&str> = text.lines().collect();
+    let mut complaints = Vec::new();
+    for (index, line) in lines.iter().enumerate() {
+        let Some(rest) = line.strip_prefix("pub struct ").filter(|_| line.ends_with('{')) else { continue };
+        let title = rest.split(|letter: char| !letter.is_alphanumeric()).next().unwrap_or(rest);
+        let has_public_fields =
+            lines[index + 1..].iter().take_while(|line| **line != "}").any(|line| line.starts_with("    pub "));
+        if !has_public_fields || !OPTION_STRUCTS.iter().any(|end| title.ends_with(end)) {
+            continue;
+        }
+        let mut above = lines[..index].iter().rev().take_while(|line| !line.is_empty());
+        if !above.any(|line| *line == "#[non_exhaustive]") {
+            complaints.push(format!(
+                "{name}:{}: {title} may gain fields: make it #[non_exhaustive], with a constructor or Default",
+                index + 1
+            ));
+        }
+    }
+    complaints
 }
 
 fn check_sources(lock: &str) -> Vec<String> {
@@ -240,6 +272,23 @@ mod tests {
         assert!(check_thread_local("crates/memory/src/pool/depot.rs", text).is_none());
         assert!(check_thread_local(THREAD_LOCAL_FILES[0], "use super::magazine::Magazine;").is_none());
         assert!(THREAD_LOCAL_FILES.iter().all(|file| crate::workspace::root().join(file).exists()));
+    }
+
+    #[test]
+    fn options_that_others_build_field_by_field_are_found() {
+        let of = |attributes: &str, body: &str| {
+            let text = format!("use x;\n\n/// What to do.\n{attributes}{body}\n    pub speed: u32,\n}}\n");
+            check_option_structs("crates/image/src/a.rs", &text)
+        };
+        let found = of("#[derive(Debug)]\n", "pub struct CopyOptions<T> {");
+        assert_eq!(found.len(), 1);
+        assert!(found[0].starts_with("crates/image/src/a.rs:5: CopyOptions "), "{found:?}");
+        assert!(of("#[derive(Debug)]\n#[non_exhaustive]\n", "pub struct CopyOptions {").is_empty());
+        assert!(of("", "pub struct CopyResult {").is_empty());
+        assert!(of("", "struct CopyOptions {").is_empty());
+        assert!(check_option_structs("crates/a/src/a.rs", "pub struct Options {\n    a: u8,\n}\n").is_empty());
+        assert!(check_option_structs("crates/a/src/a.rs", "pub struct Options(Vec<u8>);\n    pub a\n").is_empty());
+        assert!(check_option_structs("crates/a/tests/a.rs", "pub struct Options {\n    pub a: u8,\n}\n").is_empty());
     }
 
     #[test]

@@ -42,10 +42,10 @@ const NIEN: u8 = 0x02;
 const SRST: u8 = 0x04;
 const HOB: u8 = 0x80;
 
-/// The value that is read without a drive: nobody drives the lines, and a resistor keeps BSY low.
+/// The value without a drive: nothing drives the lines, and a resistor keeps BSY low.
 const NOBODY: u8 = 0x7f;
 
-/// Two drives, or one, or none, at one set of ports.
+/// Up to two drives at one set of ports.
 ///
 /// Both drives see all writes of registers. The drive that the Device register selects executes commands, moves data
 /// and drives the interrupt line. A first drive that is alone answers for the second with a status of zero.
@@ -206,7 +206,7 @@ impl Channel {
             return;
         }
         if number == command::DIAGNOSTIC {
-            // Both drives execute it, and the first answers.
+            // Both drives execute the command, and the first answers.
             self.recall(link);
             self.all().for_each(Drive::diagnose);
             self.chosen = 0;

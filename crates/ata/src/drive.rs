@@ -149,7 +149,7 @@ impl Drive {
         }
     }
 
-    /// Goes on after the whole window has moved.
+    /// Goes on after all of a window has moved.
     pub(crate) fn window_ended(&mut self, window: Window) {
         self.buffer.put_back(window);
         self.status = READY;

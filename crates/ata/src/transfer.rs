@@ -106,7 +106,7 @@ impl Buffer {
     }
 }
 
-/// Returns the bytes of so many sectors; for transfers, never more than the buffer.
+/// Returns the size of `sectors` in bytes; for transfers, never more than the buffer.
 pub(crate) fn bytes_of(sectors: u64) -> usize {
     usize::try_from(sectors).unwrap_or(usize::MAX).saturating_mul(SECTOR)
 }

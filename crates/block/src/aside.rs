@@ -6,7 +6,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-/// Something to compute on another thread. It is dropped without being run if no thread is left to run it.
+/// A computation for another thread. It is dropped without being run if no thread is left to run it.
 pub type Work = Box<dyn FnOnce() + Send>;
 
 #[derive(Debug)]

@@ -1,4 +1,4 @@
-//! What lies where in a disk, for tools, jobs and exports.
+//! The status of a disk's ranges, for tools, jobs and exports.
 
 use crate::Result;
 use std::ops::Range;
@@ -9,10 +9,10 @@ use std::ops::Range;
 pub struct StatusQuery {
     /// First byte.
     pub offset: u64,
-    /// Bytes. What is behind the end of the disk is left out.
+    /// The length in bytes. Bytes behind the end of the disk are left out.
     pub length_bytes: u64,
-    /// How many layers are asked, from the top. What they leave to the layers below is neither present nor zero nor
-    /// data. A disk without layers counts as one.
+    /// The number of layers to ask, from the top. Bytes that they leave to the layers below are neither present nor
+    /// zero nor data. A disk without layers counts as one layer.
     pub layers: usize,
     /// Set by callers that count granules of this size with any data in them. Bytes behind data may then count as data
     /// up to the granule's end, and long runs come in pieces. This is cheaper if files lie in memory.
@@ -60,11 +60,11 @@ impl StatusQuery {
 pub struct Run {
     /// First byte of the disk.
     pub start: u64,
-    /// Bytes, at least 1.
+    /// The length in bytes, at least 1.
     pub length_bytes: u64,
-    /// The layer that decides what the bytes are; 0 is the top.
+    /// The layer that holds the status of the bytes; 0 is the top.
     pub depth: usize,
-    /// That layer itself says something about them. If false, no layer in the chain does.
+    /// That layer itself has an entry for them. If false, no layer in the chain has one.
     pub present: bool,
     /// The bytes read as zeros.
     pub zero: bool,
@@ -84,13 +84,13 @@ impl Run {
         Self { start, length_bytes, depth, present: true, zero: false, data: true, compressed: false, offset }
     }
 
-    /// Makes a run of bytes that no layer says anything about. They read as zeros.
+    /// Makes a run of bytes for which no layer has an entry. They read as zeros.
     #[must_use]
     pub fn of_nothing(start: u64, length_bytes: u64) -> Self {
         Self { present: false, zero: true, data: false, ..Self::of_data(start, length_bytes) }
     }
 
-    /// Whether the bytes must be read to know them.
+    /// Whether the bytes must be read to learn their contents.
     #[must_use]
     pub fn takes_read(&self) -> bool {
         self.data && !self.zero
@@ -103,5 +103,5 @@ impl Run {
     }
 }
 
-/// Runs of a disk, in order and without gaps. An error ends them: nothing is known of what follows the last run.
+/// Runs of a disk, in order and without gaps. An error ends them: the status behind the last run is unknown.
 pub type Runs<'a> = Box<dyn Iterator<Item = Result<Run>> + 'a>;

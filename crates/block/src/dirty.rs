@@ -1,9 +1,9 @@
-//! Dirty bitmaps: what was written to a disk since some moment.
+//! Dirty bitmaps: the parts of a disk that were written since some moment.
 
 use crate::Result;
 use std::ops::Range;
 
-/// Keeps bitmaps of what is written to a disk, each under a name.
+/// A set of named bitmaps of a disk's written parts.
 pub trait DirtyBitmaps: Send + Sync {
     /// Returns a copy of a bitmap. Fails if there is none of that name, or its bits mean nothing. Blocks while tables
     /// are read.
@@ -16,7 +16,7 @@ pub trait DirtyBitmaps: Send + Sync {
 pub struct DirtyMap {
     /// Bytes for each bit, as a power of two.
     pub granularity_bits: u8,
-    /// Bytes of the disk that the bits cover. What lies behind was added later, and counts as written.
+    /// The bytes of the disk that the bits cover. Bytes behind them were added later, and count as written.
     pub size_bytes: u64,
     /// The bits.
     pub bits: Vec<u8>,

@@ -15,11 +15,11 @@ pub struct Topology {
     pub minimum_io_bytes: u32,
     /// Best I/O size.
     pub optimal_io_bytes: u32,
-    /// Where the first physical block begins.
+    /// The offset of the first physical block.
     pub alignment_offset_bytes: u32,
 }
 
-/// How worn a disk is, as JEDEC's eMMC registers say it; zero if not known (virtio 1.2, 5.2.6).
+/// The wear of a disk, as in JEDEC's eMMC registers; zero if not known (virtio 1.2, 5.2.6).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Lifetime {
     /// Reserved blocks that are left: 1 is normal, 2 a warning, 3 urgent.
@@ -52,7 +52,7 @@ pub struct DiskInfo {
     pub discard_granularity_bytes: u32,
     /// Whether write-zeroes is served. True for all disks but read-only ones.
     pub write_zeroes: bool,
-    /// What `GET_ID` answers, at most 20 bytes; empty if there is none.
+    /// The answer to `GET_ID`, at most 20 bytes; empty if there is none.
     pub serial: String,
 }
 
@@ -83,13 +83,13 @@ pub trait Disk: Send + Sync {
         let _ = volatile;
     }
 
-    /// Returns how worn the storage is at this moment, if it says so. It may wait, so reactors do not call it.
+    /// Returns the present wear of the storage, if it is known. It may wait, so reactors do not call it.
     fn lifetime(&self) -> Option<Lifetime> {
         None
     }
 
-    /// Whether a write overwrites old data where they lie, so that nothing of them stays. This may change while the
-    /// disk is served.
+    /// Whether a write overwrites old data in place, so that none of them stay. This may change while the disk is
+    /// served.
     fn overwrites_in_place(&self) -> bool {
         false
     }
@@ -100,26 +100,26 @@ pub trait Disk: Send + Sync {
         false
     }
 
-    /// Says what lies where in a range. A disk that cannot tell says that all of it is data.
+    /// Returns the status of a range. A disk without such knowledge reports all of it as data.
     ///
     /// Blocks while tables are read, and may need a reactor to go on. So only threads of jobs and sessions may call it.
-    /// What is written meanwhile may show or not. Neighbouring runs may be alike.
+    /// Concurrent writes may show or not. Neighbouring runs may be alike.
     fn block_status(&self, query: &StatusQuery) -> Result<Runs<'_>> {
         Ok(query.answered_with(self.info().size_bytes, Run::of_data))
     }
 
-    /// Maps a range where it lies in the host's memory, for any thread. `None` means that it does not lie there: it is
-    /// compressed, for example, or remote. A read delivers it then, or says what is wrong with the range.
+    /// Maps the bytes of a range in the host's memory, for any thread. `None` means that they are not there: they are
+    /// compressed, for example, or remote. A read delivers them then, or fails with the reason.
     ///
     /// This does not wait, but an access to the mapped bytes may, for a page that the host reads first. So reactors use
-    /// it only if all lies in memory. A map ends with an error if the disk's layers or its file change. A new map, or a
+    /// it only for files in memory. A map ends with an error if the disk's layers or its file change. A new map, or a
     /// read, then gives the new state.
     fn map_read(&self, offset: u64, length_bytes: usize) -> Option<ReadMap> {
         let _ = (offset, length_bytes);
         None
     }
 
-    /// Provides space for the new bytes of a range. It is all zeros at first, and nobody sees it before
+    /// Provides space for the new bytes of a range. It is all zeros at first, and invisible before
     /// [`DiskQueue::submit_map`]. After `None`, use [`WriteMap::in_memory`]. Does not wait, and reads nothing from the
     /// disk.
     fn map_write(&self, offset: u64, length_bytes: usize) -> Option<WriteMap> {
@@ -138,8 +138,8 @@ pub trait Disk: Send + Sync {
 
 /// The data plane of a disk on one thread.
 ///
-/// Dropping a queue with requests in flight is allowed. What was pushed to the storage still happens, and its memory
-/// stays alive until then. No completion is delivered.
+/// Dropping a queue with requests in flight is allowed. Requests that were pushed to the storage still happen, and
+/// their memory stays alive until then. No completion is delivered.
 pub trait DiskQueue {
     /// Takes one request. This only pushes: nothing waits, and nothing reaches the kernel before the reactor's next
     /// submit. An engine with resident data may complete the request at once. The completion comes through
@@ -160,9 +160,9 @@ pub trait DiskQueue {
     /// Returns how many requests are submitted and not yet harvested.
     fn in_flight(&self) -> usize;
 
-    /// Appends what is known of how requests spent their time, also of those that the last harvest completed. Call it
-    /// after each harvest, before their tags are used again. Requests that it does not name spent their time in the
-    /// engine. A filter passes the call on.
+    /// Appends the known times of requests, including those that the last harvest completed. Call it after each
+    /// harvest, before their tags are used again. Requests that it does not name spent their time in the engine. A
+    /// filter passes the call on.
     fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
         let _ = timings;
     }

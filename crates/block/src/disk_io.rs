@@ -47,7 +47,7 @@ impl DiskIo {
         self.submitted(|queue, tag| queue.submit_map(tag, map)).await
     }
 
-    /// Waits for what `submit` submits, if it does.
+    /// Awaits the operation that `submit` submits; returns its error if it submits none.
     async fn submitted(&self, submit: impl FnOnce(&mut dyn DiskQueue, Tag) -> IoResult) -> IoResult {
         let waiter = Waiter::new();
         let tag = {

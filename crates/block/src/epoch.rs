@@ -1,5 +1,5 @@
-//! When a freed host cluster may be used again: only after every operation that was resolved before the free has
-//! completed, on every queue. Otherwise a write in flight lands in a stranger's data.
+//! Decides when a freed host cluster may be used again: only after every operation that was resolved before the free
+//! has completed, on every queue. Otherwise a write in flight would land in other data.
 //!
 //! Each queue is a [`Participant`] and publishes the epoch of its oldest operation in flight. Retiring a cluster
 //! advances the image's epoch and notes the old one. The cluster is safe once no queue publishes that epoch or an older
@@ -25,7 +25,7 @@ pub struct Epochs {
     now: AtomicU64,
     participants: Mutex<Vec<Weak<Published>>>,
     pins: Arc<Mutex<Pins>>,
-    /// How often [`Epochs::overrule`] was called, or [`CLOSED`].
+    /// The number of calls of [`Epochs::overrule`], or [`CLOSED`].
     overruled: Arc<AtomicU64>,
 }
 
@@ -35,7 +35,7 @@ const CLOSED: u64 = u64::MAX;
 #[derive(Debug, Default)]
 struct Pins(VecDeque<(u64, usize)>);
 
-/// A place in the epochs for something that is no queue and is used once: it allocates nothing. See [`Epochs::pin`].
+/// A place in the epochs for a user that is no queue. It serves once, and allocates nothing. See [`Epochs::pin`].
 #[derive(Debug)]
 pub struct EpochPin {
     pins: Arc<Mutex<Pins>>,
@@ -64,7 +64,7 @@ pub struct Promise {
 }
 
 impl Promise {
-    /// Whether what the operation has read so far is right: its space was not used again.
+    /// Whether everything that the operation has read so far is right: its space was not used again.
     pub fn is_kept(&self) -> bool {
         fence(Ordering::SeqCst);
         self.overruled.load(Ordering::SeqCst) == self.given
@@ -111,7 +111,7 @@ impl Epochs {
         (given != CLOSED).then(|| Promise { given, overruled: Arc::clone(&self.overruled) })
     }
 
-    /// Allows space to be used again although operations in flight rely on it. Those fail.
+    /// Allows reusing space although operations in flight rely on it. Those operations fail.
     pub fn overrule(&self) {
         let more = |overruled: u64| Some(if overruled == CLOSED { CLOSED } else { overruled.saturating_add(1) });
         // The closure always returns a value.
@@ -119,7 +119,8 @@ impl Epochs {
         fence(Ordering::SeqCst);
     }
 
-    /// Closes the image, because others are going to change it. No new promise is made, and what is in flight fails.
+    /// Closes the image, because another user is going to change it. No new promise is made, and operations in flight
+    /// fail.
     pub fn close(&self) {
         self.overruled.store(CLOSED, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -145,10 +146,10 @@ pub struct Ticket(u64);
 #[derive(Debug)]
 pub struct Participant {
     published: Arc<Published>,
-    /// The epoch of the operation that began last, and how many of it are in flight.
+    /// The epoch of the newest operation, and the number of operations in flight in it.
     newest: u64,
     in_newest: usize,
-    /// Older epochs with operations in flight, oldest first, and how many each has.
+    /// Older epochs with operations in flight, oldest first, and the number of operations in each.
     older: VecDeque<(u64, usize)>,
 }
 

@@ -1,5 +1,6 @@
 //! Two kinds of error: [`Error`] speaks to a person, [`IoError`] travels with a request and costs nothing.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io;
 
@@ -9,11 +10,13 @@ use std::io;
 pub enum ErrorKind {
     /// An option or argument is unknown or impossible.
     BadOption,
+    /// What was named is not there (a snapshot in an image).
+    NotFound,
     /// The image is damaged, or contradicts itself.
     BadImage,
     /// Valid, but not served (a feature, an encryption method, a call the kernel lacks).
     Unsupported,
-    /// A policy forbids it (a backing file outside the allowed places).
+    /// A policy forbids the action (a backing file outside the allowed places).
     Denied,
     /// The file is in use elsewhere.
     Locked,
@@ -21,11 +24,11 @@ pub enum ErrorKind {
     Io,
     /// A peer broke the protocol.
     Protocol,
-    /// It was cancelled before its end.
+    /// The action was cancelled before its end.
     Cancelled,
 }
 
-/// An error with a message a person can act on: what failed, on which file, key or offset, and what to do.
+/// An error with a message that a person can act on: what failed, on which file, key or offset, and what to do.
 #[derive(Debug)]
 pub struct Error {
     kind: ErrorKind,
@@ -88,20 +91,39 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)?;
         match &self.source {
-            Some(source) => write!(f, ": {source}"),
+            Some(source) => write!(f, ": {}", without_numbers(&source.to_string())),
             None => Ok(()),
         }
     }
 }
 
+/// Returns a message without the numbers that the standard library puts behind the kernel's words: `(os error 2)` says
+/// nothing to a person.
+#[must_use]
+pub fn without_numbers(message: &str) -> Cow<'_, str> {
+    const START: &str = " (os error ";
+    let mut parts = message.split(START);
+    let first = parts.next().unwrap_or_default();
+    let mut text = Cow::Borrowed(first);
+    for part in parts {
+        let rest = part.trim_start_matches('-').trim_start_matches(|char: char| char.is_ascii_digit());
+        let text = text.to_mut();
+        match rest.strip_prefix(')').filter(|_| rest.len() < part.len()) {
+            Some(rest) => text.push_str(rest),
+            None => text.extend([START, part]),
+        }
+    }
+    text
+}
+
 // `source()` stays `None`: Display already tells the whole chain, and reporters would print it twice.
 impl std::error::Error for Error {}
 
-/// How a request failed; a front end turns this into its protocol's status.
+/// The kind of a request's error; a front end turns it into its protocol's status.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum IoErrorKind {
-    /// The storage failed (EIO and everything without a kind of its own).
+    /// The storage failed (EIO and every error without a kind of its own).
     Io,
     /// No space, quota or file-size limit left.
     NoSpace,
@@ -183,7 +205,7 @@ impl fmt::Display for IoError {
             IoErrorKind::Corrupt => f.write_str("the image's metadata are damaged"),
             IoErrorKind::Unsupported => f.write_str("the operation is not supported here"),
             IoErrorKind::Io | IoErrorKind::NoSpace => {
-                write!(f, "{}", io::Error::from_raw_os_error(self.errno))
+                f.write_str(&without_numbers(&io::Error::from_raw_os_error(self.errno).to_string()))
             }
         }
     }
@@ -200,5 +222,24 @@ impl From<io::Error> for IoError {
 impl From<memory::OutOfMemory> for IoError {
     fn from(_: memory::OutOfMemory) -> Self {
         Self::from_errno(ENOMEM)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_have_the_kernels_words_without_its_numbers() {
+        let missing = || io::Error::from_raw_os_error(2);
+        let shown = Error::io("Could not open 'a'", missing()).to_string();
+        assert_eq!(shown, "Could not open 'a': No such file or directory");
+        let wrapped = Error::io("Could not open 'b'", io::Error::other(missing()));
+        assert_eq!(wrapped.to_string(), "Could not open 'b': No such file or directory");
+        assert_eq!(IoError::from_errno(28).to_string(), "No space left on device");
+        for text in ["", "a (os error )", "a (os error 2", "a (os error x)", "it said (os error"] {
+            assert_eq!(without_numbers(text), text);
+        }
+        assert_eq!(without_numbers("a (os error 2): b (os error -13)"), "a: b");
     }
 }

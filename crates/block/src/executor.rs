@@ -28,7 +28,7 @@ const ROOM: usize = 64;
 
 struct Shared {
     ready: Mutex<VecDeque<usize>>,
-    /// Something is ready. Each turn looks at this flag first, and takes the lock only if it is set.
+    /// A task is ready. Each turn looks at this flag first, and takes the lock only if it is set.
     has_ready: AtomicBool,
     home: ThreadId,
     /// Called when another thread makes a task ready: wakes a sleeping reactor.
@@ -119,7 +119,8 @@ impl Executor {
                 let index = slots.len();
                 let waker = TaskWaker { index, queued: AtomicBool::new(false), shared: Arc::clone(&self.shared) };
                 slots.push(Slot { task: Some(task), waker: Arc::new(waker) });
-                // All tasks may be ready, or end, at once. Room for that is made here, so that nothing allocates later.
+                // All tasks may be ready, or end, at once. Their room is reserved here, so that nothing allocates
+                // later.
                 self.reserve(slots.len());
                 index
             }
@@ -191,7 +192,7 @@ impl Executor {
         let mut slots = self.slots.borrow_mut();
         let slot = &mut slots[index];
         slot.waker.queued.store(false, Ordering::Release);
-        // A stale waker of a task that ended finds the slot empty, or wakes its successor once for nothing.
+        // A stale waker of a task that ended finds the slot empty, or wakes the slot's next task without need.
         let Some(mut task) = slot.task.take() else {
             return;
         };

@@ -1,17 +1,17 @@
-//! A format's answer to *where a guest range lies*.
+//! A format's answer to the question where a guest range lies.
 
-/// Where a run of guest bytes lies.
+/// The place of a run of guest bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Extent {
     /// Stored as they are, from `offset` on in one of the layer's files: 0 is the image file, 1 the external data file
     /// of qcow2.
     Data {
-        /// Which of the layer's files.
+        /// The index of the file.
         file: u8,
         /// First byte in that file.
         offset: u64,
     },
-    /// The bytes read as zeros; no layer below is asked.
+    /// The bytes read as zeros, whatever the layer below holds.
     Zero,
     /// Inside a compressed cluster: slow path.
     Compressed(CompressedExtent),
@@ -24,29 +24,29 @@ pub enum Extent {
 pub struct CompressedExtent {
     /// First byte of the compressed data in the file.
     pub offset: u64,
-    /// Bytes of compressed data at most (the stream may end earlier).
+    /// The most bytes of compressed data (the stream may end earlier).
     pub length_bytes: u32,
-    /// Where in the decompressed cluster the asked range starts.
+    /// The offset of the range in the decompressed cluster.
     pub skip_bytes: u32,
 }
 
 /// The first part of a range that lies in one place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mapped {
-    /// Where.
+    /// The place of the bytes.
     pub extent: Extent,
-    /// How many bytes from the start of the asked range, at least 1, at most what was asked.
+    /// The number of bytes from the start of the range, at least 1 and at most the length asked for.
     pub length_bytes: u64,
 }
 
-/// Where a write may go, in a format with allocations of the kind `A`.
+/// The place of a write, in a format with allocations of the type `A`.
 #[derive(Debug)]
 pub enum Prepared<A> {
     /// The first part of the range is allocated already: overwrite it.
     InPlace {
         /// First byte in the file.
         offset: u64,
-        /// How many bytes, at least 1.
+        /// The number of bytes, at least 1.
         length_bytes: u64,
     },
     /// New space for the first part of the range.
@@ -63,13 +63,13 @@ impl<A> Prepared<A> {
     }
 }
 
-/// How the bytes of an allocation's first or last unit that the request does not cover must be filled before commit.
+/// How to fill the bytes of an allocation's first or last unit that the request does not cover, before the commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fill {
     /// Nothing: there are no such bytes, or they are zero in the file already.
     None,
     /// With zeros.
     Zero,
-    /// With what the guest sees there. Bytes behind the end of the disk count as zero.
+    /// With the bytes that the guest sees there. Bytes behind the end of the disk count as zero.
     Copy,
 }

@@ -21,18 +21,18 @@ use std::task::{Context, Poll, Waker};
 /// Whether a file is locked, so that we and other programs see each other's use of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Locks {
-    /// It is locked.
+    /// The file is locked.
     Held,
-    /// It is not locked, because no lock was asked for.
+    /// The file is not locked, because no lock was asked for.
     NotWanted,
-    /// It should be locked, but its file system has no locks.
+    /// The file should be locked, but its file system has no locks.
     Lacking,
 }
 
-/// What a file is and can do.
+/// The properties and abilities of a file.
 #[derive(Debug, Clone)]
 pub struct FileInfo {
-    /// The name in messages: the path, or what stands for it.
+    /// The name in messages: the path, or its substitute.
     pub name: String,
     /// Length in bytes when the file was opened (a block device's size).
     pub length_bytes: u64,
@@ -64,7 +64,7 @@ pub struct FileInfo {
 
 /// An open file, shared by all reactors.
 pub trait File: Send + Sync + Debug {
-    /// Returns what the file is and can do.
+    /// Returns the file's properties and abilities.
     fn info(&self) -> &FileInfo;
 
     /// Returns the file's length at this moment, in bytes.
@@ -75,13 +75,13 @@ pub trait File: Send + Sync + Debug {
         Topology::default()
     }
 
-    /// Whether a write overwrites old data where they lie: the file is on this host. What a file system or a device
-    /// keeps of its own accord, nobody knows.
+    /// Whether a write overwrites old data in place: the file is on this host. Copies that a file system or a device
+    /// keeps by itself do not count.
     fn overwrites_in_place(&self) -> bool {
         false
     }
 
-    /// Returns how worn the device behind the file is at this moment, if it says so. It may wait.
+    /// Returns the present wear of the device behind the file, if it is known. It may wait.
     fn lifetime(&self) -> Option<Lifetime> {
         None
     }
@@ -105,8 +105,9 @@ pub trait File: Send + Sync + Debug {
         self.hole_at(offset, length)
     }
 
-    /// Maps a range where it lies in the host's memory: appends its pieces and returns `true`. Returns `false` if it
-    /// does not lie there; `pieces` may then hold anything. `past_end` says what is behind the end. Does not wait.
+    /// Maps the bytes of a range in the host's memory: appends its pieces and returns `true`. Returns `false` if the
+    /// bytes are not there; `pieces` may then hold anything. `past_end` decides about bytes behind the end. Does not
+    /// wait.
     fn map(&self, offset: u64, length_bytes: usize, past_end: PastEnd, pieces: &mut Vec<MapPiece>) -> bool {
         let _ = (offset, length_bytes, past_end, pieces);
         false
@@ -136,7 +137,7 @@ pub trait File: Send + Sync + Debug {
     }
 
     /// Gives up requests in flight, if the file can: they fail soon, and so do later ones. For a disk that is removed
-    /// although its storage hangs. Returns whether the file can.
+    /// although its storage hangs. Returns whether the file can do so.
     fn cancel(&self) -> bool {
         false
     }
@@ -177,20 +178,20 @@ pub trait FileQueue {
     }
 }
 
-/// A part of another file, and where it goes.
+/// A part of another file, and its target.
 #[derive(Debug, Clone)]
 pub struct CopyRange {
-    /// Where from.
+    /// The file to copy from.
     pub source: Arc<dyn File>,
-    /// First byte there.
+    /// The first byte in the source.
     pub source_offset: u64,
-    /// First byte here.
+    /// The first byte in the target.
     pub offset: u64,
-    /// Bytes.
+    /// The length in bytes.
     pub length_bytes: u64,
 }
 
-/// What a read finds behind the end of the file.
+/// The result of reading behind the end of the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PastEnd {
     /// Zeros (a qcow2 cluster that was allocated but never written).
@@ -200,8 +201,8 @@ pub enum PastEnd {
 }
 
 impl PastEnd {
-    /// For a read from `offset` on in a file of `file_bytes`: how many bytes of `data` the file has. The others become
-    /// zeros, or the read fails.
+    /// Returns how many bytes of `data` the file has, for a read from `offset` on in a file of `file_bytes`. The others
+    /// become zeros, or the read fails.
     pub fn settle(self, offset: u64, data: &Window, file_bytes: u64) -> IoResult<u64> {
         let length = data.length_bytes() as u64;
         let there = file_bytes.saturating_sub(offset).min(length);
@@ -226,18 +227,18 @@ pub enum FileOp {
     Read {
         /// First byte.
         offset: u64,
-        /// Where to.
+        /// The memory to fill.
         data: Window,
-        /// What is behind the end.
+        /// What to do about bytes behind the end.
         past_end: PastEnd,
     },
     /// Stores `data`. Grows the file if it can grow.
     Write {
         /// First byte.
         offset: u64,
-        /// Where from.
+        /// The bytes to store.
         data: Window,
-        /// Durable before it completes.
+        /// Whether the data are durable before the operation completes.
         fua: bool,
     },
     /// When it completes, all writes that completed before are durable, and so is the length needed to read them.
@@ -246,34 +247,34 @@ pub enum FileOp {
     Discard {
         /// First byte.
         offset: u64,
-        /// Bytes.
+        /// The length in bytes.
         length: u64,
     },
     /// Makes the range read as zeros. Grows the file if the range ends behind its end. Always works if writing does.
     WriteZeroes {
         /// First byte.
         offset: u64,
-        /// Bytes.
+        /// The length in bytes.
         length: u64,
         /// May become a hole.
         may_unmap: bool,
     },
-    /// Makes the file exactly this long; what is added reads as zeros.
+    /// Makes the file exactly this long; added space reads as zeros.
     SetLength {
         /// The new length.
         length: u64,
     },
 }
 
-/// An operation, and who is told of its end.
+/// An operation, and the receiver of its result.
 #[derive(Debug)]
 pub struct FileIo {
     /// What to do.
     pub op: FileOp,
-    /// How urgent a read or a write is. An engine whose calls are made by threads ignores it: threads have a priority
+    /// The urgency of a read or a write. An engine whose calls are made by threads ignores it: threads have a priority
     /// of their own.
     pub priority: Priority,
-    /// Told once, when the operation is done.
+    /// Receives the result, exactly once.
     pub done: Done,
 }
 
@@ -282,7 +283,7 @@ pub struct FileIo {
 pub enum Done {
     /// A queue that drains its sink each turn.
     Sink {
-        /// Where to.
+        /// The queue's sink.
         sink: Rc<Sink>,
         /// The owner's name for the operation.
         token: u64,
@@ -339,7 +340,8 @@ impl Sink {
         *self.keep.borrow_mut() = Some(value);
     }
 
-    /// Swaps what has come in with `empty`, a cleared vector that the caller keeps so that nothing is allocated.
+    /// Swaps the results that have come in with `empty`, a cleared vector that the caller keeps so that nothing is
+    /// allocated.
     pub fn take(&self, empty: &mut Vec<(u64, IoResult)>) {
         debug_assert!(empty.is_empty());
         std::mem::swap(&mut *self.done.borrow_mut(), empty);
@@ -354,7 +356,7 @@ room_for!(Waiter, "end of an operation that a task awaits");
 pub struct Waiter {
     result: Cell<Option<IoResult>>,
     waker: RefCell<Option<Waker>>,
-    /// Lives until the operation has ended, whatever becomes of the task.
+    /// A value that lives until the operation has ended, even if the task is dropped.
     _keep: Option<Rc<dyn Any>>,
 }
 
@@ -365,7 +367,7 @@ impl Waiter {
         PoolRc::default()
     }
 
-    /// Makes a waiter that keeps `value` until the operation has ended, whatever becomes of the task.
+    /// Makes a waiter that keeps `value` until the operation has ended, even if the task is dropped.
     #[must_use]
     pub fn keeping(value: Rc<dyn Any>) -> PoolRc<Self> {
         PoolRc::new(Self { _keep: Some(value), ..Self::default() })
@@ -411,7 +413,7 @@ impl FileIo {
 }
 
 impl dyn FileQueue {
-    /// Pushes `op` now and returns a future of its end. The operation happens whether or not the future is awaited.
+    /// Pushes `op` now and returns a future of its result. The operation happens whether or not the future is awaited.
     pub fn start(&self, op: FileOp) -> impl Future<Output = IoResult> + use<> {
         self.start_with(op, Priority::NONE, Waiter::new())
     }
@@ -421,8 +423,8 @@ impl dyn FileQueue {
         self.start_with(op, priority, Waiter::new())
     }
 
-    /// As `start`, and keeps `value` until the operation has ended, even if the future is dropped before. A write to
-    /// space that must not be used again meanwhile keeps its queue's part in the image's [`crate::Epochs`] so.
+    /// As `start`, and keeps `value` until the operation has ended, even if the future is dropped before. In this way a
+    /// write to space that must not be reused meanwhile keeps its queue's part in the image's [`crate::Epochs`].
     pub fn start_keeping(&self, op: FileOp, value: Rc<dyn Any>) -> impl Future<Output = IoResult> + use<> {
         self.start_keeping_at(op, Priority::NONE, value)
     }

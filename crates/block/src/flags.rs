@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::{BitOr, BitOrAssign};
 
-/// How a write is ordered with durability. A disk without a volatile cache does what both flags ask for anyway.
+/// The durability of a write. A disk without a volatile cache does what both flags ask for anyway.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub struct OpFlags(u8);
 
@@ -77,7 +77,7 @@ impl fmt::Debug for OpFlags {
     }
 }
 
-/// How urgent a transfer is: an I/O priority as Linux knows it (`ioprio_set(2)`), of a kind that any process may ask for.
+/// The urgency of a transfer: an I/O priority as in Linux (`ioprio_set(2)`), of a kind that any process may ask for.
 ///
 /// It is a hint that only some of the host's schedulers follow (BFQ, mq-deadline). It orders nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
@@ -101,9 +101,9 @@ impl Priority {
         Self(CLASS_BEST_EFFORT << CLASS_SHIFT | if level > LEVEL_MASK { LEVEL_MASK } else { level })
     }
 
-    /// Takes what a guest or a peer named. The real-time class becomes the most urgent best effort: it would put a
-    /// guest before the host's own processes, and the kernel refuses it to most. Unknown classes become [`Self::NONE`],
-    /// and hints are left out. So the kernel accepts every result.
+    /// Converts the priority that a guest or a peer named. The real-time class becomes the most urgent best effort: it
+    /// would put a guest before the host's own processes, and the kernel refuses it to most. Unknown classes become
+    /// [`Self::NONE`], and hints are left out. So the kernel accepts every result.
     #[inline]
     #[must_use]
     pub const fn from_ioprio(ioprio: u16) -> Self {

@@ -1,17 +1,17 @@
-//! How long the parts of a request take.
+//! The times that the parts of a request take.
 //!
 //! Most requests go straight to an engine, and the submitter measures how long that took. Code that lets a request wait
 //! for something else notes the time. [`crate::DiskQueue::take_timings`] returns these notes.
 //!
-//! A request that a task carries out has a stopwatch on the task's thread ([`timed`]). The task's code names each part
-//! as it ends ([`lap`], [`counts_as`]), without knowing the request.
+//! A request that runs as a task has a stopwatch on the task's thread ([`timed`]). The task's code names each part as
+//! it ends ([`lap`], [`counts_as`]), without knowing the request.
 
 use std::cell::RefCell;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::time::{Duration, Instant};
 
-/// What a request spends its time on.
+/// A part of a request's time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Part {
     /// The request waits for its turn, for a buffer, or for an exchange of layers.
@@ -24,14 +24,14 @@ pub enum Part {
     CopyOnWrite,
     /// Its data are read or written.
     Engine,
-    /// What this request or others wrote becomes durable.
+    /// Written data, of this request or of others, become durable.
     Flush,
-    /// The guest is notified of its end.
+    /// The guest is notified of the request's end.
     Notify,
 }
 
 impl Part {
-    /// How many there are.
+    /// The number of parts.
     pub const COUNT: usize = 7;
 
     /// All parts and their names, in the order of a request's way.
@@ -46,10 +46,10 @@ impl Part {
     ];
 }
 
-/// What the time is that no part accounts for. When two pieces of a request are merged, the later variant wins.
+/// The kind of the time that no part accounts for. When two pieces of a request are merged, the later variant wins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub enum Rest {
-    /// The engine's: there was nothing else to do.
+    /// The engine's time: there was nothing else to do.
     #[default]
     Engine,
     /// Waiting: the task has timed all that it did, so the request waited before it.
@@ -58,11 +58,11 @@ pub enum Rest {
     AsBefore,
 }
 
-/// What a request spent on each part, in nanoseconds.
+/// The time that a request spent on each part, in nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Parts {
     ns: [u64; Part::COUNT],
-    /// What the rest of the whole time is.
+    /// The kind of the time that no part accounts for.
     pub rest: Rest,
 }
 
@@ -80,7 +80,7 @@ impl Parts {
         parts
     }
 
-    /// Returns what was spent on `part`, in nanoseconds.
+    /// Returns the time spent on `part`, in nanoseconds.
     #[must_use]
     pub fn get(&self, part: Part) -> u64 {
         self.ns.get(part as usize).copied().unwrap_or(0)
@@ -107,7 +107,7 @@ impl Parts {
         self.ns.iter().copied().fold(0, u64::saturating_add)
     }
 
-    /// Scales the parts to another whole. The sum is exact: what rounding leaves goes to the largest part.
+    /// Scales the parts to another sum. The result is exact: the rounding error goes to the largest part.
     #[must_use]
     pub fn scaled_to(&self, whole_ns: u64) -> Self {
         let sum = self.sum_ns();
@@ -116,7 +116,7 @@ impl Parts {
             scaled.add(Part::Engine, whole_ns);
             return scaled;
         }
-        // One division for all: this is done for each request whose task was not timed.
+        // One division for all parts, because this happens for each request whose task was not timed.
         let factor = whole_ns as f64 / sum as f64;
         let mut left = whole_ns;
         for part in &mut scaled.ns {
@@ -154,9 +154,9 @@ thread_local! {
     static CURRENT: RefCell<Option<Stopwatch>> = const { RefCell::new(None) };
 }
 
-/// Runs `work` with a stopwatch, from its first poll on. Time that nothing else is said of counts as metadata.
+/// Runs `work` with a stopwatch, from its first poll on. Time that no lap names counts as metadata.
 ///
-/// The future is pinned, as in [`counts_as`]: one by value would be kept twice, and copied for each request.
+/// The future is pinned, as in [`counts_as`]: a future by value would be stored twice, and copied for each request.
 pub async fn timed<F: Future>(mut work: Pin<&mut F>) -> (F::Output, Parts) {
     let mut watch = None;
     let output = poll_fn(|context| {
@@ -186,7 +186,7 @@ pub fn lap(part: Part) {
     });
 }
 
-/// Runs `work`, and counts all its time as `part`, whatever its own laps say.
+/// Runs `work`, and counts all its time as `part`; its own laps are ignored.
 pub async fn counts_as<F: Future>(part: Part, work: Pin<&mut F>) -> F::Output {
     lap(Part::Metadata);
     let is_outermost = CURRENT.with_borrow_mut(|current| {

@@ -1,12 +1,12 @@
 //! **The** interface between the rooms. Everything above and below meets here:
 //!
-//! * [`Disk`] and [`DiskQueue`]: what front ends (vhost-user, NBD, the driver's tests) see of a disk.
+//! * [`Disk`] and [`DiskQueue`]: a disk, as front ends (vhost-user, NBD, the driver's tests) see it.
 //! * [`DiskListener`]: learns of a disk's changes.
-//! * [`Run`]: a range of a disk with its status. [`DirtyMap`]: what was written to the disk.
-//! * [`ReadMap`] and [`WriteMap`]: a disk's bytes where they lie in memory, without an operation.
+//! * [`Run`]: a range of a disk with its status. [`DirtyMap`]: the written parts of a disk.
+//! * [`ReadMap`] and [`WriteMap`]: access to a disk's bytes in the host's memory, without an operation.
 //! * [`Op`] and [`Completion`]: one request and its end. Operations own their buffers. [`OpFlags`] and [`Priority`] say
 //!   how durable and how urgent it is.
-//! * [`File`] and [`FileQueue`]: what images see of an open file; engines and the simulator implement them. Pushing an
+//! * [`File`] and [`FileQueue`]: an open file, as images see it; engines and the simulator implement them. Pushing an
 //!   operation never waits: the reactor submits once a turn and routes the completion through its [`Done`].
 //! * [`MetaIo`]: how formats read and write their tables, by awaiting the same queue.
 //! * [`DiskIo`]: a disk's queue for tasks, which await each operation.
@@ -17,6 +17,7 @@
 //!   they may move in one turn.
 //! * [`Epochs`]: when a freed host cluster may be used again.
 //! * [`SliceCache`]: tables of 64-bit entries in memory, read without a lock.
+//! * [`UntilChange`]: what a file's server said of it, until something changes.
 //! * [`LogLimit`]: keeps guests and peers from filling the log.
 //! * [`meter`]: the counters of front ends.
 //! * [`Error`] (for a person) and [`IoError`] (for a guest).
@@ -49,6 +50,7 @@ mod slice_cache;
 pub mod sync;
 mod timers;
 pub mod turn;
+mod until_change;
 mod wait;
 mod watch;
 mod with_or_without;
@@ -59,14 +61,14 @@ pub use dirty::{DirtyBitmaps, DirtyMap};
 pub use disk::{Disk, DiskInfo, DiskListener, DiskQueue, Lifetime, Topology};
 pub use disk_io::{DiskIo, reclaim};
 pub use epoch::{EpochPin, Epochs, Participant, Promise, Ticket};
-pub use error::{Error, ErrorKind, IoError, IoErrorKind, IoResult, Result};
+pub use error::{Error, ErrorKind, IoError, IoErrorKind, IoResult, Result, without_numbers};
 pub use executor::{Executor, Task, block_on};
 pub use extent::{CompressedExtent, Extent, Fill, Mapped, Prepared};
 pub use file::{CopyRange, Done, File, FileInfo, FileIo, FileOp, FileQueue, Locks, PastEnd, Sink, Waiter};
 pub use flags::{OpFlags, Priority};
 pub use latency::{Part, Parts};
 pub use listeners::Listeners;
-pub use log_limit::LogLimit;
+pub use log_limit::{LogLimit, WAITING};
 pub use map::{Claim, Keep, MapPiece, ReadMap, WriteMap};
 pub use meta::MetaIo;
 pub use op::{Completion, Op, SECTOR_BYTES, Tag};
@@ -75,6 +77,7 @@ pub use reactor::{BatchEnd, Job, Poller, PollerId, ReactorCtx, ReactorHandle, ru
 pub use readiness::{Interest, Readiness, WatchId};
 pub use slice_cache::{CacheStats, SliceBook, SliceCache, SliceView};
 pub use timers::{Sleep, Timer, Timers};
+pub use until_change::{Asked, UntilChange};
 pub use wait::{Wait, WaitList, yield_now};
 pub use watch::Watch;
 pub use with_or_without::{run_aside_or_here, spawn_or_block_on};

@@ -3,6 +3,9 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+/// The log's target for what a command waits for: one that logs hardly anything else logs this.
+pub const WAITING: &str = "ringdisk::waiting";
+
 /// Counts one kind of event, on any thread.
 #[derive(Debug, Default)]
 pub struct LogLimit(AtomicU64);
@@ -20,7 +23,7 @@ impl LogLimit {
     }
 }
 
-/// Gives the number of events back if the latest of them is to be logged.
+/// Returns the number of events if the latest of them is to be logged.
 pub(crate) fn if_logged(count: u64) -> Option<u64> {
     Some(count).filter(|count| count.is_power_of_two())
 }

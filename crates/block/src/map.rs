@@ -1,12 +1,13 @@
-//! What a disk holds, where it lies: access without an operation.
+//! Access to a disk's bytes in the host's memory, without an operation.
 //!
-//! * A [`ReadMap`] shows a range where its bytes lie in the host's memory. It is as a read in flight: what is written to the
-//!   range meanwhile may show or not, and space that it shows is not used again while it lives.
-//! * A [`WriteMap`] is where the new bytes of a range are put together, beside the disk. Nobody sees them before it is
-//!   committed; dropping it cancels. All of the range is replaced.
+//! * A [`ReadMap`] shows a range where its bytes lie in the host's memory. It behaves like a read in flight: concurrent
+//!   writes to the range may show or not, and the space is not reused while the map lives.
+//! * A [`WriteMap`] collects the new bytes of a range beside the disk. They are invisible until the map is committed;
+//!   dropping it cancels. All of the range is replaced.
 //!
-//! A disk answers "not here" with `None` ([`crate::Disk::map_read`], [`crate::Disk::map_write`]), and then an ordinary read
-//! or write does it. Others may change mapped bytes at any time, so both copy only, and lend no slices.
+//! If a disk's bytes are not in memory, it answers `None` ([`crate::Disk::map_read`], [`crate::Disk::map_write`]), and
+//! the caller uses an ordinary read or write. Others may change mapped bytes at any time, so both types only copy, and
+//! lend no slices.
 
 use crate::{IoError, IoResult, Op, OpFlags};
 use memory::{AlignedBuf, IoBuf, MappedRange, MappingLost, Window};
@@ -20,12 +21,12 @@ impl From<MappingLost> for IoError {
     }
 }
 
-/// A part of a file, where it lies.
+/// A part of a file, for a map.
 #[derive(Debug)]
 pub enum MapPiece {
     /// In memory.
     Bytes(MappedRange),
-    /// So many zeros, nowhere.
+    /// This number of zeros, which lie nowhere.
     Zeros(usize),
 }
 
@@ -38,17 +39,17 @@ impl MapPiece {
     }
 }
 
-/// What a disk holds in a range. See the module's documentation.
+/// The bytes of a disk's range. See the module's documentation.
 pub struct ReadMap {
     pieces: Vec<MapPiece>,
     length_bytes: usize,
-    /// What must not go away meanwhile: places in epochs, files.
+    /// The things that must stay while the map lives: places in epochs, files.
     keep: Box<dyn Keep>,
 }
 
-/// What a map keeps from going away.
+/// The things that a map keeps.
 pub trait Keep: Any + Send + Sync {
-    /// Whether that could be kept so far. If not, what was copied may be anybody's.
+    /// Whether they could be kept so far. If not, the copied bytes may be other data.
     fn is_kept(&self) -> bool {
         true
     }
@@ -57,20 +58,20 @@ pub trait Keep: Any + Send + Sync {
 impl Keep for () {}
 
 impl ReadMap {
-    /// A map of these pieces, in order.
+    /// Makes a map of these pieces, in order.
     #[must_use]
     pub fn new(pieces: Vec<MapPiece>, keep: Box<dyn Keep>) -> Self {
         let length_bytes = pieces.iter().map(MapPiece::length_bytes).sum();
         Self { pieces, length_bytes, keep }
     }
 
-    /// How long it is.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn length_bytes(&self) -> usize {
         self.length_bytes
     }
 
-    /// Copies bytes from `skip_bytes` on; fails where they do not lie inside, and where they cannot be had any more.
+    /// Copies bytes from `skip_bytes` on; fails if they do not lie inside, or if some of them were lost.
     pub fn read_at(&self, skip_bytes: usize, target: &mut [u8]) -> IoResult {
         self.each_part(skip_bytes, target.len(), |piece, skip, at, length| {
             let part = target.get_mut(at..at.saturating_add(length)).ok_or(IoError::EIO)?;
@@ -84,11 +85,11 @@ impl ReadMap {
         })
     }
 
-    /// Looks at `count` words of 8 bytes, little-endian, where they lie, from `skip_bytes` on. Each is read once. What was
-    /// seen is right only if this succeeds.
+    /// Reads `count` little-endian words of 8 bytes in place, from `skip_bytes` on, each once. The words are valid only
+    /// if this succeeds.
     pub fn for_each_word(&self, skip_bytes: usize, count: usize, mut look: impl FnMut(u64)) -> IoResult {
         let length_bytes = count.checked_mul(8).ok_or(IoError::EIO)?;
-        // The bytes of a word whose first part lies in an earlier piece.
+        // The bytes of a word that began in an earlier piece.
         let (mut begun, mut have) = ([0_u8; 8], 0_usize);
         self.each_part(skip_bytes, length_bytes, |piece, mut skip, _, mut length| {
             while length > 0 {
@@ -140,7 +141,7 @@ impl ReadMap {
         })
     }
 
-    /// Ends it. Fails if anything that it showed could not be had.
+    /// Ends the map. Fails if some of the bytes that it showed were lost.
     pub fn commit(self) -> IoResult {
         for piece in &self.pieces {
             if let MapPiece::Bytes(range) = piece {
@@ -150,8 +151,8 @@ impl ReadMap {
         self.check_kept()
     }
 
-    /// Calls `each` with every piece that a part of the range touches: where the part begins in it, where that is in the
-    /// part, and how long it is there.
+    /// Calls `each` with every piece that the range touches, and three numbers: the range's start in the piece, the
+    /// piece's start in the range, and the length of the overlap.
     fn each_part(
         &self,
         skip_bytes: usize,
@@ -192,18 +193,18 @@ impl fmt::Debug for ReadMap {
     }
 }
 
-/// Space of a disk that nobody sees, for bytes that are to become its own without a copy. Dropping it gives it back.
+/// Invisible space of a disk, for bytes that become the disk's without a copy. Dropping it gives the space back.
 pub type Claim = Box<dyn Any + Send + Sync>;
 
 enum Staged {
-    /// Memory of our own: it is written by an ordinary write.
+    /// Memory of our own, which an ordinary write stores.
     Own(AlignedBuf),
-    /// Where the disk can take it over.
+    /// Space that the disk can take over.
     Claimed(Claimed),
 }
 
-/// Space of the disk. What lies behind the first `known_bytes` is left from earlier use of the space. It is never
-/// shown, and is zeroed before the disk takes it over.
+/// Space of the disk. Bytes behind the first `known_bytes` are left from earlier use of the space. They are never
+/// shown, and are zeroed before the disk takes the space over.
 struct Claimed {
     range: MappedRange,
     known_bytes: usize,
@@ -211,7 +212,7 @@ struct Claimed {
 }
 
 impl Claimed {
-    /// Puts bytes to a part, with `put`. What lies before is then known.
+    /// Writes a part, with `put`. Unknown bytes before it are zeroed.
     fn put(&mut self, part: Range<usize>, put: impl FnOnce(&MappedRange) -> Result<(), MappingLost>) -> IoResult {
         self.zero_up_to(part.start)?;
         put(&self.range)?;
@@ -227,7 +228,7 @@ impl Claimed {
         Ok(())
     }
 
-    /// Copies the first bytes from `skip_bytes` on, and zeros for what is not known.
+    /// Copies bytes from `skip_bytes` on, with zeros in place of unknown ones.
     fn read_at(&self, skip_bytes: usize, target: &mut [u8]) -> IoResult {
         let known = self.known_bytes.saturating_sub(skip_bytes).min(target.len());
         let (known, unknown) = target.split_at_mut(known);
@@ -244,26 +245,27 @@ pub struct WriteMap {
 }
 
 impl WriteMap {
-    /// For `length_bytes` at `offset` of a disk, all zeros at first, in memory of its own.
+    /// Makes a map for `length_bytes` at `offset` of a disk, all zeros at first, in memory of its own.
     #[must_use]
     pub fn in_memory(offset: u64, length_bytes: usize) -> Self {
         Self { offset, staged: Staged::Own(AlignedBuf::zeroed(length_bytes)) }
     }
 
-    /// In space of the disk, which only the disk understands. `zeroed` says whether the space reads as zeros.
+    /// Makes a map in space of the disk, which only the disk interprets. `zeroed` says whether the space reads as
+    /// zeros.
     #[must_use]
     pub fn in_space(offset: u64, range: MappedRange, claim: Claim, zeroed: bool) -> Self {
         let known_bytes = if zeroed { range.length_bytes() } else { 0 };
         Self { offset, staged: Staged::Claimed(Claimed { range, known_bytes, claim }) }
     }
 
-    /// The first byte on the disk.
+    /// Returns the offset of the first byte on the disk.
     #[must_use]
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// How long it is.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn length_bytes(&self) -> usize {
         match &self.staged {
@@ -272,13 +274,13 @@ impl WriteMap {
         }
     }
 
-    /// Whether it lies in the disk's space, so that no byte is copied when it is committed.
+    /// Whether the map lies in the disk's space, so that committing it copies nothing.
     #[must_use]
     pub fn is_in_place(&self) -> bool {
         matches!(self.staged, Staged::Claimed(..))
     }
 
-    /// Puts bytes to `skip_bytes` and the following.
+    /// Writes bytes, from `skip_bytes` on.
     pub fn write_at(&mut self, skip_bytes: usize, bytes: &[u8]) -> IoResult {
         let part = self.part(skip_bytes, bytes.len())?;
         match &mut self.staged {
@@ -288,7 +290,7 @@ impl WriteMap {
         Ok(())
     }
 
-    /// Puts the bytes of a guest's memory, or a request's, to `skip_bytes` and the following.
+    /// Writes the bytes of a guest's memory, or of a request's, from `skip_bytes` on.
     pub fn copy_from(&mut self, skip_bytes: usize, source: &Window) -> IoResult {
         let part = self.part(skip_bytes, source.length_bytes())?;
         match &mut self.staged {
@@ -300,7 +302,7 @@ impl WriteMap {
         Ok(())
     }
 
-    /// Puts `length_bytes` of one value to `skip_bytes` and the following.
+    /// Writes `length_bytes` of one value, from `skip_bytes` on.
     pub fn fill(&mut self, skip_bytes: usize, length_bytes: usize, byte: u8) -> IoResult {
         let part = self.part(skip_bytes, length_bytes)?;
         match &mut self.staged {
@@ -310,8 +312,8 @@ impl WriteMap {
         Ok(())
     }
 
-    /// Puts words of 8 bytes to `skip_bytes` and the following, where they are made: `word` gives each, by its number.
-    /// No other copy of the bytes is needed.
+    /// Writes words of 8 bytes, from `skip_bytes` on, directly in place: `word` gives each by its number. No other copy
+    /// of the bytes is needed.
     pub fn put_words(&mut self, skip_bytes: usize, count: usize, mut word: impl FnMut(usize) -> u64) -> IoResult {
         let part = self.part(skip_bytes, count.checked_mul(8).ok_or(IoError::EIO)?)?;
         match &mut self.staged {
@@ -326,7 +328,7 @@ impl WriteMap {
         Ok(())
     }
 
-    /// Copies back what was put to `skip_bytes` and the following.
+    /// Copies back bytes of the map, from `skip_bytes` on.
     pub fn read_at(&self, skip_bytes: usize, target: &mut [u8]) -> IoResult {
         let part = self.part(skip_bytes, target.len())?;
         match &self.staged {
@@ -336,7 +338,7 @@ impl WriteMap {
         Ok(())
     }
 
-    /// Whether all that was put there can still be had. What is committed must be.
+    /// Fails if some of the bytes were lost. A map to be committed must pass.
     pub fn check(&self) -> IoResult {
         match &self.staged {
             Staged::Own(_) => Ok(()),
@@ -344,7 +346,7 @@ impl WriteMap {
         }
     }
 
-    /// The space that the disk gave for it, if it did.
+    /// Returns the disk's space that the map is in, if the disk gave any.
     #[must_use]
     pub fn claim(&self) -> Option<&Claim> {
         match &self.staged {
@@ -353,7 +355,7 @@ impl WriteMap {
         }
     }
 
-    /// Gives that space to the disk. Fails if the disk gave none, or if what was put there cannot be had any more.
+    /// Takes the disk's space out of the map. Fails if the disk gave none, or if some of the bytes were lost.
     pub fn into_claim(self) -> IoResult<Claim> {
         match self.staged {
             Staged::Own(_) => Err(IoError::EIO),
@@ -365,10 +367,10 @@ impl WriteMap {
         }
     }
 
-    /// An ordinary write of it, on this thread. Fails where what was put there cannot be had any more.
+    /// Turns the map into an ordinary write, on this thread. Fails if some of the bytes were lost.
     ///
-    /// What lies in a disk's space is copied out of it first: its file may become shorter at any time, and zeros in the
-    /// place of a page must not be written as the new bytes.
+    /// Bytes in a disk's space are copied first: its file may become shorter at any time, and zeros in place of a lost
+    /// page must not be written as the new bytes.
     pub fn into_op(self, flags: OpFlags) -> IoResult<Op> {
         let buf = match self.staged {
             Staged::Own(buf) => buf,

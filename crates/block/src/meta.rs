@@ -1,4 +1,4 @@
-//! How formats read and write their tables: a file queue, awaited.
+//! How formats read and write their tables: through a file queue, by awaiting each operation.
 //!
 //! Awaiting gives the order: await a write, then await a [`MetaIo::flush`], and the write is durable before everything
 //! that is started later. Nothing else orders operations.
@@ -11,7 +11,7 @@ use std::rc::Rc;
 #[derive(Clone)]
 pub struct MetaIo {
     queue: Rc<dyn FileQueue>,
-    /// Where guest data lie, if not in the same file.
+    /// The file of the guest data, if that is another file.
     data: Option<Rc<dyn FileQueue>>,
     content_bytes: Option<u64>,
 }

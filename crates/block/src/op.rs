@@ -19,20 +19,20 @@ pub enum Op {
     Read {
         /// First byte.
         offset: u64,
-        /// Where to.
+        /// The memory to fill.
         data: Window,
-        /// How urgent it is.
+        /// The urgency of the read.
         priority: Priority,
     },
     /// Stores `data`.
     Write {
         /// First byte.
         offset: u64,
-        /// Where from.
+        /// The bytes to store.
         data: Window,
         /// Whether a flush comes first, and whether the write is to be durable.
         flags: OpFlags,
-        /// How urgent it is.
+        /// The urgency of the write.
         priority: Priority,
     },
     /// Makes every write durable that completed, on any queue of the disk, before this was submitted.
@@ -41,7 +41,7 @@ pub enum Op {
     Discard {
         /// First byte.
         offset: u64,
-        /// Bytes.
+        /// The length in bytes.
         length: u64,
     },
     /// Overwrites the contents where they lie, or destroys them for good in another way. Disks that cannot promise that
@@ -49,14 +49,14 @@ pub enum Op {
     SecureErase {
         /// First byte.
         offset: u64,
-        /// Bytes.
+        /// The length in bytes.
         length: u64,
     },
     /// Makes the range read as zeros from then on.
     WriteZeroes {
         /// First byte.
         offset: u64,
-        /// Bytes.
+        /// The length in bytes.
         length: u64,
         /// Space may be given back to the host.
         may_unmap: bool,
@@ -124,7 +124,7 @@ impl Op {
 pub struct Completion {
     /// The submitter's tag.
     pub tag: Tag,
-    /// How it ended. After an error the affected range of a write may hold old or new sectors.
+    /// The result. After an error the affected range of a write may hold old or new sectors.
     pub result: IoResult,
 }
 

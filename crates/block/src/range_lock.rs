@@ -25,7 +25,7 @@ struct State {
     /// In the order of their tickets.
     claims: VecDeque<Claim>,
     next_ticket: u64,
-    /// An empty list that is used again and again.
+    /// An empty list, kept for reuse.
     spare: Vec<Waker>,
 }
 
@@ -33,9 +33,9 @@ struct State {
 struct Claim {
     ticket: u64,
     range: Range<u64>,
-    /// Earlier claims that overlap with it. It is held when there are none.
+    /// The number of earlier claims that overlap with this one. The claim is held when there are none.
     before: usize,
-    /// The task that waits for it.
+    /// The task that waits for this claim.
     waker: Option<Waker>,
 }
 
@@ -66,13 +66,13 @@ impl State {
 }
 
 impl RangeLocks {
-    /// Waits until nobody holds a byte of `range`, then holds it until the guard is dropped. To hold several ranges at
-    /// once, a task takes one range that covers them: taking them one by one can deadlock.
+    /// Waits until `range` is free, then holds it until the guard is dropped. To hold several ranges at once, a task
+    /// takes one range that covers them: taking them one by one can deadlock.
     pub fn lock(&self, range: Range<u64>) -> Lock<'_> {
         Lock { locks: self, range, ticket: None }
     }
 
-    /// Holds `range` if nobody holds a byte of it, or waits for one.
+    /// Holds `range` if no claim, held or waiting, overlaps with it.
     pub fn try_lock(&self, range: Range<u64>) -> Option<RangeGuard<'_>> {
         let mut state = self.state();
         if state.claims.iter().any(|claim| claim.overlaps(&range)) {
@@ -154,7 +154,7 @@ impl Drop for Lock<'_> {
     }
 }
 
-/// Holds a range; lets it go when dropped, wherever that happens.
+/// Holds a range until it is dropped, on any thread.
 #[derive(Debug)]
 pub struct RangeGuard<'a> {
     locks: &'a RangeLocks,

@@ -1,8 +1,8 @@
-//! What lives on a reactor's thread, and how other threads reach it.
+//! The interfaces of a reactor, for code on its thread and for other threads.
 //!
 //! In each turn of a reactor, every [`Poller`] is polled: it pops rings, pushes requests and harvests completions.
-//! Ready tasks run. Then the engines submit once, and their completions are routed. What a poller pushes in one turn is
-//! a batch.
+//! Ready tasks run. Then the engines submit once, and their completions are routed. The requests that a poller pushes
+//! in one turn are a batch.
 //!
 //! When nothing has happened for a while, pollers are armed and the thread sleeps. A wake descriptor, an engine or
 //! another thread wakes it.
@@ -34,8 +34,8 @@ pub trait Poller {
     /// Tells the other side that notifications are not needed: the reactor is awake and looks by itself.
     fn disarm(&mut self) {}
 
-    /// Returns a descriptor that becomes readable when the armed poller has work. It is watched for edges, so nobody
-    /// needs to read it. It must stay the same while the poller is registered.
+    /// Returns a descriptor that becomes readable when the armed poller has work. It is watched for edges, so it need
+    /// not be read. It must stay the same while the poller is registered.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
@@ -62,7 +62,7 @@ impl BatchEnd {
     }
 }
 
-/// What a disk, a file or a front end may ask of the reactor on whose thread it lives.
+/// The services of a reactor for disks, files and front ends on its thread.
 pub trait ReactorCtx {
     /// Runs `task` to its end on this thread, beginning with the reactor's next turn.
     fn spawn(&self, task: Task);
@@ -70,8 +70,8 @@ pub trait ReactorCtx {
     /// Adds a poller, looked at from the next turn on. May be called from within a poll.
     fn add_poller(&self, poller: Rc<RefCell<dyn Poller>>) -> Result<PollerId>;
 
-    /// Removes a poller; it is not polled again, and dropped by the end of the turn. May be called from within a poll,
-    /// also its own. Unknown names are ignored.
+    /// Removes a poller; it is not polled again, and is dropped by the end of the turn. A poll may call this, also for
+    /// its own poller. Unknown names are ignored.
     fn remove_poller(&self, id: PollerId);
 
     /// Returns the reactor's timers; `sleep_until` and `timer` are short ways to use them.
@@ -85,8 +85,8 @@ pub trait ReactorCtx {
         Err(crate::Error::new(crate::ErrorKind::Unsupported, "this reactor watches no descriptors"))
     }
 
-    /// Whether a descriptor is watched for room to write, too. One that has just come under watch is not; one that is, and
-    /// has room, becomes ready.
+    /// Sets whether a watched descriptor is also watched for room to write. A new watch is not. If there is room
+    /// already, the descriptor becomes ready.
     fn watch_room(&self, id: WatchId, fd: BorrowedFd<'_>, wanted: bool) {
         let _ = (id, fd, wanted);
     }
@@ -96,7 +96,7 @@ pub trait ReactorCtx {
         let _ = (id, fd);
     }
 
-    /// Runs `work` on a thread that does not hold up the reactor. Those with different `turn`s take turns: a file has one of
+    /// Runs `work` on a thread that does not hold up the reactor. Different values of `turn` take turns; each file has
     /// its own. When the reactor has ended, the work is dropped.
     fn run_aside(&self, turn: u64, work: Work);
 
@@ -149,7 +149,7 @@ impl dyn ReactorCtx {
 /// A job for a reactor's thread.
 pub type Job = Box<dyn FnOnce(&Rc<dyn ReactorCtx>) + Send>;
 
-/// Reaches a reactor from any thread.
+/// Access to a reactor from any thread.
 pub trait ReactorHandle: Send + Sync {
     /// Runs `job` on the reactor's thread, soon, and wakes the reactor up for it. The jobs of one thread run in the
     /// order in which it gave them, between the polls of a turn. Fails if the reactor has ended. A reactor that is
@@ -161,7 +161,7 @@ pub trait ReactorHandle: Send + Sync {
     fn name(&self) -> &str;
 }
 
-/// Runs `job` on the reactor's thread and waits for what it returns. Must not be called on that thread.
+/// Runs `job` on the reactor's thread and waits for its result. Must not be called on that thread.
 pub fn run_and_wait<T: Send + 'static>(
     reactor: &dyn ReactorHandle,
     job: impl FnOnce(&Rc<dyn ReactorCtx>) -> T + Send + 'static,

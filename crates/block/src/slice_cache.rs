@@ -1,10 +1,10 @@
 //! A cache of tables of 64-bit entries, in slices, read without a lock.
 //!
-//! A slice is a part of a table that is cached together (4 KiB of a qcow2 image's L2 table). Its name is its place in
+//! A slice is a part of a table that is cached together (4 KiB of a qcow2 image's L2 table). Its number is its place in
 //! the guest's address space. A lookup goes directory -> slot -> entry without a lock. Each slot has a tag with the
 //! number of its slice and a generation. The writer, under its owner's mutex, changes the tag before the slot's
-//! contents. The reader looks at the tag before and after (a seqlock). Entries of a slice that stays are replaced one
-//! at a time, each whole.
+//! contents. The reader looks at the tag before and after (a seqlock). Entries of a slice that stays in memory are
+//! replaced one at a time, each as a whole.
 
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::collections::BTreeMap;
@@ -53,7 +53,7 @@ pub struct CacheStats {
     pub evicted: u64,
 }
 
-/// A slice as a reader found it. What was read is right only if [`SliceView::is_valid`] says so afterwards.
+/// A slice as a reader found it. Its entries are valid only if [`SliceView::is_valid`] returns true afterwards.
 #[derive(Debug, Clone, Copy)]
 pub struct SliceView<'a> {
     slot: &'a Slot,
@@ -138,7 +138,7 @@ impl SliceCache {
     }
 }
 
-/// What the owner's mutex guards: which slots are free, and which must not be taken away.
+/// The state under the owner's mutex: the free slots, and the slices that must stay.
 #[derive(Debug, Default)]
 pub struct SliceBook {
     never_used: usize,
@@ -150,7 +150,7 @@ pub struct SliceBook {
 }
 
 impl SliceBook {
-    /// Notes that the slice differs from the file. It stays until it is written.
+    /// Marks a slice as different from the file. It stays in memory until it is written.
     pub fn mark_dirty(&mut self, slice: u64) {
         self.dirty.insert(slice, ());
     }
@@ -180,7 +180,7 @@ impl SliceBook {
         slices
     }
 
-    /// Ends what [`SliceBook::begin_writing`] began. Slices whose write failed are dirty again.
+    /// Ends the writing that [`SliceBook::begin_writing`] began. Slices whose write failed are dirty again.
     pub fn end_writing(&mut self, written: bool) {
         let writing = std::mem::take(&mut self.writing);
         if !written {

@@ -139,7 +139,7 @@ impl State {
         slot.setting = self.settings;
         self.set += 1;
         if self.heap.len() > 2 * self.set + ROOM {
-            // More than half are stale, and would stay until they are due, which may be long.
+            // More than half are stale, and would stay until they are due, perhaps for long.
             let slots = &self.slots;
             self.heap
                 .retain(|Reverse((_, setting, slot))| slots.get(*slot).is_some_and(|slot| slot.setting == *setting));
@@ -162,8 +162,8 @@ impl fmt::Debug for Timers {
     }
 }
 
-/// A timer on a reactor. A poller looks at it when it is polled, and it is polled in the turn in which the timer is
-/// due. Tasks use [`Timer::wait`], or [`Sleep`].
+/// A timer on a reactor. A poller asks it when polled; the reactor polls in the turn in which the timer is due. Tasks
+/// use [`Timer::wait`], or [`Sleep`].
 #[derive(Debug)]
 pub struct Timer {
     timers: Rc<Timers>,
@@ -178,14 +178,14 @@ impl Timer {
         Self { timers: Rc::clone(timers), slot }
     }
 
-    /// Returns the time that the timer goes by.
+    /// Returns the present time of the timer's clock.
     #[must_use]
     pub fn now(&self) -> Instant {
         self.timers.now()
     }
 
-    /// Sets the timer to `due`, in place of an earlier setting. The reactor wakes up then, never before. How much later
-    /// depends on the host and on what else the reactor does.
+    /// Sets the timer to `due`, in place of an earlier setting. The reactor wakes up then or later, never before. The
+    /// delay depends on the host and on the reactor's other work.
     pub fn set(&mut self, due: Instant) {
         self.timers.state.borrow_mut().set(self.slot, due);
     }
@@ -229,7 +229,7 @@ impl Drop for Timer {
     }
 }
 
-/// A future that ends when its time has come.
+/// A future that ends at its time.
 #[derive(Debug)]
 pub struct Sleep(pub(crate) Timer);
 

@@ -1,4 +1,4 @@
-//! How much of a turn tasks may spend on moving bytes by themselves.
+//! Limits how many bytes tasks may move by themselves in one turn.
 //!
 //! A task that zeroes or copies memory holds its reactor up: a mebibyte takes a tenth of a millisecond or more.
 //! Thousands of such tasks may be ready at once, so [`crate::Executor::run_ready`] ends when they have moved enough,
@@ -29,7 +29,7 @@ pub fn note_moved(bytes: usize) {
     MOVED_BYTES.set(MOVED_BYTES.get().saturating_add(bytes));
 }
 
-/// Whether enough was moved in this turn. What remains is for the next.
+/// Whether tasks have moved enough in this turn. The rest waits for the next turn.
 #[must_use]
 pub fn has_moved_enough() -> bool {
     MOVED_BYTES.get() >= BYTES_PER_TURN

@@ -6,7 +6,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
 /// A list of tasks that wait for a condition which lives elsewhere. Call [`WaitList::wake_all`] after each change of
-/// the condition. For slow paths only, because it wakes all of them.
+/// the condition. For slow paths only, because it wakes all tasks.
 #[derive(Debug, Default)]
 pub struct WaitList {
     lists: Mutex<Lists>,
@@ -15,9 +15,9 @@ pub struct WaitList {
 #[derive(Debug, Default)]
 struct Lists {
     waiting: Vec<Waker>,
-    /// How often the waiting tasks were woken.
+    /// The number of times that the waiting tasks were woken.
     rounds: u64,
-    /// The list that was woken last, empty: it is used again.
+    /// The list that was woken last, empty: it is reused.
     spare: Vec<Waker>,
 }
 
@@ -48,8 +48,8 @@ impl WaitList {
         self.lists.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until `ready` gives a value. It is called again after each [`WaitList::wake_all`], and once more when the
-    /// task is on the list, so no wake-up is lost.
+    /// Waits until `ready` returns a value. `ready` is called again after each [`WaitList::wake_all`], and once more
+    /// when the task is on the list, so no wake-up is lost.
     pub fn until<T, F: FnMut() -> Option<T> + Unpin>(&self, ready: F) -> Wait<'_, F> {
         Wait { list: self, ready, place: None }
     }

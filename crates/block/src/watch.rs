@@ -53,15 +53,15 @@ impl<T: AsFd> Watch<T> {
         }
     }
 
-    /// A call has taken less from a stream than it had room for. So nothing is left there, unless the stream has ended:
-    /// then there is its end.
+    /// Notes that a call took less from a stream than it had room for. So no bytes are left, but perhaps the end of the
+    /// stream.
     pub fn is_drained(&self) {
         if !self.readiness.has_ended.get() {
             self.not_ready(Interest::Read);
         }
     }
 
-    /// All is written that was to be written.
+    /// Notes that everything was written.
     pub fn has_written(&self) {
         self.watch_room(false);
     }
@@ -103,7 +103,7 @@ impl<T: AsFd> Watch<T> {
 
 impl<T: AsFd> Drop for Watch<T> {
     fn drop(&mut self) {
-        // Ended before the descriptor is closed, because there may be duplicates of it.
+        // Ended before the descriptor is closed: duplicates may keep its file open.
         self.ctx.unwatch_fd(self.id, self.io.as_fd());
     }
 }

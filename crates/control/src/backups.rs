@@ -21,28 +21,26 @@ impl Manager {
         let node = self.node(name)?;
         let target = target_name(Path::new(&request.target))?;
         self.refuse_writing_below(None, &[recorded_name(&target)])?;
-        let format = request.format.as_deref().map_or(Ok(Format::Qcow2), str::parse)?;
+        let format = request.format.as_deref().map_or(Ok(Format::OF_OVERLAYS), str::parse)?;
         let mode = match request.mode {
             Some(BackupMode::Full) => daemon::BackupMode::Full,
             Some(BackupMode::Top) => daemon::BackupMode::Top,
             Some(BackupMode::Incremental) => daemon::BackupMode::Incremental,
             None if request.bitmap.is_none() => daemon::BackupMode::Full,
             None if request.base.is_some() || request.existing => daemon::BackupMode::Incremental,
-            None if format == Format::Qcow2 => daemon::BackupMode::SinceLast,
+            None if format.can_have_backing() => daemon::BackupMode::SinceLast,
             // A new image of another format rests on nothing.
             None => daemon::BackupMode::Full,
         };
-        let options = BackupOptions {
-            target,
-            format,
-            existing: request.existing,
-            mode,
-            bitmap: request.bitmap,
-            base: request.base.as_deref().map(absolute),
-            fleece_directory: request.fleece_directory.as_deref().map(absolute),
-            fleece_quota_bytes: request.fleece_quota_bytes,
-            bytes_per_second: request.bytes_per_second,
-        };
+        let options = BackupOptions::new(target, format).with(|options| {
+            options.existing = request.existing;
+            options.mode = mode;
+            options.bitmap = request.bitmap;
+            options.base = request.base.as_deref().map(absolute);
+            options.fleece_directory = request.fleece_directory.as_deref().map(absolute);
+            options.fleece_quota_bytes = request.fleece_quota_bytes;
+            options.bytes_per_second = request.bytes_per_second;
+        });
         let record = RecordOfBackup(self.record_of(name, node));
         let id = self.daemon.start_backup(node, options, record)?;
         self.has_started(name, id)

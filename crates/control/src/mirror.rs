@@ -23,15 +23,15 @@ impl Manager {
             return Err(Error::new(ErrorKind::BadOption, message));
         }
         self.refuse_writing_below(None, std::slice::from_ref(&text))?;
-        let options = MirrorOptions {
-            target,
-            format: request.format.as_deref().map(str::parse).transpose()?,
-            existing: request.existing,
-            scope: if request.top { MirrorScope::Top } else { MirrorScope::Full },
-            end: if request.keep { MirrorEnd::Keep } else { MirrorEnd::Switch },
-            aim: aim_of(request.within_ms, request.stall_ms),
-            bytes_per_second: request.bytes_per_second,
-        };
+        let format = request.format.as_deref().map(str::parse).transpose()?;
+        let options = MirrorOptions::new(target).with(|options| {
+            options.format = format;
+            options.existing = request.existing;
+            options.scope = if request.top { MirrorScope::Top } else { MirrorScope::Full };
+            options.end = if request.keep { MirrorEnd::Keep } else { MirrorEnd::Switch };
+            options.aim = aim_of(request.within_ms, request.stall_ms);
+            options.bytes_per_second = request.bytes_per_second;
+        });
         let unfinished = if request.existing { None } else { self.reserve(name, node, &options.target)? };
         let (record, scope) = (self.record_of(name, node), options.scope);
         let (kept_record, made_record) = (record.clone(), record.clone());

@@ -197,6 +197,113 @@ fn work_on(socket: &str) {
     assert_eq!(outcome.report.errors, 0);
 }
 
+const OF_A: [(&str, &str); 1] = [("name", "a")];
+
+/// Makes calls, and compares the answers with the description.
+struct Caller<'a> {
+    described: &'a Described,
+    disks: &'a Disks,
+}
+
+impl Caller<'_> {
+    fn call(&self, method: &str, path: &str, names: &[(&str, &str)], body: Option<Value>) -> Value {
+        self.described.call(&self.disks.served, method, path, names, body.as_ref())
+    }
+
+    fn job_is(&self, job: &Value, wanted: &str) {
+        let id = job["id"].to_string();
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let job = self.call("GET", "/v1/jobs/{id}", &[("id", &id)], None);
+            if job["state"] == wanted {
+                return;
+            }
+            let goes_on = job["state"] == "running" || job["state"] == "paused";
+            assert!(goes_on && Instant::now() < deadline, "not {wanted}: {job}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// A disk that a guest has used, and its figures.
+    fn serve_a_disk(&self) {
+        let socket = self.disks.path("a.sock");
+        let options = json!({
+            "file": self.disks.image("a.qcow2", SIZE_BYTES), "name": "a", "socket": socket, "queues": 1, "readonly": false,
+            "filter": ["throttle:iops-total=100000", "delay:us=1"], "on-error": "hold",
+        });
+        self.call("POST", "/v1/disks", &[], Some(json!({ "options": options })));
+        work_on(&socket);
+        let deadline = Instant::now() + PATIENCE;
+        while self.call("GET", "/v1/disks/{name}", &OF_A, None)["exports"][0]["connected"] == true {
+            assert!(Instant::now() < deadline, "the guest stays connected");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        self.call("PATCH", "/v1/disks/{name}", &OF_A, Some(json!({ "options": { "throttling.iops-total": "0" } })));
+        self.call("POST", "/v1/disks/{name}/resize", &OF_A, Some(json!({ "size_bytes": 2 * SIZE_BYTES })));
+        self.call("POST", "/v1/disks/{name}/reopen", &OF_A, Some(json!({})));
+        self.call("POST", "/v1/disks/{name}/resume", &OF_A, None);
+        self.call("GET", "/v1/disks", &[], None);
+        self.call("GET", "/v1/disks/{name}", &OF_A, None);
+        let stats = self.call("GET", "/v1/stats", &[], None);
+        assert!(stats["disks"][0]["latency"].as_array().unwrap().len() >= 2, "{stats:#}");
+        self.call("GET", "/metrics", &[], None);
+    }
+
+    /// Bitmaps, a backup, and internal snapshots.
+    fn take_points(&self) {
+        let bitmap = json!({ "actions": [{ "action": "add", "bitmap": "daily" }] });
+        self.call("POST", "/v1/disks/{name}/bitmaps", &OF_A, Some(bitmap));
+        self.call("GET", "/v1/disks/{name}/bitmaps", &OF_A, None);
+        let backup = json!({ "target": self.disks.path("backup.qcow2"), "bitmap": "daily", "mode": "full" });
+        self.job_is(&self.call("POST", "/v1/disks/{name}/backup", &OF_A, Some(backup)), "done");
+        self.call(
+            "POST",
+            "/v1/disks/{name}/bitmaps",
+            &OF_A,
+            Some(json!({ "actions": [{ "action": "remove", "bitmap": "daily" }] })),
+        );
+        let snapshot = [("name", "a"), ("snapshot", "one")];
+        self.call("POST", "/v1/disks/{name}/snapshots", &OF_A, Some(json!({ "name": "one" })));
+        self.call("GET", "/v1/disks/{name}/snapshots", &OF_A, None);
+        self.call("POST", "/v1/disks/{name}/snapshots/{snapshot}/apply", &snapshot, None);
+        self.call("DELETE", "/v1/disks/{name}/snapshots/{snapshot}", &snapshot, None);
+    }
+
+    /// Layers, and jobs on them.
+    fn change_layers(&self) {
+        let put_on = |name: &str| {
+            let overlay = json!({ "overlays": [{ "disk": "a", "overlay": self.disks.path(name) }] });
+            self.call("POST", "/v1/snapshots", &[], Some(overlay));
+        };
+        put_on("top.qcow2");
+        self.job_is(&self.call("POST", "/v1/disks/{name}/commit", &OF_A, Some(json!({}))), "done");
+        put_on("next.qcow2");
+        let base = json!({ "base": self.disks.image("base.qcow2", 2 * SIZE_BYTES), "format": "qcow2" });
+        self.job_is(&self.call("POST", "/v1/disks/{name}/rebase", &OF_A, Some(base)), "done");
+        self.job_is(&self.call("POST", "/v1/disks/{name}/stream", &OF_A, Some(json!({}))), "done");
+        self.job_is(&self.call("POST", "/v1/disks/{name}/compact", &OF_A, Some(json!({}))), "done");
+    }
+
+    /// A job that is paused, limited and cancelled.
+    fn steer_a_job(&self) {
+        // A job that takes long enough to be steered.
+        let raw = self.disks.path("b.raw");
+        std::fs::write(&raw, vec![7; 8 << 20]).unwrap();
+        let options = json!({ "file": raw, "format": "raw", "name": "b" });
+        self.call("POST", "/v1/disks", &[], Some(json!({ "options": options, "export": false })));
+        let mirror = json!({ "target": self.disks.path("copy.raw"), "keep": true, "bytes_per_second": 65536 });
+        let job = self.call("POST", "/v1/disks/{name}/mirror", &[("name", "b")], Some(mirror));
+        let id = job["id"].to_string();
+        for verb in ["pause", "resume", "limit", "cancel"] {
+            let body = (verb == "limit").then(|| json!({ "bytes_per_second": 131_072 }));
+            self.call("POST", &format!("/v1/jobs/{{id}}/{verb}"), &[("id", &id)], body);
+        }
+        self.job_is(&job, "cancelled");
+        self.call("GET", "/v1/jobs", &[], None);
+        self.call("DELETE", "/v1/jobs/{id}", &[("id", &id)], None);
+    }
+}
+
 #[test]
 fn every_call_answers_as_described() {
     if !has_library() {
@@ -206,23 +313,8 @@ fn every_call_answers_as_described() {
     let config = disks.path("disks.toml");
     std::fs::write(&config, "").unwrap();
     disks.served.manager.is_configured_by(config.into(), Config::read(Path::new(&disks.path("disks.toml"))).unwrap());
-    let call = |method: &str, path: &str, names: &[(&str, &str)], body: Option<Value>| {
-        described.call(&disks.served, method, path, names, body.as_ref())
-    };
-    let of_a = [("name", "a")];
-    let job_is = |job: &Value, wanted: &str| {
-        let id = job["id"].to_string();
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            let job = call("GET", "/v1/jobs/{id}", &[("id", &id)], None);
-            if job["state"] == wanted {
-                return id;
-            }
-            let goes_on = job["state"] == "running" || job["state"] == "paused";
-            assert!(goes_on && Instant::now() < deadline, "not {wanted}: {job}");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    };
+    let caller = Caller { described: &described, disks: &disks };
+    let call = |method: &str, path: &str, names: &[(&str, &str)], body| caller.call(method, path, names, body);
 
     call("GET", "/v1/version", &[], None);
     call("GET", "/v1/openapi.json", &[], None);
@@ -231,72 +323,10 @@ fn every_call_answers_as_described() {
     let mut events = BufReader::new(listener).lines();
     assert!(events.next().unwrap().unwrap().contains("200 OK"));
 
-    let socket = disks.path("a.sock");
-    let options = json!({
-        "file": disks.image("a.qcow2", SIZE_BYTES), "name": "a", "socket": socket, "queues": 1, "readonly": false,
-        "filter": ["throttle:iops-total=100000", "delay:us=1"], "on-error": "hold",
-    });
-    call("POST", "/v1/disks", &[], Some(json!({ "options": options })));
-    work_on(&socket);
-    let deadline = Instant::now() + PATIENCE;
-    while call("GET", "/v1/disks/{name}", &of_a, None)["exports"][0]["connected"] == true {
-        assert!(Instant::now() < deadline, "the guest stays connected");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    call("PATCH", "/v1/disks/{name}", &of_a, Some(json!({ "options": { "throttling.iops-total": "0" } })));
-    call("POST", "/v1/disks/{name}/resize", &of_a, Some(json!({ "size_bytes": 2 * SIZE_BYTES })));
-    call("POST", "/v1/disks/{name}/reopen", &of_a, Some(json!({})));
-    call("POST", "/v1/disks/{name}/resume", &of_a, None);
-    call("GET", "/v1/disks", &[], None);
-    call("GET", "/v1/disks/{name}", &of_a, None);
-    let stats = call("GET", "/v1/stats", &[], None);
-    assert!(stats["disks"][0]["latency"].as_array().unwrap().len() >= 2, "{stats:#}");
-    call("GET", "/metrics", &[], None);
-
-    let bitmap = json!({ "actions": [{ "action": "add", "bitmap": "daily" }] });
-    call("POST", "/v1/disks/{name}/bitmaps", &of_a, Some(bitmap));
-    call("GET", "/v1/disks/{name}/bitmaps", &of_a, None);
-    let backup = json!({ "target": disks.path("backup.qcow2"), "bitmap": "daily", "mode": "full" });
-    job_is(&call("POST", "/v1/disks/{name}/backup", &of_a, Some(backup)), "done");
-    call(
-        "POST",
-        "/v1/disks/{name}/bitmaps",
-        &of_a,
-        Some(json!({ "actions": [{ "action": "remove", "bitmap": "daily" }] })),
-    );
-    let snapshot = [("name", "a"), ("snapshot", "one")];
-    call("POST", "/v1/disks/{name}/snapshots", &of_a, Some(json!({ "name": "one" })));
-    call("GET", "/v1/disks/{name}/snapshots", &of_a, None);
-    call("POST", "/v1/disks/{name}/snapshots/{snapshot}/apply", &snapshot, None);
-    call("DELETE", "/v1/disks/{name}/snapshots/{snapshot}", &snapshot, None);
-
-    let put_on = |name: &str| {
-        let overlay = json!({ "overlays": [{ "disk": "a", "overlay": disks.path(name) }] });
-        call("POST", "/v1/snapshots", &[], Some(overlay));
-    };
-    put_on("top.qcow2");
-    job_is(&call("POST", "/v1/disks/{name}/commit", &of_a, Some(json!({}))), "done");
-    put_on("next.qcow2");
-    let base = json!({ "base": disks.image("base.qcow2", 2 * SIZE_BYTES), "format": "qcow2" });
-    job_is(&call("POST", "/v1/disks/{name}/rebase", &of_a, Some(base)), "done");
-    job_is(&call("POST", "/v1/disks/{name}/stream", &of_a, Some(json!({}))), "done");
-    job_is(&call("POST", "/v1/disks/{name}/compact", &of_a, Some(json!({}))), "done");
-
-    // A job that takes long enough to be steered.
-    let raw = disks.path("b.raw");
-    std::fs::write(&raw, vec![7; 8 << 20]).unwrap();
-    let options = json!({ "file": raw, "format": "raw", "name": "b" });
-    call("POST", "/v1/disks", &[], Some(json!({ "options": options, "export": false })));
-    let mirror = json!({ "target": disks.path("copy.raw"), "keep": true, "bytes_per_second": 65536 });
-    let job = call("POST", "/v1/disks/{name}/mirror", &[("name", "b")], Some(mirror));
-    let id = job["id"].to_string();
-    for verb in ["pause", "resume", "limit", "cancel"] {
-        let body = (verb == "limit").then(|| json!({ "bytes_per_second": 131_072 }));
-        call("POST", &format!("/v1/jobs/{{id}}/{verb}"), &[("id", &id)], body);
-    }
-    job_is(&job, "cancelled");
-    call("GET", "/v1/jobs", &[], None);
-    call("DELETE", "/v1/jobs/{id}", &[("id", &id)], None);
+    caller.serve_a_disk();
+    caller.take_points();
+    caller.change_layers();
+    caller.steer_a_job();
 
     call("POST", "/v1/exports", &[], Some(json!({ "disk": "b", "socket": disks.path("b.sock"), "read_only": true })));
     let nbd = json!({ "disk": "b", "socket": disks.path("b.nbd"), "nbd": { "name": "export" } });

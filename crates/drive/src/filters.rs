@@ -48,7 +48,7 @@ const ERRNOS: [(&str, i32); 8] = [
 pub type Filtered = (Arc<dyn Disk>, Option<Arc<ThrottleMember>>);
 
 impl FilterOptions {
-    /// Lists what may follow `filter=`.
+    /// Lists the values of `filter=`.
     pub(crate) fn help() -> String {
         let usage = |name: &str, keys: &[&str]| format!("{name}:KEY=VALUE:... ({})", keys.join(", "));
         [

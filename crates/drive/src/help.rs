@@ -90,7 +90,7 @@ const COLUMNS: usize = 80;
 /// The start of the second column.
 const INDENT: usize = 23;
 
-/// Returns the keys of a drive, each with what it takes.
+/// Returns the keys of a drive, each with a description of its values.
 #[must_use]
 pub fn drive_keys() -> &'static [(&'static str, &'static str)] {
     &KEYS

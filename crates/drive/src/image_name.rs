@@ -11,12 +11,12 @@ use std::ffi::OsStr;
 /// The protocols of files and block devices.
 const FILE_DRIVERS: [&str; 2] = ["file", "host_device"];
 
-/// A file, its format, and how to see it.
+/// A file, its format, and the part of it that is the disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageName {
     /// The file.
     pub file: FileName,
-    /// Its format; guessed from its contents if `None`.
+    /// The format of the file; guessed from its contents if `None`.
     pub format: Option<Format>,
     /// The part of a raw file that is the disk (`offset=`, `size=`).
     pub part: Option<FilePart>,
@@ -89,7 +89,7 @@ fn from_json(text: &str, format: Option<Format>) -> Result<ImageName> {
     Ok(ImageName { format: name.format.or(format), ..name })
 }
 
-/// QEMU's JSON also allows strings in single quotes, in which double quotes are plain characters.
+/// Replaces single quotes around strings, which QEMU's JSON allows, and in which double quotes are plain characters.
 fn with_double_quotes(text: &str) -> String {
     let (mut strict, mut quote) = (String::with_capacity(text.len()), None);
     let mut chars = text.chars();
@@ -129,7 +129,7 @@ fn flatten(key: &str, value: &Value, pairs: &mut Vec<KeyValue>) -> Result<()> {
             pairs.push(KeyValue { key: key.to_owned(), value: number.to_string() });
             Ok(())
         }
-        // As in QEMU, an empty text means the same.
+        // As in QEMU, `null` and an empty text mean the same.
         Value::Null if key == "backing" => {
             pairs.push(KeyValue { key: key.to_owned(), value: String::new() });
             Ok(())
@@ -165,6 +165,7 @@ fn described(pairs: &[KeyValue]) -> Result<ImageName> {
         }
     }
     let path = value_of(file_key).ok_or_else(|| bad("A block device must be specified for \"file\""))?;
+    // The file itself is the disk.
     let format = if is_file { Some(Format::Raw) } else { driver.map(driver_format).transpose()? };
     let size = |key: &str| value_of(key).map(parse_size).transpose();
     let (offset_bytes, size_bytes) = (size("offset")?, size("size")?);

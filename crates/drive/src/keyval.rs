@@ -93,7 +93,7 @@ fn bad(message: String) -> Error {
     Error::new(ErrorKind::BadOption, message)
 }
 
-/// Returns the word of `valid` that somebody who typed `word` most likely meant.
+/// Returns the word of `valid` that was most likely meant by `word`.
 fn closest<'a>(word: &str, valid: &[&'a str]) -> Option<&'a str> {
     let lower = word.to_lowercase().replace('-', "_");
     let scored = valid.iter().map(|name| (strsim::osa_distance(&lower, &name.replace('-', "_")), *name));

@@ -1,4 +1,4 @@
-//! Drives: a user's options of a disk, and the opener that makes a disk of them.
+//! Drives: a user's options of a disk, and the opener that turns them into a disk.
 //!
 //! No request passes through here. Commands and the daemon parse options with this crate, and open images with it. It
 //! names the concrete engines, so that `image` need not know them.

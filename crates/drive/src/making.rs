@@ -5,11 +5,11 @@ use block::{Error, ErrorKind, File, MetaIo, PastEnd, Result, block_on};
 use file_rbd::RbdName;
 use image::{CreateOptions, FileName, Opener, Role};
 
-/// How far a server's disk has to be empty before an image is made there.
+/// A server's disk must be zeros up to here before an image is created on it.
 const BLANK_BYTES: u64 = 1 << 20;
 
-/// Makes an empty file or an image of a cluster, which must not exist. A server's disk is there already: it must be empty at
-/// its beginning, so that no image is lost. Other files cannot be made.
+/// Creates an empty file, or an image of a cluster; neither may exist. A server's disk exists already: it must be empty
+/// at its beginning, so that no image is lost. Other files cannot be created.
 pub fn make_file(name: &FileName, length_bytes: u64) -> Result<()> {
     match (name, name.path()) {
         (FileName::Rbd(image), _) => file_rbd::create(&RbdName::parse(image)?, length_bytes),
@@ -22,7 +22,7 @@ pub fn make_file(name: &FileName, length_bytes: u64) -> Result<()> {
     }
 }
 
-/// Removes what [`make_file`] has made. The contents of a server's disk stay.
+/// Removes the file or image that [`make_file`] has created. The contents of a server's disk stay.
 pub fn unmake_file(name: &FileName) -> Result<()> {
     match (name, name.path()) {
         (FileName::Rbd(image), _) => file_rbd::remove(&RbdName::parse(image)?),

@@ -1,4 +1,4 @@
-//! Makes files and disks of a user's options: the one place that names both formats and engines.
+//! Turns a user's options into files and disks: the one place that names both formats and engines.
 
 use crate::filters::FilterOptions;
 use crate::options::{DiskOptions, DriveFormat};
@@ -27,7 +27,7 @@ pub const LOCK_TIMEOUT_S: u32 = 30;
 pub struct EngineOpener {
     options: OpenOptions,
     descriptor: Option<Arc<OwnedFd>>,
-    /// Whether nothing that is remembered of a file may say what it is.
+    /// Whether to ask servers which file they have, even if the process or a cache knows.
     anew: bool,
 }
 
@@ -79,7 +79,7 @@ impl EngineOpener {
         self
     }
 
-    /// For files that may have been replaced: servers are asked, whatever is remembered of their files.
+    /// For files that may have been replaced: servers are asked again, whatever is known of their files.
     #[must_use]
     pub fn anew(mut self) -> Self {
         self.anew = true;
@@ -115,7 +115,7 @@ impl EngineOpener {
         }
     }
 
-    /// Takes no locks: to look at an image that somebody else is writing.
+    /// Takes no locks, to look at an image that another process is writing.
     #[must_use]
     pub fn without_locks(mut self) -> Self {
         self.options.lock = false;
@@ -165,7 +165,7 @@ impl Opener for EngineOpener {
             made => {
                 made?;
                 self.open(&path.into(), Role::Writable).map(Some).inspect_err(|error| {
-                    // Whoever was faster has found it empty, and uses it.
+                    // The faster process has found the file empty, and uses it.
                     if error.kind() != ErrorKind::Locked {
                         self.unmake(path);
                     }
@@ -175,7 +175,7 @@ impl Opener for EngineOpener {
     }
 
     fn unmake(&self, path: &Path) {
-        // Best effort: whoever meets the file later learns what is wrong with it.
+        // Best effort: a later use of the file reports what is wrong with it.
         let _ = std::fs::remove_file(path);
     }
 
@@ -200,7 +200,7 @@ fn check_is_device(path: &Path) -> Result<()> {
     }
 }
 
-/// An opened disk, and its image, which has to be closed afterwards.
+/// An opened disk, and its image, which must be closed in the end.
 pub struct OpenedDisk {
     /// The disk with its filters.
     pub disk: Arc<dyn Disk>,
@@ -210,7 +210,7 @@ pub struct OpenedDisk {
     pub throttles: Vec<Arc<ThrottleMember>>,
     /// Holds requests that the storage fails, if the options say so.
     pub hold: Option<Arc<HoldControl>>,
-    /// The disk below what holds requests.
+    /// The disk below the filter that holds requests.
     below_hold: Arc<dyn Disk>,
 }
 
@@ -237,7 +237,7 @@ impl OpenedDisk {
         stats.filter(|stats| stats.limit_bytes > 0)
     }
 
-    /// Writes what is still in memory and flushes. No queue of the disk may be open.
+    /// Writes data that are still in memory, and flushes. No queue of the disk may be open.
     pub fn close(&self) -> Result<()> {
         self.image.as_ref().map_or(Ok(()), |image| image.close())
     }
@@ -256,16 +256,11 @@ pub fn open_disk_with(
     allow_backing: BackingPolicy,
     listed: &[PathBuf],
 ) -> Result<OpenedDisk> {
-    let format = match options.format {
-        Some(DriveFormat::Null) => {
-            let disk = NullDisk::new(options.size_bytes.unwrap_or(0), options.serial.clone());
-            return filtered(Arc::new(disk), None, options);
-        }
-        Some(DriveFormat::Raw) => Some(Format::Raw),
-        Some(DriveFormat::Qcow2) => Some(Format::Qcow2),
-        Some(DriveFormat::Scratch) => Some(Format::Scratch),
-        None => None,
-    };
+    if options.format == Some(DriveFormat::Null) {
+        let disk = NullDisk::new(options.size_bytes.unwrap_or(0), options.serial.clone());
+        return filtered(Arc::new(disk), None, options);
+    }
+    let format = options.format.and_then(DriveFormat::of_image);
     let image_options = image_options(options, format, allow_backing, listed)?;
     let image = Arc::new(image::open(&image_options, opener).map_err(name_readonly)?);
     filtered(Arc::clone(&image) as Arc<dyn Disk>, Some(image), options)
@@ -337,8 +332,8 @@ fn image_options(
     }))
 }
 
-/// Returns the index file of the scratch overlay that `options` keep, if they keep one. It is named after the disk, or
-/// else after the image.
+/// Returns the index file of the scratch overlay that `options` keep, if they keep one. It has the name of the disk, or
+/// else of the image.
 pub fn kept_overlay(options: &DiskOptions) -> Result<Option<PathBuf>> {
     let Some(directory) = &options.keep else { return Ok(None) };
     let image = || options.file.as_ref().and_then(FileName::path).and_then(Path::file_name);

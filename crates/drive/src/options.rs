@@ -33,7 +33,7 @@ pub enum DriveFormat {
     Qcow2,
     /// A kept scratch overlay.
     Scratch,
-    /// No file: reads give zeros, writes are thrown away. For measurements.
+    /// No file: reads return zeros, writes are dropped. For measurements.
     Null,
 }
 
@@ -43,6 +43,19 @@ impl From<Format> for DriveFormat {
             Format::Raw => Self::Raw,
             Format::Qcow2 => Self::Qcow2,
             Format::Scratch => Self::Scratch,
+        }
+    }
+}
+
+impl DriveFormat {
+    /// Returns the format of the image; `None` if there is no image.
+    #[must_use]
+    pub fn of_image(self) -> Option<Format> {
+        match self {
+            Self::Raw => Some(Format::Raw),
+            Self::Qcow2 => Some(Format::Qcow2),
+            Self::Scratch => Some(Format::Scratch),
+            Self::Null => None,
         }
     }
 }
@@ -61,15 +74,15 @@ pub struct DriveOptions {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct DiskOptions {
-    /// Its name in a daemon; `disk0`, `disk1`... if not given.
+    /// The disk's name in a daemon; `disk0`, `disk1`... if not given.
     pub name: Option<String>,
     /// The image; `None` only for a null disk.
     pub file: Option<FileName>,
-    /// Its format; guessed from its contents if not given.
+    /// The image's format; guessed from its contents if not given.
     pub format: Option<DriveFormat>,
     /// The engine, which moves bytes to and from the storage.
     pub engine: EngineKind,
-    /// Which caches are used.
+    /// The use of caches.
     pub cache: CacheMode,
     /// Whether every write is durable when it completes, through the page cache.
     pub sync: bool,
@@ -81,7 +94,7 @@ pub struct DiskOptions {
     pub snapshot: bool,
     /// Keeps those files instead, with names, in this directory.
     pub keep: Option<PathBuf>,
-    /// The name of the kept files, if it is not the disk's: for a disk that got its own name only later.
+    /// The name of the kept files, if it differs from the disk's: for a disk that was named only later.
     pub keep_as: Option<std::ffi::OsString>,
     /// The serial number that guests read, at most 20 bytes.
     pub serial: String,
@@ -97,15 +110,15 @@ pub struct DiskOptions {
     pub on_no_space: ErrorPolicy,
     /// The limit of memory for an image's tables, over all layers of its chain.
     pub l2_cache_bytes: Option<u64>,
-    /// How many layers below the image are opened for writing, as far as nobody else uses them: they were tops before.
-    /// No key sets this.
+    /// How many layers below the image are opened for writing if they are not in use: they were tops before. No key
+    /// sets this.
     pub former_tops: usize,
-    /// Files that it may rest on, beside those that are allowed for all disks. No key sets this.
+    /// Files that the disk may rest on, beside those that are allowed for all disks. No key sets this.
     pub bases: Vec<PathBuf>,
     /// How long to wait for the lock of a process that was killed: the process keeps the lock until its last write has
     /// landed.
     pub lock_timeout_s: Option<u32>,
-    /// Properties that its guests see instead of its own. An export can say otherwise.
+    /// Properties that guests see instead of the disk's own. An export can override them.
     pub shown: ShownOptions,
 }
 
@@ -117,9 +130,9 @@ pub struct ExportOptions {
     pub read_only: bool,
     /// The socket to which the guest's monitor connects.
     pub socket: Option<PathBuf>,
-    /// The socket as a descriptor: whoever passed it to this program listens on it already.
+    /// The socket as a descriptor: the program that passed it has made it listen already.
     pub socket_descriptor: Option<RawFd>,
-    /// The socket's permissions: who may connect. 0600 if not given; 0660 if the socket has its own group.
+    /// The socket's permissions. 0600 if not given; 0660 if the socket has its own group.
     pub socket_mode: Option<u32>,
     /// The socket's group, as a number.
     pub socket_group: Option<u32>,
@@ -127,11 +140,11 @@ pub struct ExportOptions {
     pub queues: Option<u16>,
     /// The largest ring that a guest may set up.
     pub queue_size: Option<u16>,
-    /// Properties that the guest of this export sees, where they differ from what the disk's options say.
+    /// Properties that the guest of this export sees, if they differ from the disk's options.
     pub shown: ShownOptions,
     /// Whether the guest's memory is registered with io_uring, which pins it.
     pub fixed_buffers: bool,
-    /// What the guest's memory may lie in.
+    /// The kinds of files that the guest's memory may lie in.
     pub guest_memory: Placement,
     /// The most memory that a guest's monitor may share.
     pub guest_memory_max_bytes: Option<u64>,
@@ -171,7 +184,7 @@ impl DiskOptions {
         }
     }
 
-    /// Returns the default path of its socket: beside the image. `None` if the disk has no path.
+    /// Returns the default path of the socket: beside the image. `None` if the disk has no path.
     #[must_use]
     pub fn default_socket(&self) -> Option<PathBuf> {
         self.file.as_ref().and_then(FileName::path).map(socket_beside)
@@ -206,12 +219,13 @@ impl DriveOptions {
         self.export.socket.clone().or_else(usual)
     }
 
-    /// Parses `key=value,...`. The value `?` or `help` asks what a key takes. As the whole text, it asks for all keys.
+    /// Parses `key=value,...`. The value `?` or `help` asks for the values of a key. As the whole text, it asks for all
+    /// keys.
     pub fn parse(text: &str) -> Result<ParsedDrive> {
         Self::parse_with(text, &PassedDescriptors::default())
     }
 
-    /// As [`DriveOptions::parse`], but also accepts a service manager's name of a descriptor: `file=fd:NAME`.
+    /// As [`DriveOptions::parse`], but also accepts a service manager's name for a descriptor: `file=fd:NAME`.
     pub fn parse_with(text: &str, passed: &PassedDescriptors) -> Result<ParsedDrive> {
         if is_question(text) {
             return Ok(ParsedDrive::Help(help::of_keys()));
@@ -309,7 +323,7 @@ impl DriveOptions {
         Ok(())
     }
 
-    /// Sets the descriptor of `fd=`: a socket or an image, as the descriptor shows.
+    /// Sets the descriptor of `fd=`: a socket or an image, depending on the descriptor's type.
     fn set_descriptor(&mut self, number: RawFd) -> Result<()> {
         let Self { disk, export } = self;
         match passed::is_socket(number) {

@@ -11,8 +11,8 @@ const COUNT_MAX: RawFd = 4096;
 /// The name of unnamed descriptors in sd_listen_fds_with_names(3).
 const UNNAMED: &str = "unknown";
 
-/// Descriptors that a service manager passed, in its order: `LISTEN_FDS` of them from number 3 on, with the names in
-/// `LISTEN_FDNAMES`. A name may come several times.
+/// Descriptors that a service manager passed, in its order: `LISTEN_FDS` descriptors from number 3 on, with the names
+/// in `LISTEN_FDNAMES`. A name may come several times.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PassedDescriptors(Vec<(RawFd, String)>);
 

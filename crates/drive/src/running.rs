@@ -1,4 +1,4 @@
-//! Which options of a drive can change while guests use it, and why the others cannot.
+//! Decides which options of a drive can change while guests use it, and gives the reasons for the others.
 
 use crate::help;
 use crate::keyval::{self, KeyValue};
@@ -9,12 +9,12 @@ use block::{Error, ErrorKind, Result};
 /// The prefix of keys of the filter `throttle`, as in QEMU's drive options.
 pub const THROTTLING: &str = "throttling.";
 
-/// How an option of a running disk changes.
+/// The way in which an option of a running disk changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunningChange {
-    /// It is a limit of the filter `throttle`.
+    /// The option is a limit of the filter `throttle`.
     Limit,
-    /// It is a policy for requests that the storage fails.
+    /// The option is a policy for requests that the storage fails.
     Policy,
     /// The disk's files are opened again.
     Files,
@@ -33,7 +33,7 @@ const FIXED: &[(&[&str], &str)] = &[
     (&["filter", "delay-ms"], "filters stay for as long as the disk is open"),
     (&["poll-max-us"], "the daemon's threads take it when they start"),
 ];
-/// Why an export's keys cannot change.
+/// The reason why an export's keys cannot change.
 const OF_EXPORT: &str = "it belongs to the disk's socket, and guests were told when they connected";
 
 impl RunningChange {

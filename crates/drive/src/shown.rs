@@ -38,7 +38,7 @@ pub struct ShownOptions {
     pub logical_block_bytes: Option<u32>,
     /// Writes smaller than this are slow.
     pub physical_block_bytes: Option<u32>,
-    /// Where the first physical block begins.
+    /// The offset of the first physical block.
     pub alignment_offset_bytes: Option<u32>,
     /// Smallest efficient I/O.
     pub minimum_io_bytes: Option<u32>,
@@ -78,7 +78,7 @@ fn number<T: std::str::FromStr + From<u8> + PartialOrd>(key: &str, value: &str, 
 }
 
 impl ShownOptions {
-    /// Sets `key` if it is one of these properties. Returns whether it is.
+    /// Sets `key` if it is one of these properties. Returns whether it is one.
     pub(crate) fn set(&mut self, key: &str, value: &str) -> Result<bool> {
         match key {
             "cyls" => self.cylinders = number(key, value, "65535")?,
@@ -112,8 +112,8 @@ impl ShownOptions {
         Ok(shown)
     }
 
-    /// Returns these properties, and those of `disk` where they are not set. A guest that cannot write (`read_only`) is
-    /// not shown what the disk says about writing.
+    /// Returns these properties, with those of `disk` in place of unset ones. A guest that cannot write (`read_only`)
+    /// does not get the disk's properties about writing.
     #[must_use]
     pub fn or_of(self, disk: &Self, read_only: bool) -> Self {
         // The three make one geometry.

@@ -1,4 +1,4 @@
-//! Temporary files for a disk whose writes are thrown away.
+//! Temporary files for a disk whose writes are dropped in the end.
 
 use block::{Error, File, Result};
 use engine::{CacheMode, OpenOptions};
@@ -7,8 +7,8 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Makes files in the directory for temporary files (`TMPDIR`). They never have a name, so nothing is left of them when
-/// their process ends, however it ends.
+/// Makes files in the directory for temporary files (`TMPDIR`). They never have a name, so they disappear when their
+/// process ends, however it ends.
 pub(crate) struct InTemporaryDirectory {
     directory: PathBuf,
     options: OpenOptions,

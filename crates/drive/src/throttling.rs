@@ -47,7 +47,7 @@ pub(crate) const THROTTLE_KEYS: [&str; 13] = [
     "bps-write-burst",
 ];
 
-/// The named groups. They live as long as a disk is in them.
+/// The named groups. They live as long as a disk belongs to them.
 static GROUPS: Mutex<BTreeMap<String, Weak<ThrottleGroup>>> = Mutex::new(BTreeMap::new());
 
 impl ThrottleOptions {

@@ -266,7 +266,7 @@ impl Remote {
     }
 }
 
-/// A thread's connection to the ring's thread.
+/// A thread's access to the ring's thread.
 struct RemoteQueue {
     remote: Arc<Remote>,
     /// Whether writes are refused.
@@ -401,7 +401,7 @@ impl Poller for Server {
         done.drain(..).for_each(|completion| self.end(completion));
         self.done = done;
         self.waiting.extend(self.received.try_iter());
-        // First come, first served: a call that has to wait also holds back those behind it.
+        // First come, first served: a call that has to wait also holds back later ones.
         while let Some(call) = self.waiting.front()
             && !self.must_wait(call)
             && let range = self.range(call)

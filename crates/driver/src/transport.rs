@@ -63,6 +63,7 @@ pub struct SharedMemory<'a> {
 
 /// Where a ring lies, and how many entries it has.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub struct QueueSetup {
     /// Entries.
     pub size: u16,

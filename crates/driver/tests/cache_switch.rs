@@ -209,8 +209,8 @@ impl World {
         let started = std::mem::take(&mut *started.lock().unwrap());
         let serve = |(index, (areas, features, base))| {
             let (device, index) = (Arc::clone(&device), index as u16);
-            let (register_memory, transport) = (false, Looks);
-            let setup = virtio_blk::QueueSetup { device, index, areas, features, base, register_memory, transport };
+            let setup = virtio_blk::QueueSetup::new(device, areas, features, Looks);
+            let setup = setup.with(|setup| (setup.index, setup.base) = (index, base));
             let queue = virtio_blk::open_poller(&ctx, setup).unwrap();
             ctx.add_poller(Rc::clone(&queue)).unwrap();
             queue

@@ -11,7 +11,7 @@
 //! * `base`: one system call, the interfaces of Linux AIO, options, counters.
 //! * `file`: an open file, shared by all reactors.
 //! * `request`: an action on a file with its memory, and what its results mean.
-//! * `route`: decides who carries a request out. Nothing else decides that.
+//! * `route`: the only place that decides who carries a request out.
 //! * `workers`, `aio`, `uring`: the engines.
 //! * `queue`: turns a file's operations into requests.
 //! * `open`: opens and creates files.

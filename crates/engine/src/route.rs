@@ -2,13 +2,13 @@
 //!
 //! The reactor never waits, and a ring never makes the kernel start a thread:
 //!
-//! * io_uring hands what would wait to kernel worker threads. The last of them stays as long as the ring and wakes up
-//!   every five seconds. So a daemon that was busy once would never be idle again. So a ring gets only two kinds of
-//!   requests: reads from a page cache that reads what is missing without a thread, and requests that must not wait
-//!   (`RWF_NOWAIT`). If those would have to wait (holes, space to be found, a busy device), the kernel refuses them,
-//!   and a worker carries them out.
-//! * What always waits goes to a worker at once: syncs, changes of extents and lengths, durable writes through the page
-//!   cache, and writes to a page cache that does not take `RWF_NOWAIT`.
+//! * io_uring hands requests that would wait to kernel worker threads. The last of these threads stays as long as the
+//!   ring and wakes up every five seconds. So a daemon that was busy once would never be idle again. For this reason a
+//!   ring gets only two kinds of requests: reads from a page cache that fetches missing pages without a thread, and
+//!   requests that must not wait (`RWF_NOWAIT`). If those would have to wait (holes, space to be found, a busy device),
+//!   the kernel refuses them, and a worker carries them out.
+//! * Requests that always wait go to a worker at once: syncs, changes of extents and lengths, durable writes through
+//!   the page cache, and writes to a page cache that does not take `RWF_NOWAIT`.
 //! * On a host without swap, a file in memory never waits: the reactor carries out short transfers itself.
 //! * Writes to the page cache of a file are serialized: the kernel takes them one by one, and workers that waited for
 //!   each other there would spin. All changes of a file in memory are serialized, too.
@@ -23,14 +23,14 @@ use std::sync::atomic::Ordering;
 /// longer copy would hold up every other disk of the reactor, so it goes to a worker.
 const INLINE_COPY_BYTES_MAX: usize = 1 << 20;
 
-/// What else decides, and may change from one request to the next.
+/// Conditions of a decision that may change from one request to the next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Now {
     /// The file is not known to refuse requests that must not wait.
     pub(crate) takes_nowait: bool,
-    /// The file system need not read tables of its own to find the file's blocks.
+    /// The file system can find the file's blocks without reading its own tables.
     pub(crate) extents_ready: bool,
-    /// The engine has refused the request, or is not to be asked.
+    /// The engine has refused the request, or must not be asked.
     pub(crate) declined: bool,
     /// The longest transfer to or from a file in memory that the reactor carries out itself.
     pub(crate) inline_bytes: usize,
@@ -60,13 +60,13 @@ impl Now {
 pub(crate) enum How {
     /// By a system call of its own.
     Call,
-    /// By one `io_submit`, together with those that wait behind it. They end one after the other during the call.
+    /// By one `io_submit`, together with the jobs that wait behind it. They end one after the other during the call.
     Batch,
-    /// The worker only begins it, by one `io_submit` together with those that wait behind it.
+    /// The worker only begins the request, by one `io_submit` together with the jobs that wait behind it.
     Begin,
 }
 
-/// Who carries a request out.
+/// The part of the engine that carries a request out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Route {
     /// The engine that serves the file, in its ring or context.
@@ -94,7 +94,7 @@ fn suits_engine(file: Traits, action: Action, length_bytes: usize, now: Now) -> 
     let may_begin = now.takes_nowait && now.extents_ready && file.storage != Storage::Memory;
     match (file.engine, action) {
         (EngineKind::Threads, _) => false,
-        // Only Linux AIO has syncs that a reactor need not wait for.
+        // Only Linux AIO has syncs for which the reactor need not wait.
         (EngineKind::LinuxAio, Action::Sync) => file.storage != Storage::Memory,
         (EngineKind::LinuxAio, _) => may_begin && action.is_transfer(),
         (EngineKind::IoUring | EngineKind::Auto, _) => {
@@ -142,7 +142,7 @@ fn by_worker(file: Traits, action: Action, now: Now) -> Route {
 pub(crate) fn ends_in_turn(file: Traits, action: Action) -> bool {
     match file.storage {
         Storage::Memory => changes_memory(action),
-        // A durable write lets others go ahead while it is made durable.
+        // A durable write lets other writes go ahead while it is made durable.
         Storage::PageCache { .. } => action == Action::Write { durable: false },
         Storage::CachedDevice | Storage::Direct => false,
     }

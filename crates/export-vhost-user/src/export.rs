@@ -1,4 +1,4 @@
-//! An export: a socket and a thread that serves one peer at a time, again and again.
+//! An export: a socket and a thread that serves one peer after another.
 
 use crate::memory_table::MemoryRules;
 use crate::own_messages;
@@ -21,15 +21,15 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use virtio_blk::{Counter, Device, DeviceOptions, Overrides, QueueLatency, RingStats};
 
-/// How long a session's thread may take to end if it waits for no request. Calls that its peer cannot hold up are
+/// How long a session's thread may take to end if it waits for no request. Calls that do not depend on its peer are
 /// shorter.
 const END_PATIENCE: Duration = Duration::from_secs(5);
 
 /// How long a peer may take to read an answer when the export ends.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(1);
 
-/// How long a peer may take to send the rest of a message, or to make room for an answer. Long, because it loses its
-/// disk otherwise, and the host may be busy.
+/// How long a peer may take to send the rest of a message, or to make room for an answer. Long, because the peer loses
+/// its disk otherwise, and the host may be busy.
 const MESSAGE_PATIENCE: Duration = Duration::from_secs(30);
 
 /// The options of an export.
@@ -38,7 +38,7 @@ const MESSAGE_PATIENCE: Duration = Duration::from_secs(30);
 pub struct ExportOptions {
     /// For logs and thread names.
     pub name: String,
-    /// Queues that a guest may use.
+    /// The number of queues that a guest may use.
     pub max_queues: u16,
     /// Entries that a ring may have: a power of two up to 1024.
     pub queue_size: u16,
@@ -57,10 +57,9 @@ pub struct ExportOptions {
     /// Register the guest's memory with the engines that can use that. Its pages are then pinned, so the guest must not
     /// return memory to its host and take it back (a balloon, free page reporting).
     pub fixed_buffers: bool,
-    /// What the guest's memory may lie in.
+    /// The kinds of files that the guest's memory may lie in.
     pub guest_memory: Placement,
-    /// The most memory that a peer may share. Pages of it that nobody has touched yet are charged to this process if it is
-    /// the first.
+    /// The most memory that a peer may share. Untouched pages are charged to this process if it touches them first.
     pub guest_memory_max_bytes: Option<u64>,
 }
 
@@ -113,7 +112,7 @@ impl Surrender {
     }
 }
 
-/// What the export's thread and its owner share.
+/// The state that the export's thread and its owner share.
 #[derive(Debug)]
 struct Shared {
     device: Arc<Device>,
@@ -229,7 +228,7 @@ impl Export {
         self.shared.device.ask_for_oldest();
     }
 
-    /// Returns how long the requests of its guests take.
+    /// Returns the latencies of its guests' requests.
     #[must_use]
     pub fn latency(&self) -> QueueLatency {
         self.shared.device.latency()
@@ -368,7 +367,7 @@ struct Pause {
 impl Pause {
     const FIRST: Duration = Duration::from_secs(1);
     const LONGEST: Duration = Duration::from_secs(64);
-    /// After a session of this length, earlier ones are forgiven.
+    /// After a session of this length, earlier ones no longer count.
     const FORGIVEN_AFTER: Duration = Duration::from_secs(300);
 
     /// Returns the pause after a session of this length, if it has blocked a reactor.
@@ -446,7 +445,7 @@ impl Server {
     fn serve_session(&self, stream: UnixStream, events: &Arc<SessionEvents>) -> Result<()> {
         let setup = |error| Error::io("cannot set the connection up", error);
         stream.set_nonblocking(false).map_err(setup)?;
-        // A peer that does not read its answers keeps only itself waiting.
+        // A peer that does not read its answers delays only itself.
         stream.set_write_timeout(Some(MESSAGE_PATIENCE)).map_err(setup)?;
         let watched = stream.try_clone().map_err(setup)?;
         self.shared.set_peer(Some(stream.try_clone().map_err(setup)?));
@@ -469,7 +468,7 @@ impl Server {
         let mut wear = Pace::from(Instant::now());
         loop {
             let (news, limit) = peer.news(listener);
-            // A question that waits wakes nobody again.
+            // A query that already waits does not wake the thread again.
             let is_asked = self.shared.lifetime_queried.load(Ordering::Acquire);
             let limit = limit.into_iter().chain(is_asked.then(|| wear.pause_left(Instant::now()))).min();
             let wanted = [Some(stream), Some(self.shared.wake.as_fd()), Some(events.as_fd()), news];
@@ -506,8 +505,8 @@ impl Server {
         self.shared.device.stats().iter().map(|ring| ring.requests).fold(0, u64::saturating_add)
     }
 
-    /// Waits until the whole message has arrived, or nothing more can come, or the export stops. A part of a message is
-    /// not received: its descriptors would be ours, and one of them may be the peer's own end of the session.
+    /// Waits until the whole message has arrived, or nothing more can come, or the export stops. An incomplete message
+    /// is not received: its descriptors would be ours, and one of them may be the peer's own end of the session.
     fn wait_for_whole_message(&self, stream: BorrowedFd<'_>, peer: &PeerWatch) -> Result<()> {
         let begun = Instant::now();
         while !own_messages::is_whole(stream) && !self.shared.is_stopping() {
@@ -524,7 +523,7 @@ impl Server {
 /// Waits for `pause`, or until the export stops.
 fn rest(wake: &OwnedFd, is_stopping: impl Fn() -> bool, pause: Duration) {
     let begun = Instant::now();
-    // It looks before it waits: the session may have taken the wake-up of the stop.
+    // Checked before the wait: the session may have taken the wake-up of the stop.
     while !is_stopping()
         && let Some(left) = pause.checked_sub(begun.elapsed()).filter(|left| !left.is_zero())
     {

@@ -4,8 +4,8 @@
 //! it down.
 //!
 //! * [`Export`]: a socket, and a thread that speaks the protocol with one peer at a time.
-//! * `session`: what that peer has set up. `wire`: its messages; this is the only file that names the `vhost` crate.
-//!   `own_messages`: messages that the crate does not handle.
+//! * `session`: the setup that the peer has made. `wire`: its messages; this is the only file that names the `vhost`
+//!   crate. `own_messages`: messages that the crate does not handle.
 //! * `queue_fds`: the descriptors through which a queue and its peer notify each other. `notifier` writes to them, and
 //!   `watched_call` interrupts a write that waits.
 //!

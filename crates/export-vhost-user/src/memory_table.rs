@@ -12,15 +12,15 @@ pub(crate) const MAX_REGIONS: usize = 256;
 /// The most address space of one peer: an eighth of the total, so that several peers together do not use it up.
 const MAX_BYTES: u64 = 8 << 40;
 
-/// What a peer's memory has to be.
+/// The rules for a peer's memory.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct MemoryRules {
     pub(crate) placement: Placement,
-    /// The most bytes of it, where somebody says so.
+    /// The most bytes of it, if there is a limit.
     pub(crate) max_bytes: Option<u64>,
 }
 
-/// The regions as the peer names them, and the address space made of them.
+/// The regions as the peer names them, and the resulting address space.
 #[derive(Debug)]
 pub(crate) struct MemoryTable {
     regions: Vec<(RegionSpec, GuestRegion)>,
@@ -39,7 +39,7 @@ fn place(spec: &RegionSpec) -> String {
 }
 
 /// Checks that the region lies in a file that is long enough, or in a device. Other objects can be mapped, too, but may
-/// keep alive what they hold: for example an io_uring in which the peer has registered its end of this session.
+/// keep other things alive: for example an io_uring in which the peer has registered its end of this session.
 fn check_file(spec: &RegionSpec, file: &OwnedFd, placement: Placement) -> Result<()> {
     let stat = fstat(file).map_err(|error| Error::io("cannot look at a memory file of the peer's", error.into()))?;
     let end = spec.file_offset.checked_add(spec.length_bytes);

@@ -77,8 +77,9 @@ pub(crate) fn check_channel(fd: &OwnedFd) -> Result<()> {
     }
 }
 
-/// Makes a socket of the peer's receive nothing more, and drops what waits in it. That may be any descriptor of the
-/// peer, even its end of this session, which would stay open for as long as we keep the socket. We only send there.
+/// Makes a socket of the peer receive nothing more, and drops the messages that wait in it. These may hold any
+/// descriptor of the peer, even its end of this session, which would stay open as long as we keep the socket. We only
+/// send there.
 pub(crate) fn seal(fd: &OwnedFd) {
     // Fails for other files, in which no descriptors wait.
     if shutdown(fd, Shutdown::Read).is_ok() {
@@ -95,12 +96,12 @@ fn is_of_pair(fd: &OwnedFd) -> bool {
     ends.iter().all(|end| end.as_ref().is_ok_and(SocketAddr::is_unnamed))
 }
 
-/// How a descriptor is notified without waiting for the peer.
+/// A way to notify a descriptor without waiting for the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
     /// An event descriptor takes nearly 2^64 notifications before it is full.
     Event,
-    /// A pipe in blocking mode may become full, if nobody reads it. So it is polled first.
+    /// A pipe in blocking mode may become full if its reader stops. So it is polled first.
     BlockingPipe,
     Pipe,
     /// The flags of the call say that it must not wait.
@@ -111,13 +112,13 @@ enum Way {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Blocked;
 
-/// A descriptor of the peer's: an event descriptor, a pipe, or, with User Mode Linux, a socket.
+/// A descriptor of the peer: an event descriptor, a pipe, or, with User Mode Linux, a socket.
 #[derive(Debug)]
 pub(crate) struct Notifier {
     fd: OwnedFd,
     way: Way,
     calls: WatchedCall,
-    /// A notification had to wait, so there are no more.
+    /// A notification had to wait, so no more are sent.
     blocked: AtomicBool,
 }
 
@@ -150,7 +151,7 @@ impl Notifier {
             Way::BlockingPipe if !self.has_room() => {}
             Way::Event | Way::Pipe | Way::BlockingPipe => {
                 let written = self.calls.make(|| write(&self.fd, &bytes));
-                // Only this is evidence. From outside, a thread without a processor looks the same.
+                // Only an interrupted write proves it: from outside, a thread without a processor looks the same.
                 if written == Err(Errno::INTR) {
                     self.blocked.store(true, Ordering::Relaxed);
                     return Err(Blocked);

@@ -1,8 +1,8 @@
-//! Messages that we receive or send ourselves because the `vhost` crate cannot. They are looked at before that crate
-//! sees them.
+//! Messages that we receive or send ourselves because the `vhost` crate cannot. They are handled before that crate sees
+//! them.
 //!
-//! * A memory table whose message is longer than its regions. User Mode Linux always sends room for two, even if it
-//!   shares one. The crate refuses a length that disagrees with the count.
+//! * A memory table whose message is longer than its regions. User Mode Linux always sends room for two regions, even
+//!   if it shares one. The crate refuses a length that disagrees with the count.
 //! * The channel for our own messages to the peer. The crate takes it, but cannot send a configuration change through
 //!   it.
 //!
@@ -67,8 +67,8 @@ pub(crate) fn receive(stream: BorrowedFd<'_>) -> Result<Option<OwnMessage>> {
     Ok(Some(OwnMessage { kind, needs_reply: flags & NEEDS_REPLY != 0, content }))
 }
 
-/// Whether the next message can be received without waiting for the rest of it. Also true if nothing more comes, or if
-/// its length will be refused.
+/// Whether the next message can be received without waiting. Also true if nothing more comes, or if its length will be
+/// refused.
 pub(crate) fn is_whole(stream: BorrowedFd<'_>) -> bool {
     if has_hung_up(stream) {
         return true;
@@ -154,7 +154,7 @@ pub(crate) fn send_config_change(channel: BorrowedFd<'_>) -> Result<()> {
 
 fn send_words(stream: BorrowedFd<'_>, words: &[u32]) -> Result<()> {
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
-    // A peer that does not read must not hold us up.
+    // A peer that does not read must not delay us.
     send(stream, &bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
         .map_err(|error| Error::io("cannot answer the peer", error.into()))?;
     Ok(())

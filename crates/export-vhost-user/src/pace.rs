@@ -1,12 +1,12 @@
-//! How often a guest's questions have the storage's wear read.
+//! Limits how often guests' queries make us read the storage's wear.
 
 use std::time::{Duration, Instant};
 
-/// The storage's wear is read at most so often. A guest may ask at any rate, and each read costs its session's thread time
-/// and a call to the device.
+/// The least time between two reads of the storage's wear. A guest may ask at any rate, and each read costs its
+/// session's thread time and a call to the device.
 const WEAR_PAUSE: Duration = Duration::from_secs(1);
 
-/// When the wear was read last.
+/// The time at which the wear was read last.
 pub(crate) struct Pace(Instant);
 
 impl From<Instant> for Pace {
@@ -16,7 +16,7 @@ impl From<Instant> for Pace {
 }
 
 impl Pace {
-    /// How long to wait until it may be read again.
+    /// Returns the time until the wear may be read again.
     pub(crate) fn pause_left(&self, now: Instant) -> Duration {
         WEAR_PAUSE.saturating_sub(now.saturating_duration_since(self.0))
     }

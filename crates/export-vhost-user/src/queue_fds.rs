@@ -7,7 +7,7 @@ use std::sync::Arc;
 use virtio::RingFault;
 use virtio_blk::Transport;
 
-/// One queue's descriptors, on its reactor.
+/// The descriptors of one queue, on its reactor.
 #[derive(Debug)]
 pub(crate) struct QueueFds {
     kick: Option<OwnedFd>,
@@ -40,8 +40,8 @@ impl QueueFds {
         self.err = err;
     }
 
-    /// Notifies the peer, unless it made us wait once: it may have one such descriptor for each of its queues, and pass
-    /// new ones.
+    /// Notifies the peer, unless it made us wait once: it may have a descriptor of this kind for each of its queues,
+    /// and pass new ones.
     fn tell(&self, notifier: &Notifier) {
         if !self.events.is_ending() && notifier.notify() == Err(Blocked) {
             self.events.end_session(Ending::Blocking);

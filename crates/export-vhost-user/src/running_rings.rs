@@ -11,7 +11,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use virtio_blk::{RunningQueue, StoppedQueue, StoppingQueue};
 
-/// How often a thread that waits for requests in flight looks whether it must give them up.
+/// The interval at which a thread that waits for requests in flight checks whether it must give them up.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// See the module.

@@ -1,9 +1,9 @@
-//! What one peer has set up: memory, features, rings. The session runs on the export's thread, and the rings on their
+//! The setup of one peer: memory, features, rings. The session runs on the export's thread, and the rings on their
 //! reactors.
 //!
 //! A ring runs while it is started (a kick message came since it was last stopped) and enabled, and its memory and
-//! addresses are known. A change of what a running ring uses stops it first. No more requests are taken, and those in
-//! flight are awaited. Then the change is made, and the ring goes on where it was.
+//! addresses are known. A change of a running ring's setup stops the ring first: no more requests are taken, and those
+//! in flight are awaited. Then the change is made, and the ring goes on at its position.
 
 use crate::memory_table::{MAX_REGIONS, MemoryRules, MemoryTable};
 use crate::notifier::{Blocked, Notifier, Purpose, check_kind, seal};
@@ -30,20 +30,20 @@ const MAX_CONFIG_BYTES: u32 = 256;
 struct Ring {
     size: u16,
     addresses: Option<RingAddresses>,
-    /// Where it goes on. `None` for a new ring, which begins at its layout's default.
+    /// The position at which the ring goes on. `None` for a new ring, which begins at its layout's default.
     base: Option<u32>,
     kick: Option<OwnedFd>,
     call: Option<OwnedFd>,
     err: Option<OwnedFd>,
     started: bool,
     enabled: bool,
-    /// Why it stopped by itself, or could not start.
+    /// The reason why the ring halted or could not start.
     halt: Option<Halt>,
 }
 
 impl Ring {
-    /// Forgets the start, because the peer has stopped the ring. It does not start before the peer names addresses
-    /// again: at the old ones there may be something else. All monitors name them at each start.
+    /// Forgets the start, because the peer has stopped the ring. The ring starts again only after the peer has named
+    /// addresses: other data may lie at the old ones. All monitors name them at each start.
     fn forget_start(&mut self) {
         self.started = false;
         self.halt = None;
@@ -61,14 +61,14 @@ fn notifier(fd: &Option<OwnedFd>, what: &str) -> Result<Option<Notifier>> {
     copy(fd, what)?.map(Notifier::new).transpose()
 }
 
-/// What all sessions of an export share: the device, and how it is served.
+/// The state that all sessions of an export share: the device, and how it is served.
 pub(crate) struct Served {
     pub(crate) device: Arc<Device>,
     pub(crate) reactors: Vec<Arc<dyn ReactorHandle>>,
     pub(crate) first_reactor: usize,
     /// The peers' memory is registered with the engines.
     pub(crate) fixed_buffers: bool,
-    /// What their memory has to be.
+    /// The rules for their memory.
     pub(crate) memory_rules: MemoryRules,
     /// The running rings.
     pub(crate) running: RunningRings,
@@ -164,15 +164,12 @@ impl Session {
             .map_err(|error| Error::with_source(ErrorKind::Protocol, "the ring cannot be used", error))?;
         let kick = copy(&ring.kick, "a kick")?;
         let (call, err) = (notifier(&ring.call, "a call")?, notifier(&ring.err, "an error")?);
-        let setup = QueueSetup {
-            device: Arc::clone(&served.device),
-            index: u16::try_from(index).unwrap_or(u16::MAX),
-            areas,
-            features: self.acked_features,
-            base: ring.base.unwrap_or_else(|| new_base(layout)),
-            register_memory: served.fixed_buffers,
-            transport: QueueFds::new(kick, call, err, Arc::clone(&self.events)),
-        };
+        let transport = QueueFds::new(kick, call, err, Arc::clone(&self.events));
+        let setup = QueueSetup::new(Arc::clone(&served.device), areas, self.acked_features, transport).with(|setup| {
+            setup.index = u16::try_from(index).unwrap_or(u16::MAX);
+            setup.base = ring.base.unwrap_or(setup.base);
+            setup.register_memory = served.fixed_buffers;
+        });
         let turn = served.first_reactor.wrapping_add(index);
         let reactor = turn.checked_rem(served.reactors.len()).and_then(|turn| served.reactors.get(turn));
         let reactor = reactor.ok_or_else(|| Error::new(ErrorKind::BadOption, "the export has no reactor"))?;
@@ -183,7 +180,7 @@ impl Session {
     fn change_memory(&mut self, table: MemoryTable) -> Result<()> {
         let memory = table.address_space()?;
         if self.served.fixed_buffers {
-            // It takes long, so it is done here. Registering pages that are in memory is quick.
+            // This takes long, so it is done on this thread. Registering resident pages is quick.
             memory.populate();
         }
         self.stop_where(|_| true);
@@ -197,7 +194,7 @@ impl Session {
         Ok(())
     }
 
-    /// Changes the setup of a ring, for the peer. What stopped it is forgotten.
+    /// Changes the setup of a ring for the peer. The reason of an earlier halt is forgotten.
     fn set_up(&mut self, index: u32, change: impl FnOnce(&mut Ring)) -> Result<()> {
         let ring = self.stop_one(index)?;
         ring.halt = None;
@@ -274,7 +271,7 @@ impl Backend for Session {
             let message = format!("ring {ring} cannot begin at entry {base}");
             return Err(Error::new(ErrorKind::Protocol, message));
         }
-        // For a packed ring the lower half says where it begins, and some peers set nothing more.
+        // For a packed ring the lower half is the position, and some peers set only that.
         if (base ^ new_base(layout)) & 0xffff != 0 {
             self.served.device.taken_over();
         }
@@ -307,7 +304,7 @@ impl Backend for Session {
             self.served.running.change(index, |fds| fds.set_call(call));
         }
         let ring = self.ring(ring)?;
-        // This comes last, so that the reactor's copy of the old descriptor is not the last one. Closing the last one
+        // This comes last, so that the reactor's copy of the old descriptor is not the last one. Closing the last copy
         // may wait, for example for a socket that was sent through this one.
         ring.call = fd;
         Ok(())
@@ -373,8 +370,9 @@ impl Backend for Session {
         Ok(())
     }
 
-    /// QEMU keeps a copy of the configuration. It ignores a change while its device is stopped, and does not read it
-    /// when it connects again. So what it has not read is told when its rings start.
+    /// Whether the peer must be sent a configuration change that it missed. QEMU keeps a copy of the configuration. It
+    /// ignores a change while its device is stopped, and does not read it when it connects again. So the change is sent
+    /// when its rings start.
     fn owes_news(&mut self) -> bool {
         let runs = !self.served.running.is_empty();
         let had_run = std::mem::replace(&mut self.has_run, runs);

@@ -1,5 +1,5 @@
-//! The socket that an export listens on. Nobody can connect before its mode is set, and it is never taken from a
-//! process that still listens.
+//! The socket that an export listens on. Connecting is impossible before its mode is set, and a socket is never taken
+//! from a process that still listens.
 
 use block::{Error, ErrorKind, Result};
 use rustix::fs::{FileType, Mode, chmod, stat};
@@ -14,15 +14,15 @@ use std::path::{Path, PathBuf};
 /// The longest path of a Unix socket, without its end mark.
 const MAX_PATH_BYTES: usize = 107;
 
-/// How many peers may wait while one is served.
+/// The number of peers that may wait while one is served.
 const BACKLOG: i32 = 16;
 
-/// Who may connect to a socket.
+/// The permissions of a socket.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Access {
-    /// The permissions of its file.
+    /// The permissions of the socket's file.
     pub(crate) mode: u32,
-    /// The number of its file's group, if that is not ours.
+    /// The group of the socket's file, if that is not ours.
     pub(crate) group: Option<u32>,
 }
 
@@ -59,7 +59,7 @@ impl ListenSocket {
         let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
             .map_err(|error| failed("make", error))?;
         bind(&fd, &address).map_err(|error| failed("create", error))?;
-        // Before it listens, connecting is refused. So group and mode are set before the first peer connects.
+        // Connecting is refused before the socket listens. So group and mode are set before the first peer connects.
         let listening = set_group(path, access.group).and_then(|()| {
             chmod(path, Mode::from_raw_mode(access.mode & 0o777))
                 .and_then(|()| listen(&fd, BACKLOG))
@@ -141,7 +141,7 @@ fn remove_stale(path: &Path) -> Result<()> {
     }
     let in_use =
         || Error::new(ErrorKind::Locked, format!("somebody serves on the socket '{}' already", path.display()));
-    // Not blocking: a server with a full backlog must not hold us up.
+    // Not blocking: a server with a full backlog must not delay us.
     let probe =
         socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)
             .and_then(|fd| connect(&fd, &SocketAddrUnix::new(path)?));

@@ -1,6 +1,6 @@
-//! Decides when a newcomer takes the place of a peer that is gone although its socket is not.
+//! Decides when a new peer takes the place of one that is gone although its socket is still connected.
 //!
-//! A socket stays connected as long as its other end is held anywhere. A peer can leave that end where nobody closes
+//! A socket stays connected as long as its other end is held anywhere. A peer can leave that end where nothing closes
 //! it, such as in the queue of a socket that is never read. So the process that connected is watched, too. The session
 //! ends when that process has exited, another peer waits, and the guest has sent no request for some time. See
 //! `docs/decisions/0058-gone-peers.md`.
@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 /// How long the guest must send no request while another peer waits. A monitor may have got its socket from a process
-/// that has exited since. Then its guest's requests show that it lives.
+/// that has exited since. Then its guest's requests show that the monitor lives.
 pub(crate) const QUIET: Duration = Duration::from_secs(5);
 /// How often the requests are counted while another peer waits.
 const LOOK_AGAIN: Duration = Duration::from_millis(250);
@@ -70,7 +70,7 @@ impl PeerWatch {
         }
     }
 
-    /// Updates the state; `requests` is how many the guest has made so far. Returns whether the session must end.
+    /// Updates the state; `requests` is the guest's count so far. Returns whether the session must end.
     pub(crate) fn look(&mut self, listener: BorrowedFd<'_>, requests: u64) -> bool {
         if let State::Alive(_) = self.state {
             if !self.has_exited() {

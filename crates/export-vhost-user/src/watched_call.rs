@@ -3,8 +3,8 @@
 //! The peer and we share an event descriptor. The peer can clear the non-blocking flag and fill the counter between any
 //! two steps of ours, so no check before a write proves that the write returns. Writing from another thread, or by a
 //! call that cannot wait, would cost more than the write itself. So the reactor writes. One thread for the whole
-//! process looks from time to time for a call that has begun and not returned, and interrupts it. While there are no
-//! calls, that thread sleeps.
+//! process regularly looks for a call that has begun and not returned, and interrupts it. Without calls, that thread
+//! sleeps.
 
 use block::{Error, Result};
 use memory::InterruptHandle;
@@ -14,8 +14,8 @@ use std::thread::Thread;
 use std::time::Duration;
 
 /// How often the thread looks. It interrupts a call that it has seen twice, so the reactor is held up for twice this
-/// time at most. A thread that had no processor for so long is interrupted too, which does no harm: only a call that
-/// waits returns `EINTR`.
+/// time at most. A thread that had no processor for so long is interrupted too, which is harmless: only a waiting call
+/// returns `EINTR`.
 pub(crate) const PERIOD: Duration = Duration::from_millis(20);
 
 /// One descriptor's calls, made by one thread.

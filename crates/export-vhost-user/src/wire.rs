@@ -1,4 +1,4 @@
-//! The protocol's messages. Only this file names the `vhost` crate, whose interface changes often. All else sees
+//! The protocol's messages. Only this file names the `vhost` crate, whose interface changes often. Other files see
 //! [`Backend`] and [`Connection`].
 
 use crate::notifier::{check_channel, seal};
@@ -35,11 +35,11 @@ pub(crate) trait Backend {
     fn memory_slots(&self) -> u64;
     /// Sets a ring's number of entries.
     fn set_ring_size(&mut self, ring: u32, size: u32) -> Result<()>;
-    /// Sets where a ring lies in the peer's address space.
+    /// Sets the addresses of a ring in the peer's address space.
     fn set_ring_addresses(&mut self, ring: u32, addresses: RingAddresses) -> Result<()>;
-    /// Sets where a ring begins. For a split ring that is an entry of the available ring.
+    /// Sets the position of a ring. For a split ring that is an entry of the available ring.
     fn set_ring_base(&mut self, ring: u32, base: u32) -> Result<()>;
-    /// Stops a ring. Returns where it goes on.
+    /// Stops a ring. Returns the position at which it goes on.
     fn stop_ring(&mut self, ring: u32) -> Result<u32>;
     /// Starts a ring, with the descriptor that notifies us of new requests. Without one, the ring is polled.
     fn set_ring_kick(&mut self, ring: u32, fd: Option<OwnedFd>) -> Result<()>;
@@ -64,7 +64,7 @@ pub(crate) trait Backend {
     fn owes_news(&mut self) -> bool;
 }
 
-/// What follows after one message.
+/// What to do after one message.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Served {
     /// More may come.
@@ -161,15 +161,15 @@ impl<B: Backend> Connection<B> {
 /// Turns the crate's calls into [`Backend`]'s.
 struct Adaptor<B> {
     backend: B,
-    /// Why the message was refused: the crate's errors carry no text of ours.
+    /// The reason why the message was refused: the crate's errors carry no text of ours.
     refused: Option<Error>,
-    /// The refusal does not end the session.
+    /// The refusal must not end the session.
     harmless: bool,
     /// Messages that ask for an answer get one (REPLY_ACK).
     replies: bool,
     /// The channel for our own messages to the peer.
     peer_channel: Option<OwnedFd>,
-    /// The configuration space has changed since the session began, and the peer was not told.
+    /// A change of the configuration space since the session began that the peer has not been sent.
     owes_news: bool,
 }
 
@@ -318,7 +318,7 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Adaptor<B> {
 
     fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> WireResult<()> {
         let result = self.backend.set_config(offset, bytes);
-        // A guest may write anything there through a monitor that passes it on, so the session goes on.
+        // A monitor may pass on any write of its guest, so the session goes on.
         self.harmless = result.is_err();
         self.told(result)
     }

@@ -1,4 +1,4 @@
-//! What the headers of an answer say of a file.
+//! What the headers of an answer say about a file.
 
 use hyper::header::{CONTENT_ENCODING, CONTENT_RANGE, ETAG, HeaderMap, LAST_MODIFIED, RETRY_AFTER};
 use hyper::{HeaderMap as Headers, StatusCode};
@@ -6,10 +6,10 @@ use std::fmt;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-/// A header that is longer names nothing.
+/// A longer version header is ignored.
 const TAG_BYTES_MAX: usize = 1024;
 
-/// No disk is longer. A server that says so would make us hold a table for all of it.
+/// The longest file. A server that names more would make us hold a table for all of it.
 const LENGTH_BYTES_MAX: u64 = 64 << 40;
 
 /// The file as it was when it was opened.
@@ -19,14 +19,14 @@ pub(crate) struct Pin {
     pub(crate) version: Version,
 }
 
-/// What changes with the file.
+/// A mark that changes with the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Version {
-    /// The entity tag, if it is a strong one: files with the same weak tag may differ in their bytes.
+    /// The entity tag, if it is strong: files with the same weak tag may differ in their bytes.
     Tag(String),
     /// `Last-Modified`.
     Date(String),
-    /// The server says nothing: only a changed length is noticed.
+    /// The server gives no mark: only a changed length is noticed.
     Unknown,
 }
 
@@ -45,7 +45,7 @@ impl Version {
     }
 }
 
-/// Whether an entity tag says only that two files mean the same.
+/// Whether an entity tag is weak: equal tags then do not mean equal bytes.
 pub(crate) fn is_weak(tag: &str) -> bool {
     tag.starts_with("W/")
 }
@@ -60,7 +60,8 @@ impl fmt::Display for Version {
     }
 }
 
-/// `Content-Range`: which bytes follow, and of how many. No bytes for an answer that says there are none there.
+/// Reads `Content-Range`: the bytes that follow, and the file's length. `None` for the bytes if the answer says that
+/// there are none.
 fn content_range(headers: &Headers) -> Option<(Option<RangeInclusive<u64>>, u64)> {
     let (range, total) = headers.get(CONTENT_RANGE)?.to_str().ok()?.trim().strip_prefix("bytes ")?.split_once('/')?;
     let total = total.parse().ok()?;
@@ -71,20 +72,20 @@ fn content_range(headers: &Headers) -> Option<(Option<RangeInclusive<u64>>, u64)
     Some((Some(first.parse().ok()?..=last.parse().ok()?), total))
 }
 
-/// What an answer to a request for a part means.
+/// The meaning of an answer to a request for a part.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Meaning {
     /// The part follows.
     Part { first: u64, last: u64, pin: Pin },
-    /// There is nothing in the file.
+    /// The file is empty.
     Empty { pin: Pin },
-    /// Look there.
+    /// The file is at this address.
     Elsewhere(String),
-    /// Ask again, perhaps only then.
+    /// Ask again, perhaps after this time.
     Later(Option<Duration>),
-    /// This will not be given.
+    /// The server refuses the request.
     Refused(&'static str),
-    /// The server knows nothing of parts.
+    /// The server does not serve parts of files.
     NoParts,
     /// The part is outside the file.
     Outside,

@@ -1,4 +1,4 @@
-//! Blocks of the file: those in memory, those on their way, and those that a sequential reader will want next.
+//! Blocks of the file: in memory, being fetched, and those that a sequential reader will want next.
 
 use crate::answer::Pin;
 use crate::cache::{BLOCK_BYTES, Cache};
@@ -12,13 +12,13 @@ use tokio::sync::{Semaphore, SemaphorePermit, watch};
 
 /// Blocks of one request.
 const RUN_BLOCKS_MAX: u64 = 16;
-/// Blocks in memory beside those that readers hold.
+/// The most blocks in memory beside those that readers hold.
 const MEMORY_BLOCKS_MAX: usize = 512;
-/// Bytes that reads of one file hold at once. Others wait.
+/// The most bytes that reads of one file hold at once. Other reads wait.
 const READING_BYTES_MAX: usize = 64 << 20;
-/// Readers whose next read is expected.
+/// The most sequential readers that are followed.
 const STREAMS_MAX: usize = 8;
-/// Where reading ahead begins.
+/// The first step of read-ahead.
 const AHEAD_BYTES_MIN: u64 = 256 << 10;
 
 type Found = Option<Result<Bytes, ()>>;
@@ -29,7 +29,7 @@ enum Slot {
     Coming(watch::Receiver<Found>),
 }
 
-/// One who reads on where it stopped.
+/// A reader that may go on where it stopped.
 #[derive(Debug, Default, Clone, Copy)]
 struct Stream {
     next: u64,
@@ -56,20 +56,20 @@ pub(crate) struct Blocks {
     reading: Semaphore,
 }
 
-/// Pieces of a range, and their share of what reads may hold.
+/// Pieces of a range, and the permit for their bytes.
 pub(crate) type Held<'a> = (Vec<Bytes>, SemaphorePermit<'a>);
 
-/// A block for a reader: here, or on its way.
+/// A block for a reader.
 enum Wanted {
     Here(Bytes),
     Coming(watch::Receiver<Found>),
 }
 
-/// A block on its way, and its readers.
+/// A block that is being fetched, and the channel to its readers.
 type Coming = (u64, watch::Sender<Found>);
 
 impl State {
-    /// A block in memory or on its way.
+    /// Finds a block that is in memory or being fetched.
     fn find(&mut self, block: u64) -> Option<Wanted> {
         let use_now = self.uses;
         match self.slots.get_mut(&block)? {
@@ -81,7 +81,7 @@ impl State {
                 self.uses = use_now.saturating_add(1);
                 Some(Wanted::Here(bytes))
             }
-            // One whose task has ended without a word is asked for again.
+            // If the task ended without a result, the block is fetched again.
             Slot::Coming(receiver) if receiver.has_changed().is_err() && receiver.borrow().is_none() => None,
             Slot::Coming(receiver) => Some(Wanted::Coming(receiver.clone())),
         }
@@ -110,7 +110,7 @@ impl State {
         }
     }
 
-    /// How far to read on behind a read, for whoever reads in order.
+    /// Returns how many bytes to read ahead of this read, if its reader reads in order.
     fn ahead(&mut self, range: &Range<u64>, most: u64) -> u64 {
         let used = self.uses;
         self.uses = used.saturating_add(1);
@@ -152,7 +152,7 @@ impl Blocks {
         blocks.start.saturating_mul(BLOCK_BYTES).min(end)..end
     }
 
-    /// The bytes of a range of the file, in pieces, which are held until they are dropped.
+    /// Reads a range of the file as pieces. They count against the limit until they are dropped.
     pub(crate) async fn read(self: &Arc<Self>, range: Range<u64>) -> Result<Held<'_>, ()> {
         let length = range.end.saturating_sub(range.start).min(READING_BYTES_MAX as u64);
         let share = self.reading.acquire_many(u32::try_from(length).unwrap_or(u32::MAX)).await.map_err(drop)?;
@@ -172,7 +172,7 @@ impl Blocks {
         Ok((pieces, share))
     }
 
-    /// All blocks of a range. Begins to fetch what is missing, and what is read next.
+    /// Finds all blocks of a range. Begins to fetch the missing ones, and those to be read ahead.
     fn want(self: &Arc<Self>, range: &Range<u64>) -> Vec<(u64, Wanted)> {
         let blocks = range.start.checked_div(BLOCK_BYTES).unwrap_or(0)..range.end.div_ceil(BLOCK_BYTES);
         let (mut wanted, mut missing) = (Vec::new(), Vec::new());
@@ -187,7 +187,7 @@ impl Blocks {
         }
         let ahead = state.ahead(range, self.remote.url().options.read_ahead_bytes).div_ceil(BLOCK_BYTES);
         let last = self.pin.length_bytes.div_ceil(BLOCK_BYTES);
-        // In large steps: nothing is fetched while half of it is there.
+        // Reads ahead in large steps: only when less than half of it is left.
         let half = blocks.end.saturating_add(ahead.div_ceil(2)).min(last.saturating_sub(1));
         if ahead > 0 && (!missing.is_empty() || state.find(half).is_none()) {
             for block in blocks.end..blocks.end.saturating_add(ahead).min(last) {
@@ -203,7 +203,7 @@ impl Blocks {
         wanted
     }
 
-    /// From the cache, or else from the server.
+    /// Loads blocks from the cache, and those that it does not have from the server.
     async fn load(self: Arc<Self>, run: Vec<Coming>) {
         let Some(cache) = self.cache.clone() else { return self.fetch(run).await };
         let numbers: Vec<u64> = run.iter().map(|(block, _)| *block).collect();
@@ -229,14 +229,14 @@ impl Blocks {
         if let (Ok(bytes), Some(cache)) = (&bytes, self.cache.clone()) {
             let bytes = bytes.clone();
             let keep = move || cache.write(first, &bytes);
-            // Kept before it is given: what a reader has seen is there for the next one.
+            // Kept before it is given to readers, so that the next process finds what this one has read.
             let _ = self.runtime.spawn_blocking(keep).await;
         }
         for (index, (block, sender)) in run.iter().enumerate() {
             let start = index.saturating_mul(BLOCK_BYTES as usize);
             let part = bytes.as_ref().ok().and_then(|bytes| {
                 let end = start.saturating_add(BLOCK_BYTES as usize).min(bytes.len());
-                // A copy of its own: a part of a longer answer would keep all of it.
+                // A copy, since a part of the longer answer would keep all of it.
                 bytes.get(start..end).map(Bytes::copy_from_slice)
             });
             self.give(*block, sender, part.ok_or(()));
@@ -245,12 +245,12 @@ impl Blocks {
 
     fn give(&self, block: u64, sender: &watch::Sender<Found>, found: Result<Bytes, ()>) {
         self.state().end(block, &found);
-        // Nobody may be waiting any more.
+        // Perhaps nobody waits any more.
         let _ = sender.send(Some(found));
     }
 }
 
-/// Neighbours, so many as are asked for at once.
+/// Groups neighbours into requests.
 fn runs(missing: Vec<Coming>) -> Vec<Vec<Coming>> {
     let mut runs: Vec<Vec<Coming>> = Vec::new();
     for coming in missing {

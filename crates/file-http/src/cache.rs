@@ -1,8 +1,8 @@
-//! Blocks on the local disk: a sparse file with the blocks, and an index with a sum for each.
+//! Blocks on the local disk: a sparse file with the blocks, and an index with a checksum for each.
 //!
-//! Every block is compared with its sum when a process first reads it. So nothing is flushed: after a crash a block that is
-//! not as its sum says is not there, and is fetched again. All who fill a block write the same bytes, so processes need a
-//! lock only to make and to remove files, never to fill them.
+//! A process compares every block with its checksum when it first reads it. So nothing is flushed: a block that a crash
+//! has damaged counts as missing and is fetched again. All processes that fill a block write the same bytes, so they
+//! need a lock only to create and remove files.
 
 use crate::answer::{Pin, Version, is_weak};
 use block::{Error, ErrorKind, Result};
@@ -22,7 +22,7 @@ pub(crate) const BLOCK_BYTES: u64 = 64 << 10;
 const HEADER_BYTES: usize = 4096;
 const SUM_BYTES: u64 = 8;
 const MAGIC: &str = "ringdisk http cache, version 1";
-/// Room that a process takes at once.
+/// The most room that a process takes at once.
 const SHARE_BYTES_MAX: u64 = 16 << 20;
 const DATA: &str = "data";
 const INDEX: &str = "index";
@@ -39,15 +39,15 @@ pub(crate) struct Cache {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Blocks that were as their sums say.
+    /// A bit for each block whose checksum was found right.
     checked: Vec<u64>,
-    /// Room that may be filled before the directory is looked at again.
+    /// Bytes that may be filled before the directory is looked at again.
     share_bytes: u64,
-    /// It was said that nothing is kept any more.
+    /// The log already says that nothing more is kept.
     is_full: bool,
 }
 
-/// A lock of the directory, while files are made and removed.
+/// A lock of the directory, held while files are created and removed.
 struct Locked(#[allow(dead_code, reason = "unlocks when it is closed")] File);
 
 fn failed(path: &Path, error: impl Into<io::Error>) -> Error {
@@ -55,7 +55,7 @@ fn failed(path: &Path, error: impl Into<io::Error>) -> Error {
 }
 
 fn open_private(path: &Path, create: bool) -> io::Result<File> {
-    // What a server gives to one user is not for others.
+    // Other users may not read what a server gave to this one.
     OpenOptions::new().read(true).write(true).create(create).mode(0o600).open(path)
 }
 
@@ -71,13 +71,13 @@ fn paths(directory: &Path, key: &str) -> [PathBuf; 2] {
     [DATA, INDEX].map(|kind| directory.join(format!("{name}.{kind}")))
 }
 
-/// The sum of a block that is there is never zero.
+/// Returns the checksum of a block; never zero, which marks a missing block.
 fn sum(bytes: &[u8]) -> u64 {
     xxh3_64(bytes).max(1)
 }
 
 impl Cache {
-    /// The blocks of a file that are there from earlier, and which file it was.
+    /// Opens the blocks kept earlier; also returns which file they are of.
     pub(crate) fn find(directory: &Path, limit_bytes: u64, key: &str) -> Result<Option<(Self, Pin)>> {
         std::fs::create_dir_all(directory).map_err(|error| failed(directory, error))?;
         let _locked = lock(directory)?;
@@ -92,18 +92,18 @@ impl Cache {
             Err(error) => Err(failed(path, error)),
         };
         let (Some(data), Some(index)) = (open(&data_path)?, open(&index_path)?) else { return Ok(None) };
-        // What cannot be read was damaged, and is made anew.
+        // An unreadable header was damaged; the cache is made anew.
         let Some(pin) = read_header(&index, key) else { return Ok(None) };
         if data.metadata().map_err(|error| failed(&data_path, error))?.len() != pin.length_bytes {
             return Ok(None);
         }
-        // The file that was used last is removed last.
+        // Files are removed in the order of their last use.
         let _ = index.set_modified(SystemTime::now());
         let cache = Self::of(directory, limit_bytes, data, index, pin.length_bytes)?;
         Ok(Some((cache, pin)))
     }
 
-    /// Makes room for the blocks of a file. What others have made meanwhile is used if it is the same file.
+    /// Creates the files for a cache, or opens those that another process has created meanwhile for the same file.
     pub(crate) fn create(directory: &Path, limit_bytes: u64, key: &str, pin: &Pin) -> Result<Self> {
         let _locked = lock(directory)?;
         if let Some((cache, found)) = Self::find_locked(directory, limit_bytes, key)?
@@ -112,7 +112,7 @@ impl Cache {
             return Ok(cache);
         }
         let [data_path, index_path] = paths(directory, key);
-        // Whoever still reads the old ones keeps them.
+        // Processes that still read the old files keep them open.
         for path in [&index_path, &data_path] {
             match std::fs::remove_file(path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(path, error)),
@@ -127,7 +127,7 @@ impl Cache {
     }
 
     fn of(directory: &Path, limit_bytes: u64, data: File, index: File, length_bytes: u64) -> Result<Self> {
-        // Nobody removes what somebody has locked.
+        // Locked files are not removed.
         flock(&data, FlockOperation::LockShared).map_err(|error| failed(directory, error))?;
         let words = usize::try_from(length_bytes.div_ceil(BLOCK_BYTES).div_ceil(64)).unwrap_or(usize::MAX);
         let mut checked = Vec::new();
@@ -142,7 +142,7 @@ impl Cache {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A block, if it is there and whole.
+    /// Reads a block, if it is there and its checksum is right.
     pub(crate) fn read(&self, block: u64) -> Option<Bytes> {
         let is_checked = self.state().is_checked(block);
         let mut own = [0; SUM_BYTES as usize];
@@ -165,7 +165,7 @@ impl Cache {
         Some(bytes.into())
     }
 
-    /// Keeps blocks from `first` on, where there is room.
+    /// Keeps blocks from `first` on, if there is room.
     pub(crate) fn write(&self, first: u64, bytes: &Bytes) {
         let mut state = self.state();
         if state.share_bytes < bytes.len() as u64 {
@@ -200,7 +200,7 @@ impl Cache {
         self.index.write_all_at(&sums.collect::<Vec<u8>>(), place_of_sum(first))
     }
 
-    /// Room for the next blocks: zero if there is none. Files that nobody uses make way.
+    /// Takes room for the next blocks, in bytes: zero if there is none. Unused files are removed for it.
     fn take_share(&self) -> Result<u64> {
         let share_bytes = SHARE_BYTES_MAX.min(self.limit_bytes.checked_div(4).unwrap_or(0));
         let _locked = lock(&self.directory)?;
@@ -238,7 +238,7 @@ impl State {
     }
 }
 
-/// The files of one address.
+/// The two files of one address.
 struct Entry {
     data: PathBuf,
     index: PathBuf,
@@ -252,7 +252,7 @@ impl Entry {
             Ok(data) => flock(&data, FlockOperation::NonBlockingLockExclusive).is_ok(),
             Err(error) => error.kind() == io::ErrorKind::NotFound,
         };
-        // The index first: without its data it would speak of what is not there.
+        // The index is removed first: without its data it would be wrong.
         is_unused && std::fs::remove_file(&self.index).is_ok() && std::fs::remove_file(&self.data).is_ok()
     }
 }
@@ -269,7 +269,7 @@ fn entries(directory: &Path) -> io::Result<Vec<Entry>> {
         let index_meta = index.metadata().ok();
         let blocks = index_meta.as_ref().map_or(0, |meta| meta.blocks()).saturating_add(meta.blocks());
         let used = index_meta.and_then(|meta| meta.modified().ok()).unwrap_or(SystemTime::UNIX_EPOCH);
-        // Counted in units of 512 bytes, whatever the file system's block is.
+        // `blocks` counts units of 512 bytes, whatever the file system's block size is.
         entries.push(Entry { data, index, used, held_bytes: blocks.saturating_mul(512) });
     }
     Ok(entries)
@@ -279,7 +279,8 @@ fn place_of_sum(block: u64) -> u64 {
     block.saturating_mul(SUM_BYTES).saturating_add(HEADER_BYTES as u64)
 }
 
-/// Lines for people, too. The last one is a sum of those before; the address is there as a sum only, as it may hold secrets.
+/// Returns the header, in lines that people can read, too. Its last line is a checksum of the others. The address
+/// appears only as a hash, as it may hold secrets.
 fn header(key: &str, pin: &Pin) -> Vec<u8> {
     let (length, version) = (pin.length_bytes, &pin.version);
     let address = xxh3_128(key.as_bytes());
@@ -297,18 +298,18 @@ fn read_header(index: &File, key: &str) -> Option<Pin> {
     let text = std::str::from_utf8(&bytes).ok()?;
     let value = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
     let version = match value("version")?.split_once(' ')? {
-        // Kept by a version that took weak tags for the file's.
+        // An older version kept files with weak tags.
         ("tag", tag) if is_weak(tag) => return None,
         ("tag", tag) => Version::Tag(tag.to_owned()),
         ("date", date) => Version::Date(date.to_owned()),
         _ => return None,
     };
     let pin = Pin { length_bytes: value("length")?.parse().ok()?, version };
-    // It is what would be written for this, or it is nothing.
+    // A header counts only if it is exactly what would be written for this file.
     (header(key, &pin) == bytes).then_some(pin)
 }
 
-/// A file whose version is unknown cannot be kept: nobody would notice that it is another one.
+/// Refuses to keep a file whose version is unknown: a change would not be noticed.
 pub(crate) fn check_version(pin: &Pin) -> Result<()> {
     match pin.version {
         Version::Unknown => Err(Error::new(

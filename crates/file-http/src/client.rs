@@ -21,29 +21,29 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// From the request to the headers of its answer.
+/// The time from the request to the headers of its answer.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(20);
-/// Between two pieces of a body.
+/// The time between two pieces of a body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(15);
-/// From the first to the last piece of a body, which has a megabyte at most: more than any line needs that is of use.
+/// The time for a whole body, which has a megabyte at most. A slower line would be of no use.
 const WHOLE_BODY_TIMEOUT: Duration = Duration::from_secs(120);
-/// Connections that nobody uses are closed after this.
+/// Unused connections are closed after this time.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Why a request has failed.
+/// The reason why a request has failed.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Failure {
-    /// It may go well later, perhaps not before that.
+    /// It may succeed later, perhaps not before this time.
     ForNow(String, Option<Duration>),
-    /// It will not.
+    /// It will never succeed.
     ForGood(String),
 }
 
-/// Connections to servers, kept while they are of use.
+/// Connections to servers, kept for reuse.
 #[derive(Debug, Clone)]
 pub(crate) struct Client(Pool<HttpsConnector<HttpConnector>, Empty<Bytes>>);
 
-/// What a server has answered. The body has not been read.
+/// A server's answer. The body has not been read.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) meaning: Meaning,
@@ -51,10 +51,10 @@ pub(crate) struct Answer {
 }
 
 impl Client {
-    /// A client that trusts the system's certificates, and those in `ca_file`.
+    /// Makes a client that trusts the system's certificates, and those in `ca_file`.
     pub(crate) fn new(ca_file: Option<&Path>) -> Result<Self> {
         let mut roots = rustls::RootCertStore::empty();
-        // What of the system's cannot be read is not trusted; a server that needs it says so by its certificate.
+        // System certificates that cannot be read are not trusted; a connection that needs one fails.
         roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
         if let Some(path) = ca_file {
             let bad = |why: String| Error::new(ErrorKind::BadOption, format!("ca-file '{}': {why}", path.display()));
@@ -84,7 +84,7 @@ impl Client {
         Ok(Self(pool.build(connector)))
     }
 
-    /// Asks for a part; what comes first is what the headers say.
+    /// Asks for a part, and waits for the headers of the answer.
     pub(crate) async fn ask(
         &self,
         uri: &Uri,
@@ -107,7 +107,7 @@ impl Client {
 }
 
 impl Answer {
-    /// The bytes that follow: exactly so many.
+    /// Reads the body: exactly `length_bytes` bytes.
     pub(crate) async fn bytes(self, length_bytes: usize) -> Result<Bytes, Failure> {
         let too_slow = |_| Failure::ForNow("the server sends an answer too slowly".into(), None);
         timeout(WHOLE_BODY_TIMEOUT, self.collect(length_bytes)).await.map_err(too_slow)?
@@ -136,7 +136,7 @@ impl Answer {
     }
 }
 
-/// Says all causes of an error, each once. A certificate that is not believed will not be a minute later.
+/// Puts all causes of an error into words, each once. An untrusted certificate is a permanent failure.
 fn failure(error: &(dyn StdError + 'static)) -> Failure {
     let (mut said, mut cause, mut is_final) = (Vec::new(), Some(error), false);
     while let Some(error) = cause {
@@ -153,7 +153,7 @@ fn failure(error: &(dyn StdError + 'static)) -> Failure {
     }
 }
 
-/// An error of the system may hold one of TLS, which is not its source.
+/// Finds an error of TLS, which an I/O error may hold without naming it as its source.
 fn tls_error<'a>(error: &'a (dyn StdError + 'static)) -> Option<&'a rustls::Error> {
     match error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref) {
         Some(inner) => tls_error(inner),

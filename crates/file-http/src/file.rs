@@ -1,4 +1,4 @@
-//! The file on a web server as a file.
+//! A file on a web server, as a [`File`].
 
 use crate::blocks::Blocks;
 use crate::cache::{Cache, check_version};
@@ -19,17 +19,17 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-/// For all of an opening: redirects, tries and answers that drip.
+/// The time limit for all of an opening: redirects, tries and slow answers.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(60);
-/// Longer reads are carried out piece by piece.
+/// Longer reads are split.
 const PIECE_BYTES_MAX: u64 = 4 << 20;
 
-/// Opens the file at `url`. It cannot be written. Requests of a disk in it take room for their buffers from `buffers`.
+/// Opens the file at `url`, read-only. Requests of a disk in it take room for their buffers from `buffers`.
 pub fn open(url: &HttpUrl, read_only: bool, buffers: &BufferAccount) -> Result<Arc<dyn File>> {
     open_as(url, read_only, buffers, false)
 }
 
-/// As [`open`], but asks the server which file it has, whatever this program or the cache remembers.
+/// As [`open`], but always asks the server which version it has, whatever this process or the cache knows.
 pub fn open_anew(url: &HttpUrl, read_only: bool, buffers: &BufferAccount) -> Result<Arc<dyn File>> {
     open_as(url, read_only, buffers, true)
 }
@@ -63,21 +63,22 @@ fn open_as(url: &HttpUrl, read_only: bool, buffers: &BufferAccount, anew: bool) 
 
 type Open = HashMap<(String, String), Weak<Blocks>>;
 
-/// Files that are open: disks that share one have its blocks once.
+/// Open files. Disks on the same file share its blocks.
 static OPEN: Mutex<Option<Open>> = Mutex::new(None);
 
-/// With `anew`, the server is asked, and blocks are shared only if it has the same file.
+/// Opens the file, or shares the blocks of one that is open. With `anew` the server is asked, and blocks are shared
+/// only if it has the same version.
 fn shared(url: &HttpUrl, anew: bool) -> Result<Arc<Blocks>> {
     let key = (url.key(), format!("{:?}", url.options));
     let known_now = known(&mut OPEN.lock().unwrap_or_else(PoisonError::into_inner), &key);
     if let Some(blocks) = known_now.filter(|_| !anew) {
         return Ok(blocks);
     }
-    // A server that does not answer keeps nobody from opening files of others.
+    // The lock is not held here: a server that does not answer must not delay the opening of other files.
     let blocks = Arc::new(find(url, anew)?);
     let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(theirs) = known(&mut open, &key) {
-        // Opened by another meanwhile, or before. It is shared if it is the same file, as far as the server says.
+        // Another thread has opened it. Its blocks are shared if the server says that the file is the same.
         let is_said = !anew || check_version(&blocks.pin).is_ok();
         if theirs.pin == blocks.pin && is_said {
             return Ok(theirs);
@@ -87,14 +88,14 @@ fn shared(url: &HttpUrl, anew: bool) -> Result<Arc<Blocks>> {
     Ok(blocks)
 }
 
-/// The blocks of a file that is open, if they may be used.
+/// Returns the blocks of an open file, unless it has changed at its server.
 fn known(open: &mut Option<Open>, key: &(String, String)) -> Option<Arc<Blocks>> {
     let open = open.get_or_insert_default();
     open.retain(|_, blocks| blocks.strong_count() > 0);
     open.get(key).and_then(Weak::upgrade).filter(|blocks| !blocks.remote.has_changed())
 }
 
-/// Asks the cache unless `anew`, and then the server where the cache knows nothing.
+/// Finds which file it is: from the cache, unless `anew`, or else from the server.
 fn find(url: &HttpUrl, anew: bool) -> Result<Blocks> {
     let in_context = |error: Error| error.in_context(format!("'{url}'"));
     let HttpOptions { cache, cache_bytes, ca_file, .. } = &url.options;
@@ -112,7 +113,7 @@ fn find(url: &HttpUrl, anew: bool) -> Result<Blocks> {
     runtime.spawn(async move {
         let pin = timeout(OPEN_TIMEOUT, remote.pin()).await;
         let pin = pin.unwrap_or_else(|_| Err("the server takes too long to say which file it has".to_owned()));
-        // Somebody waits for it.
+        // The opening thread waits for it below.
         let _ = sender.send((remote, pin));
     });
     let gone = || Error::new(ErrorKind::Io, format!("'{url}': the thread of web servers has ended"));
@@ -141,7 +142,7 @@ fn find(url: &HttpUrl, anew: bool) -> Result<Blocks> {
 struct HttpFile {
     info: FileInfo,
     blocks: Arc<Blocks>,
-    /// Set once. It is the file's own: others go on with the blocks.
+    /// Set when this file is cancelled. Other files go on with the same blocks.
     given_up: Arc<watch::Sender<bool>>,
     buffers: BufferAccount,
 }
@@ -179,11 +180,11 @@ impl File for HttpFile {
     }
 }
 
-/// A thread's way to the blocks.
+/// A thread's access to the blocks.
 struct HttpQueue {
     blocks: Arc<Blocks>,
     given_up: Arc<watch::Sender<bool>>,
-    /// None for a queue that waits.
+    /// `None` for a blocking queue.
     ctx: Option<Rc<dyn ReactorCtx>>,
 }
 

@@ -1,4 +1,4 @@
-//! Parts of the file from its server, asked for again until they come or the time is over.
+//! Fetches parts of the file from its server, with retries until a time limit.
 
 use crate::answer::{Meaning, Pin};
 use crate::client::{Answer, Client, Failure};
@@ -13,12 +13,12 @@ use std::time::Duration;
 use tokio::sync::{Mutex, Semaphore};
 use tokio::time::{Instant, sleep};
 
-/// Requests that the server has at once, for each file.
+/// The most requests that the server has at once, for each file.
 const REQUESTS_MAX: usize = 8;
 const REDIRECTS_MAX: usize = 10;
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
-/// How long an opening waits for a server, at most.
+/// The longest time that an opening waits for a server.
 const OPEN_MAX: Duration = Duration::from_secs(5);
 
 #[derive(Debug)]
@@ -26,19 +26,19 @@ pub(crate) struct Remote {
     url: HttpUrl,
     client: Client,
     secrets: Secrets,
-    /// Where redirects have led; `None` before anybody was asked.
+    /// The address behind redirects; `None` before the first request.
     place: Mutex<Option<Uri>>,
     requests: Semaphore,
-    /// It does not answer, which was said.
+    /// The server does not answer, and the log says so.
     is_out: AtomicBool,
-    /// It has been given up, which was said.
+    /// The server was given up, and the log says so.
     has_failed: AtomicBool,
-    /// The file is another one: nothing more is read.
+    /// The file has changed: nothing more is read.
     has_changed: AtomicBool,
     times: Times,
 }
 
-/// Keep the log short if the server comes and goes.
+/// Limits for messages, which keep the log short if the server comes and goes.
 #[derive(Debug, Default)]
 struct Times {
     out: LogLimit,
@@ -61,7 +61,7 @@ impl Remote {
         self.has_changed.load(Ordering::Relaxed)
     }
 
-    /// Finds the file and says which it is.
+    /// Finds the file and returns its version.
     pub(crate) async fn pin(&self) -> Result<Pin, String> {
         let mut tries = Tries::new(self.url.options.retry.min(OPEN_MAX));
         loop {
@@ -75,7 +75,7 @@ impl Remote {
         }
     }
 
-    /// Bytes of the file as it was pinned. An error has been logged.
+    /// Fetches bytes of the pinned version. Errors have been logged.
     pub(crate) async fn part(&self, range: Range<u64>, pin: &Pin) -> Result<Bytes, ()> {
         let Ok(_permit) = self.requests.acquire().await else { return Err(()) };
         let mut tries = Tries::new(self.url.options.retry);
@@ -103,7 +103,7 @@ impl Remote {
         }
     }
 
-    /// Follows redirects to the file.
+    /// Follows redirects to the file; returns its address and version.
     async fn find(&self) -> Result<(Uri, Pin), Failure> {
         let mut place = self.url.uri.clone();
         for _ in 0..=REDIRECTS_MAX {
@@ -131,7 +131,7 @@ impl Remote {
         if let Some(place) = known.filter(|_| !self.has_changed()) {
             let answer = self.client.ask(&place, &range, self.secrets.for_uri(&place)).await?;
             let was_moved = place != self.url.uri;
-            // What a redirect names may hold for some minutes only.
+            // The address that a redirect names may expire after some minutes.
             if !(was_moved && matches!(answer.meaning, Meaning::Refused(_) | Meaning::Elsewhere(_))) {
                 return self.read(answer, &range, pin).await;
             }
@@ -190,7 +190,7 @@ impl Tries {
         Self { until: Instant::now().checked_add(limit), pause: PAUSE_MIN }
     }
 
-    /// Waits for the next try, or says why there is none. The first one that waits says so in the log.
+    /// Waits for the next try, or returns the error if there is none. The first wait is logged.
     async fn wait(&mut self, remote: &Remote, failure: Failure) -> Result<(), String> {
         let (why, after) = match failure {
             Failure::ForGood(why) => return Err(why),
@@ -209,7 +209,7 @@ impl Tries {
     }
 }
 
-/// Why an answer is no part of the file.
+/// Returns the failure that an answer other than the wanted part means.
 fn refused(answer: &Answer) -> Failure {
     Failure::ForGood(match &answer.meaning {
         Meaning::Later(after) => return Failure::ForNow("the server has no answer for now".into(), *after),

@@ -1,4 +1,4 @@
-//! The one thread on which all web servers are asked.
+//! The one thread that talks to all web servers.
 
 use block::{Error, Result};
 use std::sync::{Mutex, PoisonError};
@@ -6,7 +6,7 @@ use tokio::runtime::{Builder, Handle};
 
 static RUNTIME: Mutex<Option<Handle>> = Mutex::new(None);
 
-/// Starts the thread where nobody has.
+/// Returns the thread's handle; starts the thread at the first call.
 pub(crate) fn handle() -> Result<Handle> {
     let mut runtime = RUNTIME.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(handle) = &*runtime {

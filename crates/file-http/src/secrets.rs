@@ -1,4 +1,4 @@
-//! How a user is made known to a server: from files, because names and arguments are seen by everybody.
+//! The user's credentials for a server. They come from files, as everybody can see names and arguments.
 
 use crate::url::HttpOptions;
 use base64::Engine as _;
@@ -8,15 +8,15 @@ use hyper::Uri;
 use hyper::header::{AUTHORIZATION, HeaderName, HeaderValue};
 use std::path::{Path, PathBuf};
 
-/// A file with secrets is short.
+/// The longest file with secrets.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 const HTTPS_PORT: u16 = 443;
 
-/// What is sent with requests beside what everybody sends. Debug shows none of it.
+/// Headers that only this user's requests carry. Debug shows none of them.
 #[derive(Clone, Default)]
 pub(crate) struct Secrets {
-    /// For this host and port only.
+    /// The host and port that `headers` are for.
     host: String,
     headers: Vec<(HeaderName, HeaderValue)>,
     accounts: Vec<Account>,
@@ -31,7 +31,7 @@ impl std::fmt::Debug for Secrets {
 /// A line of a netrc file.
 #[derive(Clone, Default, PartialEq, Eq, Debug)]
 struct Account {
-    /// None for any.
+    /// `None` for any host.
     machine: Option<String>,
     login: String,
     password: String,
@@ -49,7 +49,7 @@ impl Secrets {
         Ok(Self { host: place(uri), headers, accounts })
     }
 
-    /// What goes with a request to `uri`, which may be where a redirect has led.
+    /// Returns the headers for a request to `uri`, which may be where a redirect has led.
     pub(crate) fn for_uri(&self, uri: &Uri) -> Vec<(HeaderName, HeaderValue)> {
         let own = if place(uri) == self.host { self.headers.clone() } else { Vec::new() };
         let host = uri.host().unwrap_or_default();
@@ -57,8 +57,8 @@ impl Secrets {
             .accounts
             .iter()
             .find(|account| account.machine.as_deref().is_none_or(|name| name.eq_ignore_ascii_case(host)));
-        // Where a redirect leads, a password is sent to the host that it is for, under TLS, at the port of all: whoever
-        // answers at another one may not be that host's owner. `default` is for the server that the user named.
+        // After a redirect, a password is sent only to its own host, under TLS, at the default port: another port may
+        // belong to somebody else. `default` is only for the server that the user named.
         let is_own = place(uri) == self.host;
         let is_safe = uri.scheme_str() == Some("https") && uri.port_u16().is_none_or(|port| port == HTTPS_PORT);
         let account = account.filter(|account| is_own || is_safe && account.machine.is_some());
@@ -107,7 +107,7 @@ fn accounts(text: &str) -> Vec<Account> {
 fn headers(path: &Path, text: &str) -> Result<Vec<(HeaderName, HeaderValue)>> {
     let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
     let read = |(number, line): (usize, &str)| {
-        // The line itself is a secret.
+        // The message must not show the line, which is a secret.
         let bad = || {
             let place = format!("'{}', line {}", path.display(), number.saturating_add(1));
             Error::new(ErrorKind::BadOption, format!("{place}: a header is written as 'Name: value'"))

@@ -1,4 +1,4 @@
-//! Names of files on web servers. What follows `#` is never sent: it says how the file is read.
+//! Names of files on web servers. The part behind `#` is never sent: it holds options for reading.
 
 use block::{Error, ErrorKind, Result};
 use hyper::Uri;
@@ -6,34 +6,34 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// How long a server that fails is asked again, where nobody says otherwise.
+/// How long requests to a failing server are retried, by default.
 const RETRY: Duration = Duration::from_secs(90);
 const READ_AHEAD_BYTES: u64 = 4 << 20;
 const READ_AHEAD_BYTES_MAX: u64 = 64 << 20;
 const CACHE_BYTES: u64 = 10 << 30;
-/// Less holds no useful part of a disk.
+/// A smaller cache would hold no useful part of a disk.
 const CACHE_BYTES_MIN: u64 = 16 << 20;
 const KEYS: &str = "cache, cache-size, retry-s, read-ahead, revalidate, ca-file, netrc-file, headers-file";
 
 /// The name of a file on a web server, and how it is read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HttpUrl {
-    /// As it is asked for: nothing of it is for messages.
+    /// The address for requests. Messages never show it.
     pub(crate) uri: Uri,
     shown: String,
     pub(crate) options: HttpOptions,
 }
 
-/// What stands behind `#`.
+/// The options behind `#`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct HttpOptions {
-    /// Directory of blocks that are kept.
+    /// The directory of the cache.
     pub(crate) cache: Option<PathBuf>,
-    /// How much that directory may hold.
+    /// The most bytes in that directory.
     pub(crate) cache_bytes: u64,
     pub(crate) retry: Duration,
     pub(crate) read_ahead_bytes: u64,
-    /// Ask the server at each opening whether the cached file is still the same.
+    /// Ask the server at each opening whether the cached file is still current.
     pub(crate) revalidate: bool,
     /// Certificates that are trusted beside the system's.
     pub(crate) ca_file: Option<PathBuf>,
@@ -58,7 +58,7 @@ impl Default for HttpOptions {
 }
 
 impl HttpUrl {
-    /// Reads `http://HOST[:PORT]/PATH[?QUERY]` or `https://...`, and behind `#` keys of our own, as in
+    /// Reads `http://HOST[:PORT]/PATH[?QUERY]` or `https://...`, with our own options behind `#`, as in
     /// `#cache=/var/cache/ringdisk&retry-s=60`.
     pub fn parse(text: &str) -> Result<Self> {
         let (place, keys) = text.split_once('#').unwrap_or((text, ""));
@@ -78,7 +78,7 @@ impl HttpUrl {
         Ok(Self { uri, shown, options })
     }
 
-    /// What two names of the same file have in common.
+    /// Returns a key that all names of a file share.
     pub(crate) fn key(&self) -> String {
         self.uri.to_string()
     }
@@ -122,7 +122,7 @@ fn options(text: &str) -> Result<HttpOptions, String> {
     Ok(options)
 }
 
-/// A number of bytes, or of KiB, MiB, GiB, TiB.
+/// Reads a number of bytes, or of KiB, MiB, GiB, TiB.
 fn size_bytes(text: &str) -> Option<u64> {
     let digits = text.trim_end_matches(|char: char| char.is_ascii_alphabetic());
     let shift = match text.get(digits.len()..)? {
@@ -136,7 +136,7 @@ fn size_bytes(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
-/// A name for messages. Passwords are left out, and so are queries: they hold signatures and keys.
+/// Returns the name for messages. Passwords and queries are left out: queries hold signatures and keys.
 pub(crate) fn shown(text: &str) -> String {
     let (place, query) = text.split_once('?').map_or((text, ""), |(place, _)| (place, "?..."));
     let place = match place.split_once("://") {
@@ -151,7 +151,7 @@ pub(crate) fn shown(text: &str) -> String {
     place + query
 }
 
-/// Where a redirect leads.
+/// Returns the address to which a redirect leads.
 pub(crate) fn redirected(from: &Uri, location: &str) -> Option<Uri> {
     let location = location.split_once('#').map_or(location, |(place, _)| place);
     let (scheme, authority) = (from.scheme_str()?, from.authority()?.as_str());
@@ -167,7 +167,7 @@ pub(crate) fn redirected(from: &Uri, location: &str) -> Option<Uri> {
     };
     let uri: Uri = text.parse().ok()?;
     let is_web = matches!(uri.scheme_str(), Some("http" | "https")) && uri.host().is_some_and(|host| !host.is_empty());
-    // What was asked for under TLS is not read without.
+    // A redirect never leads from TLS to plain HTTP.
     let is_weaker = scheme == "https" && uri.scheme_str() == Some("http");
     (is_web && !is_weaker).then_some(uri)
 }

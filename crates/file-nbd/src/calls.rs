@@ -1,4 +1,4 @@
-//! Calls to the thread that has the connections.
+//! Calls to the thread that owns the connections.
 
 use block::{IoError, IoResult};
 use memory::{Lent, PooledBuf};
@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Poll, Waker};
 
-/// Data of a write: a part of a buffer that others may share.
+/// Data of a write: a part of a buffer, which other parts may share.
 #[derive(Debug, Clone)]
 pub(crate) struct Payload {
     buffer: Arc<PooledBuf>,
@@ -20,19 +20,19 @@ pub(crate) struct Payload {
 }
 
 impl Payload {
-    /// All of a buffer.
+    /// Wraps a whole buffer.
     pub(crate) fn new(buffer: PooledBuf) -> Self {
         let part = 0..buffer.len();
         Self { buffer: Arc::new(buffer), part }
     }
 
-    /// The bytes of a range that are there.
+    /// Returns the part with these bytes, as far as they exist.
     pub(crate) fn part(&self, range: Range<usize>) -> Self {
         let at = |index: usize| self.part.start.saturating_add(index).min(self.part.end);
         Self { buffer: Arc::clone(&self.buffer), part: at(range.start)..at(range.end) }
     }
 
-    /// The memory that it keeps, in bytes.
+    /// Returns the size of the memory that the part keeps, in bytes.
     pub(crate) fn held_bytes(&self) -> usize {
         self.buffer.held_bytes()
     }
@@ -46,10 +46,10 @@ impl Deref for Payload {
     }
 }
 
-/// What is to be done. Ranges are whole blocks of the server.
+/// What a call asks for. Ranges are whole blocks of the server.
 #[derive(Debug)]
 pub(crate) enum Wish {
-    /// Fill this memory, unless it is taken back before.
+    /// Fill this memory, unless its owner takes it back first.
     Read(Lent),
     /// Store this.
     Write {
@@ -64,7 +64,7 @@ pub(crate) enum Wish {
         length_bytes: u64,
     },
     Flush,
-    /// Tell holes and zeros.
+    /// Report holes and zeros.
     Status {
         length_bytes: u64,
     },
@@ -72,14 +72,14 @@ pub(crate) enum Wish {
     Renew,
 }
 
-/// How it ended.
+/// The result of a call.
 #[derive(Debug)]
 pub(crate) enum Answer {
     Done,
     Extents(Vec<Extent>),
 }
 
-/// A wish on its way.
+/// A wish, with its place and the way back for its answer.
 #[derive(Debug)]
 pub(crate) struct Call {
     /// The queue that asks. The queues are spread over the connections.
@@ -158,13 +158,13 @@ impl State {
 #[derive(Debug)]
 pub(crate) struct Calls {
     state: Mutex<State>,
-    /// Gets the thread out of its wait.
+    /// Wakes the thread from its wait.
     wake: OwnedFd,
     /// There is something that the thread may not have seen.
     has_news: AtomicBool,
-    /// The thread waits, or is about to. A thread at work sees what is there without a system call.
+    /// The thread waits, or is about to. A working thread notices news without a system call.
     waits: AtomicBool,
-    /// The size of the disk, as the server said when it was connected to last.
+    /// The size of the disk, as the server told it at the last connection.
     size_bytes: AtomicU64,
 }
 
@@ -173,15 +173,15 @@ struct State {
     calls: VecDeque<Call>,
     is_closed: bool,
     is_cancelled: bool,
-    /// The waiting places of calls in flight, and of some whose callers are gone.
+    /// The slots of calls in flight, and of some whose callers are gone.
     slots: Vec<Weak<Mutex<Slot>>>,
-    /// At this length, the places of gone callers are removed.
+    /// At this length, the slots of gone callers are removed.
     slots_max: usize,
-    /// Queues that were opened.
+    /// The number of queues that were opened.
     queues: usize,
 }
 
-/// What [`State::slots_max`] is at least.
+/// The least value of [`State::slots_max`].
 const SLOTS_MIN: usize = 256;
 
 impl Calls {
@@ -193,7 +193,7 @@ impl Calls {
         Ok(Self { state: Mutex::default(), wake, has_news, waits, size_bytes })
     }
 
-    /// The size of the disk.
+    /// Returns the size of the disk.
     pub(crate) fn size_bytes(&self) -> u64 {
         self.size_bytes.load(Ordering::Acquire)
     }
@@ -207,7 +207,7 @@ impl Calls {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Carries out one wish.
+    /// Sends one wish to the thread and awaits the answer.
     pub(crate) async fn ask(&self, queue: usize, offset: u64, wish: Wish) -> IoResult<Answer> {
         let slot = Arc::new(Mutex::new(Slot::default()));
         let call = Call { queue, offset, wish, reply: Some(Reply(Arc::clone(&slot))) };
@@ -236,7 +236,7 @@ impl Calls {
         .await
     }
 
-    /// One more queue; returns its number.
+    /// Counts one more queue; returns its number.
     pub(crate) fn open_queue(&self) -> usize {
         let number = {
             let mut state = self.state();
@@ -248,28 +248,28 @@ impl Calls {
         number
     }
 
-    /// Queues that were opened.
+    /// Returns the number of queues that were opened.
     pub(crate) fn queues(&self) -> usize {
         self.state().queues
     }
 
-    /// Makes the thread look at everything.
+    /// Makes the thread look at calls, connections and renewals again.
     pub(crate) fn ring(&self) {
         self.has_news.store(true, Ordering::Release);
         fence(Ordering::SeqCst);
         if self.waits.load(Ordering::Relaxed) && self.waits.swap(false, Ordering::AcqRel) {
-            // A counter that is full wakes as well.
+            // If the counter is full, the write fails, but the thread is woken all the same.
             let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
         }
     }
 
-    /// Waits for a call, one of `others` or the time. The thread looks at everything before it waits again.
+    /// Waits for a call, for one of `others` or for the timeout. Afterwards the thread looks at everything.
     pub(crate) fn wait<'a>(&'a self, mut others: Vec<PollFd<'a>>, timeout: Option<Timespec>) {
         others.push(PollFd::new(&self.wake, PollFlags::IN));
         self.waits.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let timeout = if self.has_news.load(Ordering::Relaxed) { Some(Timespec::default()) } else { timeout };
-        // Whatever it says, all are looked at.
+        // The result does not matter: everything is looked at.
         let _ = poll(&mut others, timeout.as_ref());
         self.waits.store(false, Ordering::Relaxed);
         self.has_news.swap(false, Ordering::AcqRel);
@@ -278,7 +278,7 @@ impl Calls {
         }
     }
 
-    /// What has come in; `None` at the end.
+    /// Takes the calls that have come in; `None` at the end.
     pub(crate) fn take(&self) -> Option<VecDeque<Call>> {
         let mut state = self.state();
         let calls = std::mem::take(&mut state.calls);
@@ -303,7 +303,7 @@ impl Calls {
         self.state().is_cancelled
     }
 
-    /// Says that nobody asks any more.
+    /// Says that no more calls will come.
     pub(crate) fn close(&self) {
         self.state().is_closed = true;
         self.ring();

@@ -1,4 +1,4 @@
-//! The disk as a file: any offset and length, cut into what the server takes.
+//! The disk as a file: requests of any offset and length, split into those that the server takes.
 
 use crate::calls::{Answer, Calls, Payload, Wish};
 use crate::handshake::{Agreed, connect, end_of_patience};
@@ -6,7 +6,7 @@ use crate::link::Link;
 use crate::uri::NbdUri;
 use block::{
     Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Locks, PastEnd,
-    RangeGuard, RangeLocks, ReactorCtx, Result, Work, block_on, run_aside_or_here, spawn_or_block_on,
+    RangeGuard, RangeLocks, ReactorCtx, Result, UntilChange, Work, block_on, run_aside_or_here, spawn_or_block_on,
 };
 use memory::{BufferAccount, BufferGrant, BufferUse, IoBuf, PooledBuf, Window};
 use nbd_wire::numbers::{allocation, export};
@@ -14,16 +14,15 @@ use nbd_wire::reply::Extent;
 use std::fmt;
 use std::ops::Range;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
-/// Longer reads are carried out piece by piece. Their data need no room here.
+/// Longer reads are split. They take no room from the buffer account.
 const READ_BYTES_MAX: u64 = 4 << 20;
-/// Longer zeroes and discards, too. A multiple of every block.
+/// Longer zeroes and discards are split. A multiple of every block size.
 const RANGE_BYTES_MAX: u64 = 1 << 30;
 
-/// Connects to a server. A disk that is to be written and is not the server's to write is refused. Requests take room for
-/// their data from `buffers` and wait for it.
+/// Connects to a server. Opening for writing fails if the server's disk is read-only. Requests take room for their data
+/// from `buffers` and wait for it.
 pub fn open(uri: &NbdUri, read_only: bool, buffers: &BufferAccount) -> Result<Arc<dyn File>> {
     let (stream, agreed) = connect(uri, end_of_patience())?;
     let may_write = agreed.flags & export::READ_ONLY == 0;
@@ -57,8 +56,7 @@ pub fn open(uri: &NbdUri, read_only: bool, buffers: &BufferAccount) -> Result<Ar
         block_bytes: u64::from(agreed.block_bytes),
         agreed,
         locks: RangeLocks::default(),
-        changes: AtomicU64::new(0),
-        known: Mutex::default(),
+        known: UntilChange::default(),
         buffers: buffers.clone(),
     };
     Ok(Arc::new(NbdFile { info, remote: Arc::new(remote) }))
@@ -109,13 +107,13 @@ impl NbdFile {
     }
 }
 
-/// A thread's way to the connection.
+/// A thread's access to the connections.
 struct NbdQueue {
     remote: Arc<Remote>,
     number: usize,
-    /// Writes.
+    /// Fails writes.
     refuses: bool,
-    /// None for a queue that waits.
+    /// `None` for a blocking queue.
     ctx: Option<Rc<dyn ReactorCtx>>,
 }
 
@@ -134,23 +132,35 @@ impl FileQueue for NbdQueue {
     }
 }
 
-/// What the server said of a range, as long as nothing has changed since.
-#[derive(Debug, Default)]
+/// What the server said of a range.
+#[derive(Debug)]
 struct Known {
-    changes: u64,
     start: u64,
     extents: Vec<Extent>,
+}
+
+impl Known {
+    /// Whether a byte is in a hole, and how many follow that have the same answer.
+    fn at(&self, offset: u64) -> Option<(bool, u64)> {
+        let mut start = self.start;
+        for extent in &self.extents {
+            let end = start.saturating_add(extent.length_bytes);
+            if start <= offset && offset < end {
+                return Some((extent.flags & allocation::ZERO != 0, end.saturating_sub(offset)));
+            }
+            start = end;
+        }
+        None
+    }
 }
 
 struct Remote {
     calls: Arc<Calls>,
     agreed: Agreed,
     block_bytes: u64,
-    /// Of blocks that are written in part.
+    /// Locks blocks that are written in part.
     locks: RangeLocks,
-    /// How often something was changed.
-    changes: AtomicU64,
-    known: Mutex<Known>,
+    known: UntilChange<Known>,
     buffers: BufferAccount,
 }
 
@@ -194,16 +204,12 @@ impl Remote {
         }
     }
 
-    /// Keeps the blocks of a range from others that change parts of them. Where a block is a byte, nobody does.
+    /// Locks the blocks of a range against others that change parts of them. With blocks of one byte there is no need.
     async fn keep(&self, range: &Range<u64>) -> Option<RangeGuard<'_>> {
         match self.block_bytes {
             0 | 1 => None,
             _ => Some(self.locks.lock(self.blocks_around(range)).await),
         }
-    }
-
-    fn changed(&self) {
-        self.changes.fetch_add(1, Ordering::AcqRel);
     }
 
     async fn perform(&self, queue: usize, op: FileOp) -> IoResult {
@@ -212,9 +218,9 @@ impl Remote {
             FileOp::Write { offset, data, fua } => {
                 let range = self.inside(offset, data.length_bytes() as u64)?;
                 let _kept = self.keep(&range).await;
-                self.changed();
+                self.known.changed();
                 let written = self.write(queue, range, Some(&data), fua && self.can(export::SEND_FUA)).await;
-                self.changed();
+                self.known.changed();
                 written?;
                 if fua && !self.can(export::SEND_FUA) { self.flush(queue).await } else { Ok(()) }
             }
@@ -225,29 +231,29 @@ impl Remote {
                     return Err(IoError::new(IoErrorKind::Unsupported));
                 }
                 // Blocks that it covers in part stay.
-                self.changed();
+                self.known.changed();
                 let trim = |length_bytes| Wish::Trim { length_bytes };
                 let trimmed = self.in_ranges(queue, self.blocks_inside(&range), trim).await;
-                self.changed();
+                self.known.changed();
                 trimmed
             }
             FileOp::WriteZeroes { offset, length, may_unmap } => {
                 let range = self.inside(offset, length)?;
                 let _kept = self.keep(&range).await;
-                self.changed();
+                self.known.changed();
                 let zeroed = self.zero(queue, range, may_unmap).await;
-                self.changed();
+                self.known.changed();
                 zeroed
             }
             FileOp::SetLength { length } => self.set_length(queue, length).await,
         }
     }
 
-    /// Only the server makes its disk longer. Looks whether it has.
+    /// Asks the server whether its disk has grown to this length: only the server can change it.
     async fn set_length(&self, queue: usize, length: u64) -> IoResult {
         if length > self.size_bytes() {
             self.calls.ask(queue, 0, Wish::Renew).await?;
-            self.changed();
+            self.known.changed();
         }
         if length == self.size_bytes() { Ok(()) } else { Err(IoError::new(IoErrorKind::Unsupported)) }
     }
@@ -259,20 +265,20 @@ impl Remote {
         }
     }
 
-    /// The longest payload of whole blocks that the server takes and sends.
+    /// Returns the longest payload of whole blocks that the server takes and sends.
     fn payload_bytes(&self) -> u64 {
         let most = u64::from(self.agreed.payload_bytes_max);
         most.saturating_sub(most.checked_rem(self.block_bytes).unwrap_or(0))
     }
 
     fn piece_bytes(&self) -> u64 {
-        // A piece that is no whole blocks reaches into one more at each end.
+        // A piece that is not aligned reaches into one more block at each end.
         let around = if self.block_bytes > 1 { self.block_bytes.saturating_mul(2) } else { 0 };
         let piece = self.payload_bytes().saturating_sub(around).min(self.buffers.piece_bytes() as u64);
         piece.max(self.block_bytes).max(1)
     }
 
-    /// Where the range is whole blocks, the connection's thread puts the data where they belong.
+    /// Reads a range. If the range is whole blocks, the connections' thread puts the data directly into place.
     async fn read(&self, queue: usize, offset: u64, data: &Window, past_end: PastEnd) -> IoResult {
         let there = past_end.settle(offset, data, self.size_bytes())?;
         let range = offset..offset.saturating_add(there);
@@ -300,13 +306,13 @@ impl Remote {
         Ok(())
     }
 
-    /// Room for the data of blocks, to be held until the server has answered.
+    /// Takes room for the data of blocks; the grant is held until the server has answered.
     async fn room(&self, blocks: &Range<u64>) -> BufferGrant {
         let length = to_usize(blocks.end.saturating_sub(blocks.start));
         self.buffers.grant(BufferUse::Bounce, length).await
     }
 
-    /// Fills a window with whole blocks. Whoever stops waiting has its memory back at once.
+    /// Fills a window with whole blocks. A caller that stops waiting gets its memory back at once.
     async fn read_blocks(&self, queue: usize, start: u64, place: &Window) -> IoResult {
         let (lent, _held) = place.lend();
         self.calls.ask(queue, start, Wish::Read(lent)).await.map(|_| ())
@@ -320,12 +326,12 @@ impl Remote {
             let part = at..at.saturating_add(piece);
             let blocks = self.blocks_around(&part);
             let length = to_usize(blocks.end.saturating_sub(blocks.start));
-            // What is there is read beside it.
+            // A partly written block is read into a second buffer first.
             let buffers = if blocks == part { 1 } else { 2 };
             let _room = self.buffers.grant(BufferUse::Bounce, length.saturating_mul(buffers)).await;
             let mut bytes = PooledBuf::take(length)?;
             if blocks != part {
-                // Blocks that are written in part keep the rest.
+                // Partly written blocks keep the rest of their data.
                 let found = IoBuf::from_pool(bytes.len())?.whole();
                 self.read_blocks(queue, blocks.start, &found).await?;
                 found.copy_to_slice(0, &mut bytes);
@@ -346,7 +352,7 @@ impl Remote {
 
     async fn zero(&self, queue: usize, range: Range<u64>, may_unmap: bool) -> IoResult {
         let whole = if self.can(export::SEND_WRITE_ZEROES) { self.blocks_inside(&range) } else { range.end..range.end };
-        // What is no whole block, or all of it where the server has no zeroes.
+        // Writes partial blocks as data; and all of it, if the server has no command for zeroes.
         for part in [range.start..whole.start, whole.end..range.end] {
             self.write(queue, part, None, false).await?;
         }
@@ -368,10 +374,10 @@ impl Remote {
         if self.agreed.allocation.is_none() || length == 0 {
             return Ok((false, length.max(1)));
         }
-        if let Some(found) = self.known_at(offset) {
+        if let Some(found) = self.known.look_up(|known| known.at(offset)) {
             return Ok((found.0, found.1.min(length)));
         }
-        let changes = self.changes.load(Ordering::Acquire);
+        let asked = self.known.asks();
         // As much as one question can tell: the next is often about what follows.
         let ahead = offset.saturating_add(length.clamp(1, RANGE_BYTES_MAX)).min(self.size_bytes());
         let blocks = self.blocks_around(&(offset..ahead));
@@ -382,25 +388,9 @@ impl Remote {
         if extents.is_empty() || extents.iter().any(|extent| extent.length_bytes == 0) {
             return Err(IoError::EIO);
         }
-        *self.known.lock().unwrap_or_else(PoisonError::into_inner) = Known { changes, start: blocks.start, extents };
-        let found = self.known_at(offset).unwrap_or((false, self.block_bytes.max(1)));
+        self.known.learn(asked, Known { start: blocks.start, extents });
+        let found = self.known.look_up(|known| known.at(offset)).unwrap_or((false, self.block_bytes.max(1)));
         Ok((found.0, found.1.min(length)))
-    }
-
-    fn known_at(&self, offset: u64) -> Option<(bool, u64)> {
-        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if known.changes != self.changes.load(Ordering::Acquire) {
-            return None;
-        }
-        let mut start = known.start;
-        for extent in &known.extents {
-            let end = start.saturating_add(extent.length_bytes);
-            if start <= offset && offset < end {
-                return Some((extent.flags & allocation::ZERO != 0, end.saturating_sub(offset)));
-            }
-            start = end;
-        }
-        None
     }
 }
 

@@ -1,24 +1,24 @@
-//! Which bytes of a read have arrived.
+//! The bytes of a read that have arrived.
 //!
-//! A server may tell a read in chunks of any order. Each byte has to come once: if a chunk covered another, their lengths
-//! would add up to the read's, and bytes would be missing. Those would be what the memory held before.
+//! A server may answer a read in chunks of any order. Each byte has to come exactly once: if chunks overlapped, their
+//! lengths could add up to the read's although bytes are missing. Those bytes would be what the memory held before.
 
 use std::ops::Range;
 
-/// Ranges that lie apart from those before them; a server that sends more of them breaks the connection.
+/// The most ranges that lie apart from those before them. If a server sends more, the connection ends.
 const APART_MAX: usize = 1024;
 
-/// Usually chunks come in order, and this is one number.
+/// Usually chunks come in order, and `until` suffices.
 #[derive(Debug, Default)]
 pub(crate) struct Filled {
     /// All bytes before this one are here.
     until: usize,
-    /// Others that are, in order.
+    /// Arrived ranges behind `until`, in order.
     apart: Vec<Range<usize>>,
 }
 
 impl Filled {
-    /// Takes a range that is not empty; false if some of it is here already, or if too many ranges lie apart.
+    /// Adds a range that is not empty. Returns false if a part of it is here already, or if too many ranges lie apart.
     pub(crate) fn add(&mut self, range: Range<usize>) -> bool {
         if range.start < self.until {
             return false;

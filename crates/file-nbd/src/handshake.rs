@@ -1,4 +1,4 @@
-//! Connecting, and what is agreed on with the server.
+//! Connecting to a server, and the handshake.
 
 use crate::stream::Stream;
 use crate::uri::NbdUri;
@@ -15,27 +15,27 @@ use std::time::{Duration, Instant};
 
 /// How long connecting may take in all.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// The longest answer that a server is believed.
+/// The longest answer that is accepted.
 const ANSWER_BYTES_MAX: u32 = 64 << 10;
-/// Answers to one option.
+/// The most answers to one option.
 const ANSWERS_MAX: usize = 64;
 
-/// When a connection has to be there that is begun now.
+/// Returns the deadline for connecting, from now on.
 pub(crate) fn end_of_patience() -> Instant {
     let now = Instant::now();
     now.checked_add(PATIENCE).unwrap_or(now)
 }
 
-/// What a server said of its disk.
+/// The result of the handshake.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Agreed {
     pub(crate) style: Style,
     pub(crate) size_bytes: u64,
     pub(crate) flags: u16,
-    /// Offsets and lengths are multiples of it.
+    /// Offsets and lengths of requests are multiples of this.
     pub(crate) block_bytes: u32,
     pub(crate) payload_bytes_max: u32,
-    /// The number of `base:allocation`, where the server has it.
+    /// The number of the context `base:allocation`, if the server has it.
     pub(crate) allocation: Option<u32>,
 }
 
@@ -45,7 +45,7 @@ impl Agreed {
     }
 }
 
-/// Connects, and agrees on as much as the server knows, until `until`.
+/// Connects by `until`, and negotiates the best that the server offers.
 pub(crate) fn connect(uri: &NbdUri, until: Instant) -> Result<(Stream, Agreed)> {
     let failed = |error| Error::io(format!("cannot connect to {} for '{uri}'", uri.place), error);
     let stream = Stream::connect(&uri.place, until).map_err(failed)?;
@@ -58,7 +58,7 @@ pub(crate) fn connect(uri: &NbdUri, until: Instant) -> Result<(Stream, Agreed)> 
     Ok((talk.stream, agreed))
 }
 
-/// The answers to an option: those before the last, with their kinds, and the last one.
+/// The answers to an option: all but the last, with their kinds; then the last one's header and data.
 type Answers = (Vec<(u32, Vec<u8>)>, AnswerHeader, Vec<u8>);
 
 struct Talk<'a> {
@@ -83,10 +83,10 @@ impl Talk<'_> {
         put.map_err(|error| self.left(error, "cannot ask the server"))
     }
 
-    /// The error of a server that does not talk, or not any more.
+    /// Returns the error to report when the server does not speak NBD or closes the connection.
     fn left(&mut self, error: io::Error, otherwise: &str) -> Error {
         use io::ErrorKind::{BrokenPipe, ConnectionReset, InvalidData, UnexpectedEof};
-        // A server that refuses a certificate says so before it goes, and that may be here.
+        // A server that refuses a certificate sends an alert before it goes; it may have arrived.
         let said = match error.kind() {
             BrokenPipe | ConnectionReset => self.stream.until(self.until).read(&mut [0; 1]).err(),
             _ => None,
@@ -123,7 +123,7 @@ impl Talk<'_> {
         self.go(style, allocation)
     }
 
-    /// Everything after this is under TLS.
+    /// Starts TLS; all later messages are encrypted.
     fn start_tls(mut self, tls: &ClientTls, host: &str) -> Result<Self> {
         let (_, last, _) = self.ask(option::STARTTLS, &[])?;
         if last.is_error() {
@@ -136,7 +136,7 @@ impl Talk<'_> {
         Ok(Self { stream, ..self })
     }
 
-    /// The answers to an option, without the last, and the last one's kind.
+    /// Sends an option; returns its answers.
     fn ask(&mut self, option: u32, data: &[u8]) -> Result<Answers> {
         let mut bytes = Vec::new();
         put_option(&mut bytes, option, data);
@@ -180,7 +180,7 @@ impl Talk<'_> {
                 answer::ERR_UNKNOWN => "the server has no such export (nbdinfo --list shows what it has)",
                 answer::ERR_TLS_REQD => "the server serves with TLS only: name it as nbds:// or nbds+unix://",
                 answer::ERR_UNSUP => "the server is too old: it does not know NBD_OPT_GO",
-                // What the server says to these is all that is known.
+                // For these, the server's own text is better, if there is one.
                 answer::ERR_POLICY if text.is_empty() => "the server does not allow it",
                 _ if text.is_empty() => "the server refuses it",
                 _ => return Err(self.broken(format_args!("the server refuses it: {text}"))),

@@ -1,4 +1,4 @@
-//! One connection: bytes on their way to the server, and those that arrive.
+//! One connection: bytes that go to the server, and bytes that arrive.
 
 use crate::calls::Payload;
 use crate::replies::Replies;
@@ -10,12 +10,12 @@ use rustix::event::PollFd;
 use std::collections::VecDeque;
 use std::io;
 
-/// What of data that nobody wants is read at once.
+/// The most bytes of unwanted data that are read at once.
 const UNWANTED_BYTES: usize = 16 << 10;
-/// Memory that is not there.
+/// The error for memory that is gone.
 pub(crate) const EFAULT: i32 = 14;
 
-/// Data on their way to a call.
+/// Data of a read that are arriving.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Data {
     pub(crate) cookie: u64,
@@ -27,13 +27,13 @@ pub(crate) struct Data {
 #[derive(Debug)]
 pub(crate) struct Lane {
     pub(crate) stream: Stream,
-    /// Headers with the payload behind them.
+    /// Headers, each with its payload, that are to be sent.
     sending: VecDeque<(Vec<u8>, Option<Payload>)>,
-    /// What of the first of them is sent.
+    /// The bytes of the first one that are sent.
     sent: usize,
     pub(crate) replies: Replies,
     pub(crate) data: Option<Data>,
-    /// A read got less than it had room for, so another one now would be for nothing.
+    /// The last read got less than it had room for, so another one would find nothing.
     pub(crate) is_drained: bool,
 }
 
@@ -42,19 +42,19 @@ impl Lane {
         Self { stream, sending: VecDeque::new(), sent: 0, replies: Replies::new(), data: None, is_drained: false }
     }
 
-    /// What is waited for.
+    /// Returns what to poll the socket for.
     pub(crate) fn interest(&self) -> PollFd<'_> {
         self.stream.interest(self.sends())
     }
 
-    /// A request goes out next.
+    /// Queues a request for sending.
     pub(crate) fn put(&mut self, request: &Request, extended: bool, payload: Option<Payload>) {
         let mut head = Vec::new();
         request.put(&mut head, extended);
         self.sending.push_back((head, payload));
     }
 
-    /// Something is left to be sent.
+    /// Whether something is left to be sent.
     pub(crate) fn sends(&self) -> bool {
         !self.sending.is_empty()
     }
@@ -91,7 +91,7 @@ impl Lane {
         Ok(())
     }
 
-    /// Receives more of what is no data; false if nothing is there.
+    /// Receives more bytes that are not data of reads; false if none are there.
     pub(crate) fn fill(&mut self) -> io::Result<bool> {
         if self.is_drained {
             return Ok(false);
@@ -111,8 +111,8 @@ impl Lane {
         }
     }
 
-    /// Receives data to their place, from `at` on, and at most as much as is left of them; `None` if nothing is there. Where
-    /// the place was taken back, they are thrown away.
+    /// Receives at most `left` bytes of data into `place`, from `at` on; `None` if none are there. If the place was
+    /// taken back, the data are thrown away.
     pub(crate) fn receive_into(&mut self, place: &Lent, at: usize, left: usize) -> io::Result<Option<usize>> {
         if !self.replies.is_empty() {
             return Ok(Some(self.replies.take_bytes(left, |bytes| place.copy_in(at, bytes))));
@@ -121,7 +121,7 @@ impl Lane {
             return Ok(None);
         }
         let received = match self.stream.receive_to(place, at, left) {
-            // A guest has taken its memory away. The socket still has the data.
+            // A guest has taken its memory away. The data are still in the socket.
             Some(Err(error)) if error.raw_os_error() == Some(EFAULT) => {
                 place.give_up();
                 return Ok(Some(0));

@@ -1,12 +1,12 @@
 //! The disk of an NBD server as a file: `nbd://HOST:PORT/EXPORT`, `nbd+unix:///EXPORT?socket=PATH`. All code that uses
 //! files can use it, with raw or any other format.
 //!
-//! One thread has the connection. All others send it calls, with copies of their data, and await the answer; a reactor
-//! never waits for the network.
+//! One thread owns the connections. All others send it calls, with copies of data to be written, and await the answer;
+//! a reactor never waits for the network.
 //!
 //! * [`open`]: connects, and gives the file.
-//! * [`NbdUri`]: where the server is, and what the disk is called there.
-//! * `handshake`: the negotiation; `calls`: calls to the connection's thread; `link`: that thread, which connects again
+//! * [`NbdUri`]: the place of the server, and the name of the disk there.
+//! * `handshake`: the negotiation; `calls`: calls to the connections' thread; `link`: that thread, which connects again
 //!   when the server has gone; `replies`: bytes that arrive; `unflushed`: writes that are repeated after a new
 //!   connection.
 

@@ -1,13 +1,13 @@
-//! The thread that has the connections: sends calls, routes replies, and connects again when the server has gone.
+//! The thread that owns the connections: sends calls, routes replies, and connects again when the server has gone.
 //!
 //! A server that allows several connections (`CAN_MULTI_CONN`) gets one for each queue, up to a limit. A flush on one
 //! connection covers all of them, but only if all lead to the same running server. So a new connection is used only
-//! after the first one has answered a request that was sent later than the new one was made. If one goes, all are made
-//! anew.
+//! after the first one has answered a request that was sent after the new one was made. If one connection is lost, all
+//! are made anew.
 //!
-//! Before that, the calls on the other connections get some time to end. Calls that the server had not answered are
-//! sent again: each of them may be done twice. Before them, the writes that it had acknowledged and not flushed are
-//! written again.
+//! Before that, the calls on the other connections get some time to end. Calls without an answer are sent again, so
+//! each of them may be carried out twice. Before them, the writes that the server had acknowledged and not flushed are
+//! repeated.
 
 mod outage;
 mod renewal;
@@ -35,16 +35,16 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError, sync_channel};
 use std::time::Instant;
 
-/// Calls that the server has at once.
+/// The most calls that the server has at once.
 const ACTIVE_MAX: usize = 128;
-/// The connection of a call that none carries.
+/// The lane of a call that was not sent yet.
 const NO_LANE: usize = usize::MAX;
 
 /// A call that the server has.
 #[derive(Debug)]
 struct Active {
     call: Call,
-    /// The connection that it went over.
+    /// The index of the connection that carries it.
     lane: usize,
     /// For a flush: it covers the changes before this number.
     mark: u64,
@@ -52,7 +52,7 @@ struct Active {
     /// The parts of a read that have arrived.
     filled: Filled,
     extents: Vec<Extent>,
-    /// It is part of the replay.
+    /// The call repeats an unflushed write.
     replays: bool,
 }
 
@@ -62,19 +62,19 @@ pub(crate) struct Link {
     agreed: Agreed,
     /// The connections; empty during an outage.
     lanes: Vec<Lane>,
-    /// A thread makes another connection and sends it here.
+    /// The result of a thread that makes another connection.
     making: Option<Receiver<Option<Lane>>>,
-    /// That connection leads to a server that is gone.
+    /// The connection that is being made leads to a server that is gone.
     is_stale: bool,
     /// A new connection, used once the call with this number has ended.
     joining: Option<(u64, Lane)>,
     /// A connection could not be made, so no more are tried.
     has_enough: bool,
-    /// Ends when a server has carried out a call. A server that only accepts a connection is not back yet.
+    /// Ends when a server has carried out a call: one that only accepts a connection is not back yet.
     outage: Option<Outage>,
     times: Times,
     waiting: VecDeque<Call>,
-    /// Calls that want a new connection, and how far that is.
+    /// Calls that want a new connection.
     renewals: Vec<Call>,
     renewal: Option<Renewal>,
     active: BTreeMap<u64, Active>,
@@ -82,9 +82,9 @@ pub(crate) struct Link {
     unflushed: Unflushed,
     /// Bytes that the calls in flight may add to `unflushed`.
     in_hand_bytes: usize,
-    /// The next entry to write once more.
+    /// The next entry of `unflushed` to repeat.
     replay: Option<usize>,
-    /// A connection is gone, and the others are waited for.
+    /// A connection is lost, and calls on the others get time to end.
     drains: bool,
     flushes_itself: bool,
     /// A flush has failed, so all later flushes fail.
@@ -168,7 +168,7 @@ impl Link {
         self.calls.wait(self.lanes.iter().map(Lane::interest).collect(), timeout);
     }
 
-    /// An error names the connection.
+    /// Runs one turn over all connections. An error names the connection.
     fn turn(&mut self) -> Result<(), (usize, io::Error)> {
         for lane in 0..self.lanes.len() {
             self.receive(lane).map_err(|error| (lane, error))?;
@@ -191,13 +191,13 @@ impl Link {
         match self.making.as_ref().map(Receiver::try_recv) {
             Some(Ok(Some(lane))) if self.replay.is_none() => {
                 self.making = None;
-                // Nobody looks at what it reads.
+                // The read only proves that the first connection's server still runs; its data are thrown away.
                 let place = Lent::ended(usize::try_from(self.agreed.block_bytes.max(1)).unwrap_or(1));
                 let cookie = self.begin(Call { queue: 0, offset: 0, wish: Wish::Read(place), reply: None }, false);
                 self.joining = Some((cookie, lane));
             }
             Some(Ok(_) | Err(TryRecvError::Disconnected)) => (self.making, self.has_enough) = (None, true),
-            // As long as one is being made, none is begun.
+            // Only one connection is made at a time.
             Some(Err(TryRecvError::Empty)) => {}
             None if self.wants_lane() => self.make_lane(),
             None => {}
@@ -215,7 +215,7 @@ impl Link {
         let (uri, calls, agreed) = (self.uri.clone(), Arc::clone(&self.calls), self.agreed.clone());
         let work = move || {
             let lane = match connect(&uri, end_of_patience()) {
-                // Replies are read as those of the others are.
+                // All connections need the same agreement: replies are read by it.
                 Ok((stream, same)) if same == agreed => Some(Lane::new(stream)),
                 Ok(_) => None,
                 Err(error) => {
@@ -223,7 +223,7 @@ impl Link {
                     None
                 }
             };
-            // Nobody may wait for it any more.
+            // Perhaps the link no longer waits for it.
             let _ = sender.send(lane);
             calls.ring();
         };
@@ -249,7 +249,7 @@ impl Link {
                 return;
             }
             self.replay = None;
-            // Those that the server had in hand are still there, under their old names.
+            // Calls that the server had not answered are still active, under their old cookies.
             for cookie in self.active.keys().copied().collect::<Vec<_>>() {
                 self.put(cookie);
             }
@@ -270,7 +270,7 @@ impl Link {
             }
             let kept_bytes = kept_bytes(&call.wish);
             if kept_bytes > 0 && self.unflushed.is_full_with(self.in_hand_bytes.saturating_add(kept_bytes)) {
-                // Writes that end lead to a flush, and that makes room.
+                // Writes that end lead to a flush, which makes room.
                 self.waiting.push_front(call);
                 return;
             }
@@ -315,7 +315,7 @@ impl Link {
             Wish::Trim { .. } => (command::TRIM, 0, None),
             Wish::Flush => (command::FLUSH, 0, None),
             Wish::Status { .. } => (command::BLOCK_STATUS, 0, None),
-            // It has no command.
+            // A renewal is no command of the protocol.
             Wish::Renew => return,
         };
         let length_bytes = active.call.length_bytes();
@@ -348,7 +348,7 @@ impl Link {
         Ok(())
     }
 
-    /// Puts data where they belong; false if more has to arrive.
+    /// Puts data of a read into place; false if more has to arrive.
     fn receive_data(&mut self, index: usize) -> io::Result<bool> {
         let Some(lane) = self.lanes.get_mut(index) else { return Ok(false) };
         let Some(data) = lane.data else { return Ok(false) };
@@ -367,7 +367,7 @@ impl Link {
         Ok(true)
     }
 
-    /// The call that a reply names: one of this connection.
+    /// Returns the call that a reply on this connection names.
     fn active(&mut self, lane: usize, cookie: u64) -> Result<&mut Active, WireError> {
         let active = self.active.get_mut(&cookie).filter(|active| active.lane == lane);
         active.ok_or(WireError("a reply names a request that was not sent"))
@@ -376,10 +376,10 @@ impl Link {
     fn set_error(&mut self, lane: usize, cookie: u64, error: u32) -> Result<(), WireError> {
         let active = self.active(lane, cookie)?;
         if active.replays && error == error::ESHUTDOWN {
-            // The next one gets all of it, from the beginning.
+            // The next connection repeats all unflushed writes from the beginning.
             return Err(WireError("it is shutting down"));
         }
-        // What ends the reply makes nothing good that failed before.
+        // A later part of the reply without an error does not clear an earlier error.
         if error != 0 {
             active.error = error;
         }
@@ -442,7 +442,7 @@ impl Link {
         Ok(())
     }
 
-    /// Where data of a read go: the first byte and the length, in bytes.
+    /// Checks where data of a read go; returns the first byte and the length, in bytes.
     fn part_of(
         &mut self,
         lane: usize,
@@ -462,7 +462,7 @@ impl Link {
         Ok((at, length))
     }
 
-    /// The server has ended a call.
+    /// Ends a call that the server has ended.
     fn end(&mut self, cookie: u64) {
         let Some(active) = self.active.remove(&cookie) else { return };
         let Active { call, lane, mark, error, filled, extents, replays } = active;
@@ -476,8 +476,8 @@ impl Link {
         }
         let is_early = self.drains && error == 0 && matches!(call.wish, Wish::Flush);
         if (error == error::ESHUTDOWN || is_early) && !replays {
-            // The server is about to go. The call is sent again when a server is there. So is a flush while a
-            // connection is gone: it does not cover the writes of that connection.
+            // The server is about to go; the call is sent again when a server is there. So is a flush that ends while a
+            // connection is lost: it does not cover that connection's writes.
             let (error, filled, extents) = (0, Filled::default(), Vec::new());
             let lane = if self.drains { NO_LANE } else { lane };
             self.active.insert(cookie, Active { call, lane, mark, error, filled, extents, replays });
@@ -490,7 +490,7 @@ impl Link {
         }
         let result = match (error, &wish) {
             (0, Wish::Read(place)) if !filled.has_all(place.length_bytes()) => Err(IoError::EIO),
-            // The memory was not there, or nobody waits for the read.
+            // The memory was gone, or the caller has stopped waiting.
             (0, Wish::Read(place)) if place.has_ended() => Err(IoError::from_errno(EFAULT)),
             (0, _) => Ok(()),
             (number, _) => Err(error_of(number)),
@@ -507,7 +507,7 @@ impl Link {
         }
     }
 
-    /// Remembers what a call has changed.
+    /// Records what a call has changed, for repeats and flushes.
     fn note(&mut self, offset: u64, wish: Wish, mark: u64, extents: Vec<Extent>, result: IoResult) -> IoResult<Answer> {
         let keeps = self.agreed.flags & export::SEND_FLUSH != 0 && !self.has_lost;
         match wish {

@@ -1,35 +1,35 @@
-//! Bytes that arrive from the server: headers and small payloads are collected; data of reads go to where they belong.
+//! Bytes that arrive from the server: headers and small payloads are collected; data of reads go directly into place.
 
 use nbd_wire::numbers::{chunk, error};
 use nbd_wire::reply::{Extent, ReplyHead, Style, read_status};
 use nbd_wire::{Reader, WireError};
 use std::io;
 
-/// What is received at once, where it does not go to its place directly.
+/// The size of the buffer for bytes that do not go directly into place.
 const ROOM_BYTES: usize = 64 << 10;
-/// The longest payload that is no data.
+/// The longest payload that is not data of a read.
 const PAYLOAD_BYTES_MAX: u64 = 1 << 20;
 
-/// Something that the server said. Each but `Data` is whole.
+/// A part of the server's replies. All parts but `Data` are complete.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Said {
-    /// The request has ended, well if the error is zero.
+    /// The request has ended, successfully if the error is zero.
     Ended { cookie: u64, error: u32 },
-    /// It is going to fail with this error; more may be said before its end.
+    /// The request will fail with this error; more parts may follow before its end.
     Failed { cookie: u64, error: u32, done: bool },
-    /// A simple reply without an error: data follow if it was a read.
+    /// A simple reply without an error: data follow if the request was a read.
     Simple { cookie: u64 },
     /// Data follow.
     Data { cookie: u64, offset: u64, length_bytes: u64, done: bool },
     /// Zeros.
     Hole { cookie: u64, offset: u64, length_bytes: u64, done: bool },
-    /// Extents of a context.
+    /// Extents of a metadata context.
     Extents { cookie: u64, context: u32, extents: Vec<Extent>, done: bool },
 }
 
 #[derive(Debug)]
 pub(crate) struct Replies {
-    /// The room. What has arrived and was not looked at is from `start` to `end`.
+    /// The buffer. Bytes `start..end` have arrived and were not parsed.
     bytes: Vec<u8>,
     start: usize,
     end: usize,
@@ -63,7 +63,7 @@ impl Replies {
         Ok(count)
     }
 
-    /// Hands out data that have arrived, at most so many bytes; returns how many.
+    /// Hands out at most `most` arrived bytes of data; returns how many.
     pub(crate) fn take_bytes(&mut self, most: usize, take: impl FnOnce(&[u8])) -> usize {
         let count = self.rest().len().min(most);
         take(self.rest().get(..count).unwrap_or_default());
@@ -71,7 +71,7 @@ impl Replies {
         count
     }
 
-    /// What was said next, if it is there.
+    /// Returns the next part of the replies, if it has arrived.
     pub(crate) fn next(&mut self, style: Style) -> Result<Option<Said>, WireError> {
         let mut reader = Reader::new(self.rest());
         let said = Self::read(&mut reader, style)?;

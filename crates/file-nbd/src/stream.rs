@@ -1,4 +1,4 @@
-//! A stream to a server: a socket, perhaps with TLS over it.
+//! A stream to a server: a socket, with TLS or without.
 
 use crate::uri::Place;
 use memory::{Lent, SocketPart, send_parts};
@@ -22,7 +22,7 @@ pub(crate) enum Stream {
     Tls(Box<Secured>),
 }
 
-/// A socket, and the session over it.
+/// A socket with its TLS session.
 #[derive(Debug)]
 pub(crate) struct Secured {
     socket: Stream,
@@ -30,12 +30,12 @@ pub(crate) struct Secured {
 }
 
 impl Stream {
-    /// Connects, until that moment.
+    /// Connects by `until`.
     pub(crate) fn connect(place: &Place, until: Instant) -> io::Result<Self> {
         match place {
             Place::Unix(path) => {
                 let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-                // A server that accepts nobody is waited for.
+                // Without a timeout, this would wait for ever for a server that accepts nobody.
                 set_socket_timeout(&socket, Timeout::Send, Some(left(until)?))?;
                 rustix::net::connect(&socket, &SocketAddrUnix::new(path)?).map_err(|error| in_time(error.into()))?;
                 let stream = UnixStream::from(socket);
@@ -59,7 +59,7 @@ impl Stream {
         }
     }
 
-    /// All that follows is under TLS.
+    /// Puts a TLS session over the socket.
     pub(crate) fn secured(self, channel: Channel) -> Self {
         Self::Tls(Box::new(Secured { socket: self, channel }))
     }
@@ -72,18 +72,19 @@ impl Stream {
         }
     }
 
-    /// What is waited for, to read and perhaps to send.
+    /// Returns what to poll the socket for: reading, and perhaps sending.
     pub(crate) fn interest(&self, sends: bool) -> PollFd<'_> {
         let writes = if sends || self.is_sending() { PollFlags::OUT } else { PollFlags::empty() };
         PollFd::new(self, PollFlags::IN | writes)
     }
 
-    /// Something is left to be sent that was taken before.
+    /// Whether sealed bytes are left to be sent.
     fn is_sending(&self) -> bool {
         matches!(self, Self::Tls(secured) if secured.channel.wants_write())
     }
 
-    /// Reads what is there, and says whether that was all. A call that was [`io::ErrorKind::Interrupted`] is to be made again.
+    /// Reads bytes that are there, and says whether those were all. After [`io::ErrorKind::Interrupted`] the call must
+    /// be repeated.
     pub(crate) fn receive(&mut self, room: &mut [u8]) -> io::Result<(usize, bool)> {
         let Self::Tls(secured) = self else {
             let count = rustix::io::read(&*self, &mut *room)?;
@@ -92,7 +93,8 @@ impl Stream {
         secured.receive(|plain| copy_to(room, plain))
     }
 
-    /// As [`Self::receive`], at most `left` bytes to memory that is lent, from `at` on; `None` if that was taken back.
+    /// As [`Self::receive`], but at most `left` bytes into lent memory, from `at` on; `None` if the memory was taken
+    /// back.
     pub(crate) fn receive_to(&mut self, place: &Lent, at: usize, left: usize) -> Option<io::Result<(usize, bool)>> {
         let Self::Tls(secured) = self else {
             return place.receive_into(self.as_fd(), at, left);
@@ -106,21 +108,21 @@ impl Stream {
         })
     }
 
-    /// Sends what of `parts` is taken, and what was taken before.
+    /// Sends sealed bytes, then as much of `parts` as the socket takes; returns how many bytes of `parts`.
     pub(crate) fn send<'a>(&mut self, parts: impl Iterator<Item = &'a [u8]>) -> io::Result<usize> {
         let Self::Tls(secured) = self else { return send_parts(self.as_fd(), parts.map(SocketPart::Bytes)) };
         let Secured { socket, channel } = &mut **secured;
         let mut socket = Socket::new(socket.as_fd());
         channel.send(&mut socket)?;
         let count = channel.seal(parts)?;
-        // What it takes later is not lost.
+        // Bytes that the socket does not take now stay in the channel.
         match channel.send(&mut socket) {
             Err(error) if error.kind() != io::ErrorKind::WouldBlock => Err(error),
             _ => Ok(count),
         }
     }
 
-    /// Sends what was taken before.
+    /// Sends sealed bytes.
     pub(crate) fn send_rest(&mut self) -> io::Result<()> {
         match self {
             Self::Unix(_) | Self::Tcp(_) => Ok(()),
@@ -128,7 +130,7 @@ impl Stream {
         }
     }
 
-    /// Nothing more is sent. The server may be told, as a courtesy.
+    /// Ends sending. With TLS the server is told, as a courtesy.
     pub(crate) fn close(&mut self) {
         if let Self::Tls(secured) = self {
             secured.channel.close();
@@ -136,14 +138,14 @@ impl Stream {
         }
     }
 
-    /// The same, as one that waits, until that moment.
+    /// Returns the stream with blocking calls that fail after `until`.
     pub(crate) fn until(&mut self, until: Instant) -> Limited<'_> {
         Limited { stream: self, until }
     }
 }
 
 impl Secured {
-    /// Gives `take` plain bytes that are there, and says how many it took and whether that was all.
+    /// Gives `take` plain bytes that are there; returns how many it took, and whether those were all.
     fn receive(&mut self, take: impl FnOnce(&[u8]) -> usize) -> io::Result<(usize, bool)> {
         let Self { socket, channel } = self;
         let mut socket = Socket::new(socket.as_fd());
@@ -162,7 +164,7 @@ impl Secured {
     }
 }
 
-/// Tells the server why this side ends.
+/// Sends the alert that says why this side ends.
 fn tell(channel: &mut Channel, socket: &mut Socket<'_>, error: &io::Error) {
     if !matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) {
         let _ = channel.send(socket);
@@ -179,18 +181,18 @@ impl AsFd for Stream {
     }
 }
 
-/// Until then: an error if it is over.
+/// Returns the time until `until`; an error if it is over.
 fn left(until: Instant) -> io::Result<Duration> {
     let left = until.saturating_duration_since(Instant::now());
     (!left.is_zero()).then_some(left).ok_or_else(|| io::ErrorKind::TimedOut.into())
 }
 
-/// What a socket says whose time is over.
+/// Turns the timeout of a socket, which is `WouldBlock`, into `TimedOut`.
 fn in_time(error: io::Error) -> io::Error {
     if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error }
 }
 
-/// A stream of which all that is read and written ends in time, however slowly the peer goes on.
+/// A stream on which all reads and writes together have one time limit, however slow the peer is.
 #[derive(Debug)]
 pub(crate) struct Limited<'a> {
     stream: &'a mut Stream,

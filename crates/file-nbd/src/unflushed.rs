@@ -1,16 +1,16 @@
 //! Writes that the server has acknowledged and no flush has covered.
 //!
-//! If the server goes, it may have lost them. So they are written again, in the same order, before anything else. Then
+//! If the server goes, it may have lost these writes. So they are repeated in the same order before anything else, and
 //! the next flush covers them.
 //!
-//! Durable writes are not kept. They remove older writes to the same place: writing those again would overwrite the
-//! newer data.
+//! Durable writes are not kept. They remove older writes to the same place: repeating those would overwrite the newer
+//! data.
 
 use crate::calls::{Payload, Wish};
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Beyond this the connection's thread flushes by itself. With twice as much, writes wait for that.
+/// With more bytes than this, the thread sends a flush of its own. With twice as many, writes wait for it.
 const BYTES_MAX: usize = 32 << 20;
 /// Bytes that an entry takes beside its data.
 const ENTRY_BYTES: usize = 128;
@@ -25,7 +25,7 @@ pub(crate) enum Change {
 impl Change {
     fn held_bytes(&self) -> usize {
         match self {
-            // Each part of a buffer keeps all of it.
+            // Each part of a buffer keeps the whole buffer.
             Self::Data(data) => data.held_bytes().saturating_add(ENTRY_BYTES),
             Self::Zeroes { .. } => ENTRY_BYTES,
         }
@@ -39,7 +39,7 @@ impl Change {
     }
 }
 
-/// The most that is kept of a wish once it has ended.
+/// Returns the most bytes that a wish adds here at its end.
 pub(crate) fn kept_bytes(wish: &Wish) -> usize {
     match wish {
         Wish::Write { data, fua: false } => data.held_bytes().saturating_add(ENTRY_BYTES),
@@ -52,7 +52,7 @@ pub(crate) fn kept_bytes(wish: &Wish) -> usize {
 /// A change, and where it begins.
 #[derive(Debug, Clone)]
 pub(crate) struct Entry {
-    /// Parts of one change share it.
+    /// Parts of one change share the number.
     number: u64,
     pub(crate) offset: u64,
     pub(crate) change: Change,
@@ -68,7 +68,7 @@ impl Entry {
         own.start < other.end && other.start < own.end
     }
 
-    /// The part inside a range; `None` if nothing is.
+    /// Returns the part inside a range; `None` if nothing is.
     fn inside(&self, range: Range<u64>) -> Option<Self> {
         let own = self.range();
         let (start, end) = (own.start.max(range.start), own.end.min(range.end));
@@ -103,12 +103,12 @@ impl Unflushed {
         self.entries.push_back(entry);
     }
 
-    /// A flush that begins at this moment covers all entries before this number.
+    /// Returns the first number that a flush beginning now does not cover.
     pub(crate) fn mark(&self) -> u64 {
         self.next_number
     }
 
-    /// A flush has ended well.
+    /// Drops the entries before `mark`, which a flush has made durable.
     pub(crate) fn forget_before(&mut self, mark: u64) {
         while self.entries.front().is_some_and(|entry| entry.number < mark)
             && let Some(entry) = self.entries.pop_front()
@@ -117,7 +117,7 @@ impl Unflushed {
         }
     }
 
-    /// A durable write has ended well: what was written there before must not be written over it.
+    /// Drops older writes to the range of a durable write that has ended: they must not be repeated over it.
     pub(crate) fn forget_range(&mut self, offset: u64, length_bytes: u64) {
         let range = offset..offset.saturating_add(length_bytes);
         if !self.entries.iter().any(|entry| entry.overlaps(&range)) {
@@ -139,7 +139,7 @@ impl Unflushed {
         self.held_bytes > BYTES_MAX
     }
 
-    /// Whether more than twice [`BYTES_MAX`] would be held with so many bytes more.
+    /// Whether more than twice [`BYTES_MAX`] would be held with `more_bytes` more.
     pub(crate) fn is_full_with(&self, more_bytes: usize) -> bool {
         self.held_bytes.saturating_add(more_bytes) > BYTES_MAX.saturating_mul(2)
     }

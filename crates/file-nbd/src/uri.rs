@@ -10,14 +10,14 @@ use std::time::Duration;
 
 /// The port of NBD.
 const PORT: u16 = 10809;
-/// How long a server that has gone is waited for, where nobody says otherwise.
+/// How long to wait for a server that has gone, by default.
 const RECONNECT: Duration = Duration::from_secs(30);
 
-/// Connections to a server that allows several, where nobody says otherwise; and at most.
+/// The default for the number of connections, and the most.
 const CONNECTIONS: usize = 2;
 const CONNECTIONS_MAX: usize = 16;
 
-/// Where a server is.
+/// The address of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Place {
     /// A Unix socket.
@@ -33,18 +33,18 @@ pub struct NbdUri {
     pub(crate) place: Place,
     pub(crate) export: Vec<u8>,
     pub(crate) reconnect: Duration,
-    /// Connections at most.
+    /// The most connections.
     pub(crate) connections: usize,
-    /// For `nbds://`: certificates or keys, and the name that the server's certificate has.
+    /// For `nbds://`: certificates or keys, and the name in the server's certificate.
     pub(crate) tls: Option<(ClientTls, String)>,
 }
 
 impl NbdUri {
-    /// Reads `nbd://HOST[:PORT]/[EXPORT]` or `nbd+unix:///[EXPORT]?socket=PATH`. Both take `reconnect-s=SECONDS`: how long a
-    /// server that has gone is waited for; and `connections=N`: how many there are at most, if the server allows several.
-    /// With TLS they are `nbds://` and `nbds+unix://`, and `tls-certificates=DIRECTORY`
-    /// has the certificates, as QEMU lays them out; `tls-hostname=NAME` is what the server's certificate is for. With
-    /// `tls-psk-file=FILE` there are shared keys instead, of the user in `nbds://USER@HOST`.
+    /// Reads `nbd://HOST[:PORT]/[EXPORT]` or `nbd+unix:///[EXPORT]?socket=PATH`. Both take `reconnect-s=SECONDS`, how
+    /// long to wait for a server that has gone, and `connections=N`, the most connections if the server allows several.
+    /// With TLS they are `nbds://` and `nbds+unix://`. Then `tls-certificates=DIRECTORY` has the certificates in QEMU's
+    /// layout, and `tls-hostname=NAME` is the name in the server's certificate. With `tls-psk-file=FILE` there are
+    /// shared keys instead, and the user is that in `nbds://USER@HOST`.
     pub fn parse(text: &str) -> Result<Self> {
         let bad = |why: &str| Error::new(ErrorKind::BadOption, format!("'{text}': {why}"));
         let (scheme, rest) = text.split_once("://").ok_or_else(|| {
@@ -117,7 +117,7 @@ impl NbdUri {
     }
 }
 
-/// What is behind a user's name, which only shared keys have a use for.
+/// Returns the part behind a user's name. Only shared keys use that name.
 fn host_of(authority: &str) -> &str {
     authority.rsplit_once('@').map_or(authority, |(_, host)| host)
 }

@@ -9,12 +9,12 @@ use crate::lock;
 use crate::name::RbdName;
 use block::{
     Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Locks, PastEnd,
-    RangeLocks, ReactorCtx, Result, Work, block_on, run_aside_or_here, spawn_or_block_on,
+    RangeLocks, ReactorCtx, Result, UntilChange, Work, block_on, run_aside_or_here, spawn_or_block_on,
 };
 use memory::{AlignedBuf, BufferAccount, BufferUse, Window};
 use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Longer transfers are carried out piece by piece.
@@ -94,8 +94,7 @@ pub fn open(name: &RbdName, options: &RbdOptions) -> Result<Arc<dyn File>> {
         length_bytes: AtomicU64::new(info.length_bytes),
         growth: RangeLocks::default(),
         question,
-        changes: AtomicU64::new(0),
-        known: Mutex::default(),
+        known: UntilChange::default(),
         buffers: options.buffers.clone(),
         has_write_zeroes: info.fast_zeroes,
         was_shut_out: AtomicBool::new(false),
@@ -234,10 +233,8 @@ struct Remote {
     /// Of changes of the length, one at a time.
     growth: RangeLocks,
     question: Question,
-    /// How often something was changed.
-    changes: AtomicU64,
-    /// Where data are, as it was after so many changes.
-    known: Mutex<(u64, Extents)>,
+    /// Where data are.
+    known: UntilChange<Extents>,
     buffers: BufferAccount,
     has_write_zeroes: bool,
     was_shut_out: AtomicBool,
@@ -314,7 +311,7 @@ impl Remote {
             FileOp::Write { offset, data, fua } => {
                 self.grow_to(end_of(offset, data.length_bytes() as u64)?).await?;
                 let written = self.write(offset, &data).await;
-                self.changed();
+                self.known.changed();
                 written?;
                 if fua { self.flush().await } else { Ok(()) }
             }
@@ -322,7 +319,7 @@ impl Remote {
             FileOp::Discard { offset, length } => {
                 let end = end_of(offset, length)?.min(self.length_bytes());
                 let discarded = self.in_ranges(offset, end, Request::Discard).await;
-                self.changed();
+                self.known.changed();
                 discarded
             }
             FileOp::WriteZeroes { offset, length, may_unmap } => {
@@ -335,7 +332,7 @@ impl Remote {
                     }
                     false => self.write_zeros(offset, end).await,
                 };
-                self.changed();
+                self.known.changed();
                 zeroed
             }
             FileOp::SetLength { length } => {
@@ -343,10 +340,6 @@ impl Remote {
                 self.resize(length).await
             }
         }
-    }
-
-    fn changed(&self) {
-        self.changes.fetch_add(1, Ordering::AcqRel);
     }
 
     async fn flush(&self) -> IoResult {
@@ -415,7 +408,7 @@ impl Remote {
 
     /// Makes the image longer where something is to be written behind its end: librbd does not.
     async fn grow_to(&self, end: u64) -> IoResult {
-        self.changed();
+        self.known.changed();
         if end <= self.length_bytes() {
             return Ok(());
         }
@@ -433,12 +426,12 @@ impl Remote {
         if length_bytes == self.length_bytes() {
             return Ok(());
         }
-        self.changed();
+        self.known.changed();
         let resized = self.ask_aside(move |image| image.resize(length_bytes)).await;
         if resized.is_ok() {
             self.length_bytes.store(length_bytes, Ordering::Release);
         }
-        self.changed();
+        self.known.changed();
         resized
     }
 
@@ -451,21 +444,18 @@ impl Remote {
         if let Some(found) = self.known_at(offset) {
             return Ok((found.0, found.1.min(length)));
         }
-        let changes = self.changes.load(Ordering::Acquire);
+        let asked = self.known.asks();
         let (question, range) = (self.question, self.question.range_at(offset, length, size_bytes));
         let extents = self.ask_aside(move |image| question.ask(image, range)).await?;
-        *self.known.lock().unwrap_or_else(PoisonError::into_inner) = (changes, extents);
+        self.known.learn(asked, extents);
         let found = self.known_at(offset).unwrap_or((false, length));
         Ok((found.0, found.1.min(length)))
     }
 
     /// Whether a byte is in a hole, and how many follow that have the same answer.
     fn known_at(&self, offset: u64) -> Option<(bool, u64)> {
-        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if known.0 != self.changes.load(Ordering::Acquire) {
-            return None;
-        }
-        known.1.at(offset).map(|(is_hole, end)| (is_hole, end.saturating_sub(offset)))
+        let (is_hole, end) = self.known.look_up(|extents| extents.at(offset))?;
+        Some((is_hole, end.saturating_sub(offset)))
     }
 }
 

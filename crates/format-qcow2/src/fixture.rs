@@ -11,7 +11,7 @@ use testkit::{SimFile, SimFileOptions, SimStorage};
 pub(crate) const NAME: &str = "disk";
 pub(crate) const CLUSTER: u64 = 512;
 
-/// An empty image; the file is as long as it is now whenever it is opened again.
+/// Creates an empty image in simulated storage.
 pub(crate) fn created(size_bytes: u64) -> (SimStorage, MetaIo) {
     let storage = SimStorage::new(1);
     let io = MetaIo::new(storage.create(NAME, 0, SimFileOptions::default()).open_blocking().unwrap());
@@ -29,7 +29,7 @@ pub(crate) async fn opened(storage: &SimStorage, io: &MetaIo) -> Qcow2 {
     Qcow2::open(io, file(storage).info(), options).await.unwrap()
 }
 
-/// Maps what is not mapped, to whatever lies in the new space.
+/// Maps all unmapped clusters of a range; their contents are undefined.
 pub(crate) async fn fill(qcow2: &Qcow2, io: &MetaIo, bytes: Range<u64>) {
     let mut at = bytes.start;
     while at < bytes.end {

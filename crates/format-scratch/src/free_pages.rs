@@ -9,9 +9,9 @@ const LOOKED_AT: usize = 64;
 /// Runs of free pages, with used pages between them.
 #[derive(Debug, Default)]
 pub(crate) struct FreePages {
-    /// First page -> the page behind the last.
+    /// Maps the first page of each run to the page behind its last.
     runs: BTreeMap<u64, u64>,
-    /// How many pages there are in all runs.
+    /// The number of pages in all runs.
     pages: u64,
 }
 

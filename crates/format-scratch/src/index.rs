@@ -15,7 +15,7 @@ const NO_TABLE: u32 = 0;
 /// Directory entry: no table; the whole part is zero.
 const ZERO_PART: u32 = u32::MAX;
 
-/// The words of the index, read without a lock. Whoever changes them holds the lock of the overlay's state.
+/// The words of the index, read without a lock. They change only under the lock of the overlay's state.
 #[derive(Debug)]
 pub(crate) struct Index {
     /// For each part of the disk, its directory entry or the page of its table in the index.

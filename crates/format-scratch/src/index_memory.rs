@@ -1,7 +1,7 @@
-//! How much memory the indexes of kept overlays may take, all together.
+//! Limits the memory that the indexes of all kept overlays take together.
 //!
-//! A guest decides how much it writes, and with that how much memory the index of its overlay takes. Without a limit it could
-//! take all that there is, and the process would end with all its disks.
+//! The more a guest writes, the more memory the index of its overlay takes. Without a limit a guest could take all
+//! memory, and the process would end with all its disks.
 
 use crate::layout::PAGE_BYTES;
 use block::LogLimit;
@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// The memory of this process.
 static OF_PROCESS: Room = Room::new(u64::MAX);
 
-/// From now on the indexes of all kept overlays of this process may take so much memory. Each may grow for as long as it
-/// leaves as much as it takes: so none takes all. Where there is no more, writes to new places fail as on a full disk.
-/// An overlay that is opened has its index, whatever the limit. Unless this is called there is no limit.
+/// Limits the memory of the indexes of all kept overlays of this process. An index may grow as long as it leaves as
+/// much memory as it takes, so none takes all of it. Beyond that, writes to new places fail as on a full disk. An
+/// overlay that is opened gets its index, whatever the limit. By default there is no limit.
 pub fn limit_index_memory(bytes: u64) {
     OF_PROCESS.limit_pages.store(bytes / PAGE_BYTES, Ordering::Relaxed);
 }
@@ -24,7 +24,7 @@ struct Room {
     used_pages: AtomicU64,
 }
 
-/// What one overlay has of it; given back on drop.
+/// The pages that one overlay has taken; given back on drop.
 #[derive(Debug)]
 pub(crate) struct Taken {
     room: &'static Room,
@@ -50,14 +50,14 @@ impl Taken {
         Self { room, pages: 0, uncounted_pages: 0 }
     }
 
-    /// The overlay has an index of so many pages, because it was opened.
+    /// Sets the size of the index, in pages, of an overlay that was opened.
     pub(crate) fn set(&mut self, pages: u64) {
         self.room.used_pages.fetch_add(pages, Ordering::Relaxed);
         self.room.used_pages.fetch_sub(self.pages, Ordering::Relaxed);
         self.pages = pages;
     }
 
-    /// From now on its pages do not count, because the same index is opened anew, or they do again.
+    /// Sets whether the pages count. They do not while the same index is opened anew.
     pub(crate) fn count(&mut self, counts: bool) {
         match (counts, self.uncounted_pages) {
             (true, pages) => {
@@ -72,7 +72,7 @@ impl Taken {
         }
     }
 
-    /// Whether it may have an index of so many pages.
+    /// Takes pages until the index has `pages` of them. Returns false if the limit forbids it.
     pub(crate) fn grow_to(&mut self, pages: u64) -> bool {
         let Some(more) = pages.checked_sub(self.pages) else { return true };
         let limit = self.room.limit_pages.load(Ordering::Relaxed);
@@ -95,7 +95,7 @@ impl Taken {
         taken
     }
 
-    /// Says what a guest that finds no room cannot be told.
+    /// Logs the reason of a full index, which the guest is not told.
     #[cold]
     pub(crate) fn log_full(&self) {
         static TIMES: LogLimit = LogLimit::new();

@@ -1,4 +1,4 @@
-//! Overlays that outlive their process: what a flush makes durable, and in what order.
+//! Overlays that outlive their process: how a flush makes them durable, and in what order.
 //!
 //! Requests use the index in memory. A flush takes the index's changed pages, makes the data durable, writes those
 //! pages to the index file, and makes them durable. So:
@@ -29,7 +29,7 @@ impl Inner {
     /// Notes that pages of the index are about to change. The lock is held until they have.
     fn note(&self, state: &mut State, pages: impl IntoIterator<Item = u64>) {
         let Some(kept) = &self.kept else { return };
-        // Whoever sees the change also sees this.
+        // A reader that sees the change also sees this.
         kept.is_clean.store(false, Ordering::Relaxed);
         state.unwritten.note(pages);
     }
@@ -84,10 +84,10 @@ async fn write(io: &MetaIo, copies: Vec<(u64, AlignedBuf)>) -> IoResult {
     Ok(())
 }
 
-/// The flush that is under way. What it does not finish is left for the next.
+/// A flush that is under way. The rest of an unfinished one is left for the next.
 struct Flush<'a> {
     inner: &'a Inner,
-    /// The changed pages when it began.
+    /// The pages that had changed when the flush began.
     pages: BTreeSet<u64>,
     change: u64,
 }
@@ -112,7 +112,8 @@ impl<'a> Flush<'a> {
             }
             state.unwritten.is_flushing = true;
             let pages = std::mem::take(&mut state.unwritten.pages);
-            // These copies are made under the lock: they refer to no table that is newer than what this flush writes.
+            // These copies are made under the lock, so they refer to no table that is newer than those that this flush
+            // writes.
             let leading = inner.copies(pages.iter().copied().filter(|page| inner.leads_to_tables(*page)));
             Some((Self { inner, pages, change: state.unwritten.change }, leading))
         };
@@ -131,7 +132,7 @@ impl<'a> Flush<'a> {
 }
 
 impl Inner {
-    /// Whether a durable index names no data. Then there are none any more, and no space for them.
+    /// Forgets all data, and their space, if a durable index names none. Returns whether it did.
     fn forget_data_if_empty(&self) -> bool {
         let mut state = self.lock();
         let is_durable = state.unwritten.change == state.unwritten.durable && !state.unwritten.is_flushing;
@@ -190,15 +191,15 @@ impl Scratch {
         self.inner.kept.as_ref().is_none_or(|kept| kept.is_clean.load(Ordering::Acquire))
     }
 
-    /// Says whether its index counts among those that share the memory for indexes. While the same overlay is opened anew,
-    /// only one of the two counts.
+    /// Sets whether its index counts towards the memory limit for indexes. While the same overlay is opened anew, only
+    /// one of the two counts.
     pub fn count_index_memory(&self, counts: bool) {
         if let Some(memory) = &mut self.inner.lock().index_memory {
             memory.count(counts);
         }
     }
 
-    /// Makes the next durable write also flush what was not flushed.
+    /// Makes the next durable write also flush earlier writes.
     pub fn flush_with_next_write(&self) {
         self.inner.note(&mut self.inner.lock(), []);
     }
@@ -208,7 +209,7 @@ impl Scratch {
         self.inner.flush(io).await
     }
 
-    /// Gives the space of the data back to the host, if the index names none of them, and is durable. No request is in
+    /// Gives the space of the data back to the host, if the index names no data and is durable. No request is in
     /// flight.
     pub async fn give_back_if_empty(&self, io: &MetaIo) -> IoResult {
         let (inner, Some(data)) = (&*self.inner, io.data()) else { return Ok(()) };

@@ -4,8 +4,7 @@
 //! one). Then come the bits for the parts of the disk, rounded up to pages: a bit marks a part without a table that is
 //! wholly zero. Then come groups: a page of owners, then up to 1024 *tables*. The owner page has a word for each table
 //! of its group: the number of the table's part of the disk, plus one. A table has a word for each of the 1024 pages (4
-//! MiB) of its part. Words are little-endian on every machine that Ringdisk runs on.
-//! little-endian on every machine that Ringdisk runs on.
+//! MiB) of its part. Words are in native order, which is little-endian on every machine that Ringdisk runs on.
 
 /// Bytes of a page: the unit of the disk, of the data and of the index.
 pub const PAGE_BYTES: u64 = 4096;
@@ -21,11 +20,11 @@ const PAGE_BITS: u64 = PAGE_BYTES * 8;
 /// Pages in a group: the owners, and the tables.
 const GROUP_PAGES: u64 = 1 + TABLE_WORDS;
 
-/// A word: the layer below has the page.
+/// The layer below has the page.
 pub(crate) const BELOW: u32 = 0;
-/// A word: the page reads as zeros.
+/// The page reads as zeros.
 pub(crate) const ZERO: u32 = 1;
-/// A word from here on: the page has this word, minus this constant, as its number in the data.
+/// Words from here on, minus this constant, are the number of the page in the data.
 pub(crate) const FIRST_DATA: u32 = 2;
 /// The most pages of data: 16 TiB.
 pub(crate) const MAX_DATA_PAGES: u64 = (u32::MAX - FIRST_DATA) as u64;
@@ -74,7 +73,7 @@ pub(crate) fn place_of_table(header_pages: u64, table: u64) -> (u64, u64) {
     (group.saturating_add(1).saturating_add(inside), group.saturating_mul(TABLE_WORDS).saturating_add(inside))
 }
 
-/// Returns the pages of an index with so many tables.
+/// Returns the number of pages of an index with `tables` tables.
 pub(crate) fn index_pages(header_pages: u64, tables: u64) -> u64 {
     match tables.checked_sub(1) {
         None => header_pages,

@@ -1,16 +1,17 @@
 //! Scratch overlays: a disk's writes go to two files, an index and dense data, which are temporary or kept.
 //!
-//! On the path of a request, this is below `image`, as the other formats are. It says where a range of the disk lies,
-//! or that the layer below has it. Payload never passes through here; the engine opens the data file like any other.
+//! On the path of a request, this is below `image`, as the other formats are. It answers where a range of the disk
+//! lies, or that the layer below has it. Payload never passes through here; the engine opens the data file like any
+//! other.
 //!
 //! * The unit is a page of 4 KiB. The index has a word for each page of the disk: below, zero, or the page's place in
 //!   the data.
-//! * The index is mapped into memory and read without a lock ([`memory::MappedWords`]). Its parts for which nothing was
-//!   written take no space.
+//! * The index is mapped into memory and read without a lock ([`memory::MappedWords`]). Parts of it without written
+//!   pages take no space.
 //! * Both files are dense. Their space is reserved before it is used ([`Space`]), so a full disk fails only the request
 //!   that needs more.
 //! * A kept overlay has its index in memory. A flush by its guest writes the changed pages to the index file.
-//! * Zeroed or discarded pages are reused when no request can be on its way to them any more.
+//! * Zeroed or discarded pages are reused when no request can be on its way to them.
 
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]

@@ -1,6 +1,6 @@
-//! Takes over pages that were filled before anybody could see them: *stage* reserves space, *link* publishes it.
+//! Takes over pages that were filled while they were invisible: *stage* reserves space, *link* publishes it.
 //!
-//! Before it is linked, a staged page has no place on the disk. So it blocks nobody, however long it takes, and
+//! Before it is linked, a staged page has no place on the disk. So it delays no request, however long it takes, and
 //! dropping it frees the space. Only whole pages are linked. Otherwise the rest of a page would have to be read and
 //! copied, and a concurrent write to it would be lost.
 
@@ -20,7 +20,7 @@ const STAGED_BYTES_MAX: u64 = 2 << 20;
 pub struct Staged {
     /// First byte in the data file.
     pub file_offset: u64,
-    /// Whole pages.
+    /// The length in bytes: whole pages.
     pub length_bytes: u64,
     /// Whether the space reads as zeros.
     pub zeroed: bool,
@@ -45,9 +45,9 @@ impl Drop for Staged {
 }
 
 impl Staged {
-    /// Frees space that nobody has written to.
+    /// Frees space that was never written to.
     pub fn give_back(mut self) {
-        // Nothing is left for the drop.
+        // So that the drop does not free it again.
         self.is_linked = true;
         let mut state = self.inner.lock();
         state.free.add(self.data.clone());
@@ -99,14 +99,14 @@ impl Scratch {
         self.inner.run(io, |state| self.try_link(state, offset / PAGE_BYTES, staged)).await
     }
 
-    /// Whether requests that come may find no space at hand, and nobody reserves more.
+    /// Whether later requests may find no reserved space, and no reservation is under way.
     #[must_use]
     pub fn is_short(&self) -> bool {
         self.inner.is_short()
     }
 
-    /// Reserves space for maps and writes that come, if little is at hand. Without it, those maps are in memory. No request
-    /// should wait for it.
+    /// Reserves space for later maps and writes, if little is left. Without it, maps use memory of their own. Requests
+    /// must not wait for this.
     pub async fn reserve_ahead(&self, io: &MetaIo) {
         self.inner.reserve_ahead(io).await;
     }
@@ -159,7 +159,7 @@ impl Scratch {
             }
         }
         parts.for_each(|part| inner.note_table(state, part));
-        // From here on the space is the disk's, even if the index fails halfway.
+        // From here on the space belongs to the disk, even if the index fails halfway.
         staged.is_linked = true;
         let (mut freed, mut last): (Vec<Range<u64>>, Option<Range<u64>>) = (Vec::new(), None);
         for (page, data) in guest.zip(staged.data.clone()) {

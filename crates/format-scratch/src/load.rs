@@ -25,7 +25,7 @@ pub async fn create_kept(io: &MetaIo, name: &str, header: &Header) -> Result<()>
 }
 
 impl Scratch {
-    /// Opens the index of a kept overlay, of `length_bytes`. Reads all of it and keeps it in memory.
+    /// Opens the index of a kept overlay, of `length_bytes`. Reads all of it into memory.
     pub async fn open_kept(io: &MetaIo, name: &str, length_bytes: u64, read_only: bool) -> Result<Self> {
         let page_bytes = PAGE_BYTES as usize;
         let failed = |error| cannot_read(name, error);
@@ -37,7 +37,7 @@ impl Scratch {
         if believed > length_bytes / PAGE_BYTES || believed < index.header_pages {
             return Err(loaded.bad("its file is shorter than its header says"));
         }
-        // A sparse file costs nothing, and would take the room of all other indexes.
+        // A huge sparse file costs its maker nothing, but its index would take the room of all others.
         let all = index_pages(index.header_pages, parts(header.size_bytes));
         if believed > all.saturating_add(INDEX_STEP_PAGES) {
             return Err(loaded.bad("it claims more than a disk of its size can need"));

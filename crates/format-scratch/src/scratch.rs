@@ -10,7 +10,7 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-/// A scratch overlay over a disk: holds what was written to the disk, in pages.
+/// A scratch overlay over a disk: holds the pages that were written.
 ///
 /// A temporary overlay is never durable. A kept one ([`Scratch::open_kept`]) is an image, and a flush makes earlier
 /// writes durable. The mapping of a page changes when a write to it commits, and not before.
@@ -19,13 +19,13 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// Makes an empty overlay for a disk of `size_bytes`. `index` is an empty file, open for reading and writing. `spaces`
-    /// are its space, and that of another file, in which the caller keeps the data. Fails if the index cannot be mapped,
-    /// or its space cannot be reserved.
+    /// Makes an empty overlay for a disk of `size_bytes`. `index` is an empty file, open for reading and writing.
+    /// `spaces` reserve space in that file, and in another one where the caller keeps the data. Fails if the index
+    /// cannot be mapped, or its space cannot be reserved.
     ///
-    /// A mapped page of a file that is not `resident` may be written out and dropped. A lookup would then wait until it is
-    /// read back. So the index of such a file is in memory, if there is room for all of it ([`crate::limit_index_memory`]);
-    /// the file only keeps its space.
+    /// A mapped page of a file that is not `resident` may be written out and dropped, and a lookup would wait until it
+    /// is read back. So the index of such a file is in memory, if there is room for all of it
+    /// ([`crate::limit_index_memory`]); the file only reserves its space.
     pub fn new(name: &str, size_bytes: u64, index: &File, spaces: [Arc<dyn Space>; 2], resident: bool) -> Result<Self> {
         let unsupported = |why: String| Error::new(ErrorKind::Unsupported, format!("'{name}': {why}"));
         if size_bytes > MAX_DISK_BYTES {

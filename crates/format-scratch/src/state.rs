@@ -12,20 +12,20 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// How many pages are reserved at once: few enough that it takes no noticeable time.
+/// The pages that are reserved at once: few enough to take no noticeable time.
 const DATA_STEP_PAGES: u64 = 1024;
 pub(crate) const INDEX_STEP_PAGES: u64 = 16;
-/// Space is reserved ahead when less than this is at hand. So writes and maps go on while the host finds space.
+/// Space is reserved ahead when fewer pages than this are left. So writes and maps go on while the host finds space.
 const LOW_PAGES: u64 = DATA_STEP_PAGES / 2;
-/// No space is reserved ahead while so much is free in pieces that are too short, or waits for requests in flight.
+/// No space is reserved ahead while this much is free in pieces that are too short, or waits for requests in flight.
 const UNUSABLE_PAGES_MAX: u64 = 4096;
-/// How far a guest that frees and writes without flushing can make the data of a kept overlay grow: 64 MiB, or this part
-/// of the disk if that is more. Then it waits for a flush.
+/// How far a guest that frees and writes without flushing can make the data of a kept overlay grow: 64 MiB, or this
+/// part of the disk if that is more. Beyond that it waits for a flush.
 const RETIRED_PAGES_MAX: u64 = (64 << 20) / PAGE_BYTES;
 const RETIRED_PART_OF_DISK: u64 = 8;
-/// How many retired runs become free under one lock. A flush may let very many be free at once.
+/// The most retired runs that become free under one lock. After a flush there may be very many.
 const RUNS_A_TURN: usize = 256;
-/// How often an attempt that finds no space flushes, to use what was freed.
+/// How often an attempt without space flushes, to reuse freed pages.
 const RECLAIMS_MAX: u32 = 4;
 
 /// The used and the reserved pages of a file. More are reserved than used.
@@ -49,15 +49,15 @@ pub(crate) struct State {
     /// Freed pages of the data: the epoch, the number of the change, the pages. They are free once the epoch is over
     /// and, in a kept overlay, the change is durable. Epochs and changes only grow.
     retired: VecDeque<(u64, u64, Range<u64>)>,
-    /// The number of those pages.
+    /// The number of retired pages.
     retired_pages: u64,
-    /// How many may wait for a flush before the data grow.
+    /// The most retired pages that may wait for a flush before the data grow.
     retired_pages_max: u64,
-    /// Whether a map found no space at hand since space was last reserved.
+    /// Whether a map found no space since space was last reserved.
     missed: bool,
     /// Whether space could not be reserved ahead. Then only writes that need it ask for more.
     is_full: bool,
-    /// Whether somebody reserves space.
+    /// Whether a reservation is under way.
     growing: bool,
     /// Whether data behind the used pages may be left from an earlier opening.
     pub(crate) has_stale_data: bool,
@@ -108,11 +108,11 @@ pub(crate) struct Inner {
     pub(crate) kept: Option<Kept>,
 }
 
-/// How the space of the two files is reserved.
+/// The way in which space in the two files is reserved.
 pub(crate) enum Spaces {
-    /// By these, for the index and for the data.
+    /// Through these, for the index and for the data.
     Given([Arc<dyn Space>; 2]),
-    /// By operations on the files.
+    /// Through operations on the files.
     OfFiles,
 }
 
@@ -122,7 +122,7 @@ impl State {
         before.is_some_and(|(_, end)| *end > pages.start)
     }
 
-    /// Gives the part a table if it has none. `None` if it has one now; else why not yet.
+    /// Gives the part a table if it has none. `None` if it has one now; otherwise the reason why not yet.
     pub(crate) fn table_for(&mut self, index: &Index, part: u64) -> Option<Step<()>> {
         if matches!(index.part(part), Part::Table(_)) {
             return None;
@@ -164,7 +164,7 @@ impl State {
         Step::Need(Need { which, reserved, least, best })
     }
 
-    /// Takes the pages that were retired first, if their time is over and `wanted` accepts them.
+    /// Takes the pages that were retired first, if they are free by now and `wanted` accepts them.
     fn take_retired(&mut self, epochs: &Epochs, wanted: impl FnOnce(&Range<u64>) -> bool) -> Option<Range<u64>> {
         let (epoch, change, run) = self.retired.front()?;
         if !wanted(run) || *change > self.unwritten.durable || !epochs.is_over(*epoch) {
@@ -232,7 +232,7 @@ impl State {
         self.need(Which::Data, reserved, reserved.saturating_add(1), best)
     }
 
-    /// Asks for a whole step of space ahead, or none, unless somebody reserves space already.
+    /// Asks for a whole step of space ahead, or none, unless a reservation is under way.
     pub(crate) fn need_ahead(&mut self) -> Option<Need> {
         if !self.is_short() {
             return None;
@@ -267,7 +267,7 @@ impl State {
         Err(self.need_data(count))
     }
 
-    /// There are no data any more, and no space for them.
+    /// Forgets all data, and the space for them.
     pub(crate) fn forget_data(&mut self) {
         (self.data, self.free) = (Reserved::default(), FreePages::default());
         self.retired.clear();
@@ -314,7 +314,7 @@ impl Inner {
         self.is_short.load(Ordering::Relaxed)
     }
 
-    /// Reserves space ahead, if little is at hand. If there is none, whoever needs it finds out.
+    /// Reserves space ahead, if little is left. Failing is no error: a request that needs the space will report it.
     pub(crate) async fn reserve_ahead(&self, io: &MetaIo) {
         if !self.is_short() {
             return;
@@ -392,7 +392,8 @@ impl Inner {
         Ok(self.lock().unwritten.durable > durable)
     }
 
-    /// Notes that so many pages of a kept overlay's index are zeroed: durably, before the header says so.
+    /// Records durably in the header that this many pages of a kept overlay's index are zeroed. The zeros become
+    /// durable first.
     async fn believe(&self, io: &MetaIo, pages: u64) -> IoResult {
         let kept = self.kept.as_ref().ok_or(IoError::EIO)?;
         io.flush().await?;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 /// The most pages of one allocation: 2 MiB.
 const ALLOCATION_PAGES: u64 = 512;
 
-/// Where a write goes.
+/// The result of preparing a write.
 pub type Prepared = block::Prepared<Allocation>;
 
 /// Space for whole pages, invisible until [`Scratch::commit_write`]. Dropping it gives the space back.
@@ -21,9 +21,9 @@ pub struct Allocation {
     pub length_bytes: u64,
     /// First byte in the data file.
     pub file_offset: u64,
-    /// What to do before the request, in the first page.
+    /// How to fill the first page before the request.
     pub head: Fill,
-    /// What to do behind the request, in the last page.
+    /// How to fill the last page behind the request.
     pub tail: Fill,
     /// Whether the space reads as zeros.
     pub zeroed: bool,
@@ -111,7 +111,7 @@ impl Scratch {
     pub fn commit_write(&self, mut allocation: Allocation) -> IoResult {
         let mut state = self.inner.lock();
         self.inner.note_table(&mut state, Inner::part_of(allocation.guest.start));
-        // From here on the space is the disk's, even if the index fails halfway.
+        // From here on the space belongs to the disk, even if the index fails halfway.
         allocation.is_published = true;
         for (page, data) in allocation.guest.clone().zip(allocation.data.clone()) {
             let word = word_of(data).ok_or(IoError::EIO)?;

@@ -7,7 +7,7 @@ use crate::state::{Inner, State, Step};
 use block::{IoResult, MetaIo, yield_now};
 use std::ops::Range;
 
-/// After so many parts of the disk, other tasks run.
+/// The number of parts of the disk after which other tasks run.
 const PARTS_A_TURN: usize = 64;
 
 impl Scratch {

@@ -1,4 +1,4 @@
-//! A guest as a process of the host: starts it, watches its console, and never leaves it behind.
+//! A guest as a process of the host: starts it, watches its console, and always ends it.
 
 use crate::options::GuestOptions;
 use crate::report::{GuestReport, Reader};
@@ -21,7 +21,7 @@ const QUOTED_LINES: usize = 30;
 const POWER_OFF: Duration = Duration::from_secs(20);
 /// How long to read on after a guest's process has ended: other processes may hold its console open.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// QEMU's messages when the host's KVM gives up. The machine then stands still, and its process stays.
+/// QEMU's messages when the host's KVM fails. The machine then stands still, and its process stays.
 const KVM_FAILURES: [&str; 2] = ["KVM internal error", "kvm run failed"];
 /// How often to check whether to stop, and whether the guest's process has ended.
 const GLANCE: Duration = Duration::from_millis(100);
@@ -31,7 +31,7 @@ pub(crate) type Prepare = fn() -> Result<()>;
 
 /// QEMU stopped the machine because the host's KVM failed.
 #[derive(Debug)]
-pub(crate) struct KvmFailed;
+struct KvmFailed;
 
 impl std::fmt::Display for KvmFailed {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -41,8 +41,33 @@ impl std::fmt::Display for KvmFailed {
 
 impl std::error::Error for KvmFailed {}
 
+/// Why a guest did not do its work, and what it said last.
+#[derive(Debug)]
+struct Failed {
+    why: anyhow::Error,
+    last_lines: VecDeque<String>,
+}
+
+impl std::fmt::Display for Failed {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "{:#}", self.why)?;
+        if self.last_lines.is_empty() {
+            return Ok(());
+        }
+        formatter.write_str("\nThe guest's last lines:")?;
+        self.last_lines.iter().try_for_each(|line| write!(formatter, "\n    {line}"))
+    }
+}
+
+impl std::error::Error for Failed {}
+
+/// Whether [`run`] failed because KVM did.
+pub(crate) fn is_by_kvm(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<Failed>().is_some_and(|failed| failed.why.is::<KvmFailed>())
+}
+
 /// Makes a command that becomes `program`. The kernel kills the program when the thread that starts it ends, for
-/// whatever reason: util-linux' setpriv sees to that. Without setpriv (every Debian has it) a guest outlives us if we
+/// whatever reason: util-linux' setpriv arranges that. Without setpriv (every Debian has it) a guest outlives us if we
 /// are killed.
 pub(crate) fn command(program: &Path) -> Command {
     let Ok(setpriv) = tools::find("setpriv", "util-linux") else { return Command::new(program) };
@@ -85,10 +110,7 @@ pub(crate) fn run(
         Ok(reader.is_complete())
     });
     drop(guest);
-    ended.and_then(|()| reader.finish(start.elapsed())).map_err(|error| {
-        let quoted: Vec<String> = quoted.into();
-        error.context(format!("the guest's last lines:\n{}", quoted.join("\n")))
-    })
+    ended.and_then(|()| reader.finish(start.elapsed())).map_err(|why| Failed { why, last_lines: quoted }.into())
 }
 
 /// Gives each line to `line` until the console is closed or the guest has died. `line` returns whether only the
@@ -134,7 +156,7 @@ fn watch(
 /// A running guest. Dropping it kills it with all its processes.
 struct Guest {
     child: Child,
-    /// The thread that started it waits until this is dropped: when that thread ends, the kernel kills the guest.
+    /// Lets the thread that started the guest end: the kernel then kills the guest.
     _starter: SyncSender<()>,
 }
 
@@ -153,13 +175,13 @@ impl Guest {
         Ok(Self { child, _starter: starter })
     }
 
-    /// Whether its first process has ended. That process is not reaped yet, so its number remains the group's.
+    /// Whether the guest's first process has ended. That process is not reaped yet, so its number remains the group's.
     fn has_ended(&self) -> bool {
         let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         matches!(waitid(WaitId::Pid(Pid::from_child(&self.child)), look), Ok(Some(_)))
     }
 
-    /// Returns what it prints from now on, on both outputs.
+    /// Returns the lines that the guest prints from now on, on both outputs.
     fn lines(&mut self) -> Receiver<String> {
         let (sender, receiver) = sync_channel(1024);
         for stream in [self.child.stdout.take().map(boxed), self.child.stderr.take().map(boxed)].into_iter().flatten() {

@@ -1,6 +1,7 @@
-//! The part of a guest's script that works on a disk while the host makes it larger, and tells of each size.
+//! The part of a guest's script that works on a disk while the host makes it larger, and reports each size.
 
-/// A function of the script: `grow_under_load DISK` is the work. Each pass of fio writes a part of the disk and reads it back.
+/// A function of the script: `grow_under_load DISK` does the work. Each pass of fio writes a part of the disk and reads
+/// it back.
 pub(crate) const FUNCTIONS: &str = r##"
 grow_under_load() {
     (

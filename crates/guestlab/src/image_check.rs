@@ -1,4 +1,4 @@
-//! Checks what a guest left behind, with other projects' tools.
+//! Checks the image that a guest left, with other projects' tools.
 
 use crate::tools;
 use anyhow::{Context, Result, bail};
@@ -14,9 +14,9 @@ pub enum ImageFormat {
     Qcow2,
 }
 
-/// Fails unless all of this holds. qemu-img finds a qcow2 image clean, without leaks. e2fsck finds the ext4 file system
-/// on it clean. The files on it, taken out without any kernel, have the contents that the guest gave them. Nobody may
-/// have the image open.
+/// Checks three things. qemu-img must find a qcow2 image clean, without leaks. e2fsck must find the ext4 file system on
+/// it clean. The files on it, extracted without any kernel, must have the contents that the guest gave them. The image
+/// must not be open.
 pub fn verify_image(image: &Path, format: ImageFormat) -> Result<()> {
     let directory = tempfile::Builder::new().prefix("ringdisk-check-").tempdir();
     let directory = directory.context("cannot make a temporary directory")?;

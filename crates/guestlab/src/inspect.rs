@@ -1,5 +1,5 @@
-//! The part of a guest's script that inspects a disk as its kernel shows it. It also tests what can happen to the disk
-//! and to the machine.
+//! The part of a guest's script that inspects a disk as its kernel shows it. It also tests events such as sleep, resets
+//! and changes of the cache.
 
 /// Functions of the script; `inspect DISK` does the work. Perl makes the kernel's calls; every Debian has it.
 pub(crate) const FUNCTIONS: &str = r##"

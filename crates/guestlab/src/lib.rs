@@ -11,7 +11,7 @@
 //!
 //! Both run the same script (`script`). It makes ext4 on each disk, writes files, reads them back with checksums, lets
 //! `fio` write and verify in parallel, trims, mounts again, and powers off. The console is read line by line. A guest
-//! that exceeds its time is killed. [`verify_image`] checks what a guest left behind with other projects' tools.
+//! that exceeds its time is killed. [`verify_image`] checks the resulting image with other projects' tools.
 //!
 //! ```no_run
 //! use ringdisk_guestlab::{GuestKind, GuestOptions};

@@ -19,14 +19,14 @@ pub enum GuestKind {
 pub enum GuestWork {
     /// Makes file systems and fills them, and checks everything. Measures the disks before, if asked to.
     Fill {
-        /// How long each of the four measurements takes; zero for no measurements.
+        /// The length of each of the four measurements, in seconds; zero for no measurements.
         measure_seconds: u32,
-        /// How much of the disk is measured.
+        /// The part of the disk that is measured, in MiB.
         measure_mib: u32,
-        /// How much each of the four writers of fio writes and verifies.
+        /// The MiB that each of the four writers of fio writes and verifies.
         fio_mib: u32,
     },
-    /// Checks the files that a guest with [`GuestWork::Fill`] left there.
+    /// Checks the files that a guest with [`GuestWork::Fill`] left on the disks.
     CheckAgain,
     /// Checks the kernel's view of the disks, and events of one disk: its cache is switched, data are discarded, its
     /// driver is unbound and bound under load, it grows under load.
@@ -35,44 +35,44 @@ pub enum GuestWork {
     /// one, the host has to make the disk larger. Then come events of the whole machine, under QEMU only. With toggles,
     /// suspends or resets, a file system is left there.
     Inspect {
-        /// How often the driver is unbound and bound.
+        /// The number of times that the driver is unbound and bound.
         rebinds: u32,
-        /// How often the disk's cache is switched during writes and flushes.
+        /// The number of times that the disk's cache is switched during writes and flushes.
         toggles: u32,
-        /// How often the machine sleeps (S3) and wakes up during writes.
+        /// The number of times that the machine sleeps (S3) and wakes up during writes.
         suspends: u32,
-        /// How often the host resets the machine during writes: at each step "reset DISK", see [`crate::Monitor`].
-        /// Files written before must then be whole.
+        /// The number of times that the host resets the machine during writes: at each step "reset DISK", see
+        /// [`crate::Monitor`]. Files written before must then be whole.
         resets: u32,
     },
-    /// Makes a file system on each disk, with a tree of so many MiB in it: large files and small ones.
+    /// Makes a file system on each disk, with a tree of `mib` MiB in it: large files and small ones.
     MakeTree {
-        /// How large the tree is.
+        /// The size of the tree.
         mib: u32,
     },
-    /// Copies that tree within its file system, from the disk to the disk, and compares the two. The fact `copy-ms` says how
-    /// long the copy took, until it was durable, on the guest's clock.
+    /// Copies that tree within its file system, and compares the two. The fact `copy-ms` is the time of the copy until
+    /// it was durable, on the guest's clock.
     CopyTree,
-    /// Makes a file system with files, and writes and verifies others until the host makes the disk larger. Then all is
-    /// checked, also mounted anew. The step "DISK is at work" says that the files are there, and the fact `passes` how often
-    /// the others were written.
+    /// Makes a file system with files, and writes and verifies others until the host makes the disk larger. Then all
+    /// files are checked, also after a remount. The step "DISK is at work" says that the first files are written, and
+    /// the fact `passes` counts the passes over the others.
     WorkUntilGrown {
-        /// How much each of the four writers of fio writes and verifies in each pass.
+        /// The MiB that each of the four writers of fio writes and verifies in each pass.
         fio_mib: u32,
     },
-    /// Overwrites the disk and reads back what it wrote, everything checked, until the host has made it so large. A step
-    /// "DISK has N sectors" tells of each size that the guest's kernel sees.
+    /// Overwrites the disk and reads the data back, with checks, until the host has made it large enough. A step "DISK
+    /// has N sectors" reports each size that the guest's kernel sees.
     Grow {
-        /// At this size the guest ends.
+        /// The size at which the guest ends.
         until_bytes: u64,
     },
     /// Measures each disk in turn with fio, and overwrites it.
     Measure {
-        /// What to measure.
+        /// The workloads to measure.
         jobs: Vec<MeasureJob>,
-        /// How long each measurement takes.
+        /// The length of each measurement, in seconds.
         seconds: u32,
-        /// How much of the disk is used.
+        /// The part of the disk that is used, in MiB.
         mib: u32,
     },
 }
@@ -102,7 +102,7 @@ impl MeasureJob {
 pub struct NbdDisk {
     /// The port at 127.0.0.1.
     pub port: u16,
-    /// What the server calls the disk: a word of letters and digits.
+    /// The name of the disk at the server: a word of letters and digits.
     pub export: String,
 }
 
@@ -114,11 +114,11 @@ pub struct GuestOptions {
     pub kind: GuestKind,
     /// A vhost-user socket for each disk; the first is the guest's `vda`.
     pub sockets: Vec<PathBuf>,
-    /// One more disk, `nbd0`, by the NBD client of the guest's kernel (User Mode Linux only).
+    /// Another disk, `nbd0`, through the NBD client of the guest's kernel (User Mode Linux only).
     pub nbd: Option<NbdDisk>,
     /// The guest's work.
     pub work: GuestWork,
-    /// How many of the last disks are only measured, if the work measures at all.
+    /// The number of disks, counted from the last, that are only measured, if the work measures at all.
     pub only_measured: usize,
     /// Memory of the guest.
     pub memory_mib: u32,
@@ -131,20 +131,20 @@ pub struct GuestOptions {
     pub packed: bool,
     /// Whether QEMU offers EVENT_IDX to the guest, if the server does. User Mode Linux takes it whenever it is offered.
     pub event_idx: bool,
-    /// How many of the last disks QEMU offers without EVENT_IDX all the same.
+    /// The number of disks, counted from the last, that QEMU offers without EVENT_IDX all the same.
     pub without_event_idx: usize,
     /// Whether QEMU may use KVM if it is available. Otherwise it emulates.
     pub kvm: bool,
-    /// How long QEMU waits before it connects again to a socket whose server is gone; `None` if it does not. This needs
-    /// QEMU 9.2; User Mode Linux cannot do it.
+    /// How long QEMU waits before it connects again to a socket whose server is gone; `None` for no new connection.
+    /// This needs QEMU 9.2; User Mode Linux cannot do it.
     pub reconnect_ms: Option<u32>,
-    /// Where QEMU makes the socket for [`crate::Monitor`].
+    /// The path of the socket for [`crate::Monitor`].
     pub monitor: Option<PathBuf>,
     /// The guest is killed if it has not ended after this time.
     pub time_limit: Duration,
     /// A file for the guest's whole output.
     pub log: Option<PathBuf>,
-    /// Set from any thread to have the guest killed.
+    /// Set by any thread to kill the guest.
     pub stop: Arc<AtomicBool>,
 }
 

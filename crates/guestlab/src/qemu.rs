@@ -12,8 +12,8 @@ use std::process::Command;
 const PROGRAM: &str = "qemu-system-x86_64";
 const PACKAGE: &str = "qemu-system-x86";
 
-/// What a Debian kernel may have as modules, each after those it needs. Modules that are built in are not found, and
-/// are left out.
+/// Modules that a Debian kernel may have, in the order of their dependencies. Built-in ones are not found, and are left
+/// out.
 const MODULES: [&str; 12] = [
     "virtio_ring",
     "virtio",
@@ -45,7 +45,7 @@ pub(crate) fn command(options: &GuestOptions, directory: &Path) -> Result<Comman
     let memory = options.memory_mib;
     let mut command = console::command(&tools::find(PROGRAM, PACKAGE)?);
     command.args(["-nodefaults", "-no-user-config", "-display", "none"]);
-    // Only a machine that its host resets may boot again. For any other, that is a failure.
+    // Only a machine that its host resets may boot again. For any other guest, a reboot is a failure.
     if !matches!(options.work, GuestWork::Inspect { resets: 1.., .. }) {
         command.arg("-no-reboot");
     }

@@ -10,9 +10,9 @@ use std::time::Duration;
 pub struct GuestReport {
     /// The guest kernel's release.
     pub kernel: String,
-    /// The number of its CPUs.
+    /// The number of the guest's CPUs.
     pub cpus: u32,
-    /// Its disks, in order.
+    /// The guest's disks, in order.
     pub disks: Vec<DiskReport>,
     /// The time from the start to the power-off, on the host's clock.
     pub time: Duration,
@@ -25,11 +25,11 @@ pub struct GuestReport {
 pub struct DiskReport {
     /// `vda` and so on.
     pub name: String,
-    /// Its size in bytes.
+    /// The disk's size in bytes.
     pub size_bytes: u64,
     /// The number of hardware queues that the guest uses.
     pub queues: u32,
-    /// The size of its logical block.
+    /// The size of the disk's logical block.
     pub block_bytes: u32,
     /// The largest discard; zero for none.
     pub discard_max_bytes: u64,
@@ -41,11 +41,11 @@ pub struct DiskReport {
     pub packed: bool,
     /// The result of `GET_ID`.
     pub serial: String,
-    /// How often all files were read back and found whole.
+    /// The number of times that all files were read back and found whole.
     pub checks: u32,
     /// The number of those files.
     pub files: u64,
-    /// Their bytes.
+    /// The size of those files, in bytes.
     pub files_bytes: u64,
     /// The run of fio that wrote and verified.
     pub fio: Option<FioReport>,
@@ -90,7 +90,7 @@ pub(crate) struct Reader {
 impl Reader {
     /// Parses a line. Returns progress to show.
     pub(crate) fn line(&mut self, line: &str) -> Result<Option<String>> {
-        // Output of the kernel may come first on the line.
+        // Kernel messages may come first on the line.
         let Some((_, marked)) = line.trim_end().split_once(MARK) else { return Ok(None) };
         let (kind, rest) = marked.split_once(' ').unwrap_or((marked, ""));
         match kind {
@@ -137,7 +137,7 @@ impl Reader {
                 serial: text("serial").to_owned(),
                 ..DiskReport::default()
             };
-            // Each boot reports its disks.
+            // Every boot reports the disks again.
             match self.report.disks.iter_mut().find(|known| known.name == disk.name) {
                 Some(known) => {
                     let facts = std::mem::take(&mut known.facts);

@@ -1,6 +1,6 @@
 //! The guest's script, which is its first process.
 //!
-//! It tells the host things in lines that begin with [`MARK`]; everything else on the console is for people. The words
+//! It reports to the host in lines that begin with [`MARK`]; everything else on the console is for people. The words
 //! that it quotes are ours: paths without blanks, and numbers.
 
 use crate::grow;

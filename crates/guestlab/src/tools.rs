@@ -9,7 +9,7 @@ pub(crate) struct GuestTools {
     pub(crate) busybox: PathBuf,
     pub(crate) mke2fs: PathBuf,
     pub(crate) fio: PathBuf,
-    /// Where the guest has a disk of an NBD server.
+    /// The client for a guest's disk at an NBD server.
     pub(crate) nbd_client: Option<PathBuf>,
 }
 

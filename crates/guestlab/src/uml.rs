@@ -25,8 +25,8 @@ pub(crate) fn check_tools() -> Result<()> {
     Ok(())
 }
 
-/// Returns the guest's process, and what the thread that starts it must do first. `directory` is empty and lives as
-/// long as the guest.
+/// Returns the guest's process, and a function that the thread that starts it must call first. `directory` is empty and
+/// lives as long as the guest.
 pub(crate) fn command(options: &GuestOptions, directory: &Path) -> Result<(Command, console::Prepare)> {
     ensure!(
         !directory.to_string_lossy().contains(FORBIDDEN),

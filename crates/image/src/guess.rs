@@ -19,6 +19,9 @@ pub enum Format {
 impl Format {
     /// All formats, for messages.
     pub const ALL: [Self; 3] = [Self::Raw, Self::Qcow2, Self::Scratch];
+
+    /// The format of a file in which nothing was recognised, if its user lets that be guessed.
+    pub(crate) const OF_UNRECOGNISED: Self = Self::Raw;
 }
 
 impl fmt::Display for Format {

@@ -73,7 +73,7 @@ pub use online::overlay::{OpenedOverlay, put_overlay, put_overlay_async};
 pub use online::point_in_time::PointInTime;
 pub use online::take_back::{take_back, take_back_async, take_back_then};
 pub use online::watch::{Aim, CopyRounds, CopyWatch};
-pub use open::gate::{BackingPolicy, Opener, Role, backing_path, pass_gate};
+pub use open::gate::{BackingPolicy, Opener, Role, backing_path, pass_gate, path_with_protocol};
 pub use open::layer::MAX_LAYERS;
 pub use open::layers::{ImageOptions, open};
 pub use open::temporary_files::{ScratchFiles, TemporaryFiles};

@@ -1,4 +1,4 @@
-//! Whether an image's tables agree with each other.
+//! Checks that an image's tables agree with each other.
 
 use crate::Control;
 use block::{File, Result};
@@ -6,8 +6,8 @@ use image::{CheckEvent, CheckReport, Format, Repair};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Checks the image in `file`, which was opened for reading. Each thing that is wrong is told to `finding`. Raw images
-/// have nothing to check: Unsupported.
+/// Checks the image in `file`, which was opened for reading. `finding` gets each error. Raw images have nothing to
+/// check: Unsupported.
 pub fn check(
     name: &str,
     file: &Arc<dyn File>,
@@ -31,8 +31,7 @@ pub fn check(
     Ok(report)
 }
 
-/// The progress of passes over the tables, of which a repair makes several: nobody sees it go back, or end before the
-/// last of them has ended.
+/// The progress of several passes over the tables, as one. It never goes back, and ends only with the last pass.
 struct Rising {
     done: u64,
     total: u64,

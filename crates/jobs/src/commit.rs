@@ -20,27 +20,27 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// How much is read and written at once.
+/// The most bytes that are read and written at once.
 const PIECE_BYTES: u64 = 512 << 10;
-/// How much is zeroed at once.
+/// The most bytes that are zeroed at once.
 const ZERO_PIECE_BYTES: u64 = 64 << 20;
-/// How much is emptied at once.
+/// The most bytes that are emptied at once.
 const REVEAL_BYTES: u64 = 64 << 20;
 const DEPTH: usize = 8;
 
-/// What to commit, and to which layer.
+/// Options of a commit.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct CommitOptions {
     /// The overlay.
     pub top: FileName,
-    /// Its format, if the user named one.
+    /// The overlay's format, if the user named one.
     pub format: Option<Format>,
     /// The layer that takes its contents, as the user or the images name it; the one right below by default.
     pub base: Option<PathBuf>,
-    /// Leave the contents in the overlay too.
+    /// Keep the contents in the overlay, too.
     pub keep: bool,
-    /// Which backing files may be opened.
+    /// The backing files that may be opened.
     pub allow_backing: BackingPolicy,
     /// Files that the user named.
     pub listed: Vec<PathBuf>,
@@ -66,7 +66,7 @@ impl CommitOptions {
         }
     }
 
-    /// Changes some of them: `CommitOptions::new(top).with(|options| options.keep = true)`.
+    /// Changes some options: `CommitOptions::new(top).with(|options| options.keep = true)`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
@@ -84,7 +84,7 @@ pub fn commit(
     let found = find_base(options, opener)?;
     let opener = SharedOpener::new(opener);
     let base_file = opener.open(&found.name, Role::Writable)?;
-    // What is copied goes to space that the base's refcounts call free.
+    // Copied data go to space that the base's refcounts call free.
     let mut go_on = |_, _| !control.cancel.load(Ordering::Relaxed);
     image::look_before_writing(&base_file, found.format, &mut go_on)?;
     if let Some(data_file) = &found.data_file {
@@ -104,7 +104,7 @@ pub fn commit(
         return Ok(());
     }
     closed(empty(&top, size, control), &top)?;
-    // What a durable index names is not cut off.
+    // Space that a durable index names must not be cut off.
     top.give_back_if_empty()
 }
 
@@ -119,17 +119,17 @@ fn empty(top: &Image, size: u64, control: &mut Control<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Where the base is.
+/// The base of a commit.
 struct Found {
-    /// The name as it was given: what the base names lies beside that.
+    /// The name as it was given: files that the base names are relative to it.
     name: FileName,
     data_file: Option<FileName>,
-    /// Its format, or `None` if it was only guessed. Then the data of the overlay's guest must not become another
+    /// The base's format, or `None` if it was only guessed. Then the data of the overlay's guest must not form another
     /// format's header.
     said_format: Option<Format>,
     format: Format,
     top_format: Option<Format>,
-    /// Layers above it.
+    /// The number of layers above the base.
     depth: usize,
 }
 
@@ -138,8 +138,21 @@ fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
     reading.read_only = true;
     let chain = image::open(&reading, opener)?;
     let layers: Vec<(FileName, Option<FileName>)> = chain.layer_file_names().collect();
+    let missing = || {
+        let name = options.base.as_deref().unwrap_or(Path::new(""));
+        let what = format!("Did not find '{}' in the backing chain of '{}'", name.display(), options.top);
+        Error::new(ErrorKind::BadOption, what)
+    };
     if layers.len() < 2 {
-        return Err(Error::new(ErrorKind::BadOption, "Image does not have a backing file"));
+        if options.format.is_none() && chain.format().is_some_and(|format| !format.can_have_backing()) {
+            drop(chain);
+            // The user learns that its format was only guessed, as from qemu-img, which opens it for writing first.
+            image::open(&open_options(options, &options.top, None, false), opener)?;
+        }
+        return Err(match &options.base {
+            None => Error::new(ErrorKind::BadOption, "Image does not have a backing file"),
+            Some(_) => missing(),
+        });
     }
     let depth = match &options.base {
         None => Some(1),
@@ -152,11 +165,7 @@ fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
     };
     let at = |depth: usize| Some((depth, chain.said_image_names().nth(depth)?, layers.get(depth)?.1.clone()));
     let found = depth.and_then(at);
-    let Some((depth, name, data_file)) = found else {
-        let name = options.base.as_deref().unwrap_or(Path::new(""));
-        let what = format!("Did not find '{}' in the backing chain of '{}'", name.display(), options.top);
-        return Err(Error::new(ErrorKind::BadOption, what));
-    };
+    let Some((depth, name, data_file)) = found else { return Err(missing()) };
     if !options.change_snapshots {
         for (layer, format) in chain.said_image_names().zip(chain.formats()).take(depth) {
             let description = image::inspect(layer.clone(), &opener.open(&layer, Role::ReadOnly)?, Some(format))?;
@@ -164,7 +173,7 @@ fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
         }
     }
     let said_format = chain.said_formats().nth(depth).flatten();
-    let format = chain.formats().nth(depth).unwrap_or(Format::Raw);
+    let format = chain.formats().nth(depth).ok_or_else(|| Error::new(ErrorKind::Io, "a layer without a format"))?;
     Ok(Found { name, data_file, said_format, format, top_format: chain.format(), depth })
 }
 
@@ -184,7 +193,7 @@ struct Growth<'a> {
     depth: usize,
 }
 
-/// Makes the base as long as the top, with zeros. There the guest sees zeros where the top holds nothing.
+/// Makes the base as long as the top, with zeros: the guest sees zeros there wherever the top holds nothing.
 fn grow(
     growth: &Growth<'_>,
     opener: &SharedOpener<'_>,
@@ -197,10 +206,10 @@ fn grow(
     let cancel = control.cancel;
     let watch = &mut |_: u64, _: u64| !cancel.load(Ordering::Relaxed);
     if base.can_say_zero() || !rests_on_another {
-        // In one step, with what lies below the base hidden.
+        // In one step, which hides the data below the base.
         return base.resize(size, false, GrowBy::Nothing, watch);
     }
-    // In the part by which the base grows, the layer below it would show. The top hides that part until it is zeros.
+    // In the added part of the base, the layer below it would show. The top hides that part until it is zeros.
     let mut ranges = Vec::new();
     for run in growth.top.block_status(&above(growth.depth))? {
         let run = run?;
@@ -264,12 +273,12 @@ fn copy(
     finished
 }
 
-/// What the layers above the base hold.
+/// Returns a query for the layers above the base.
 fn above(depth: usize) -> StatusQuery {
     StatusQuery::all().with(|query| query.layers = depth)
 }
 
-/// Hands out what the layers above the base hold, cut where the base's clusters end.
+/// Hands out the data of the layers above the base, split at the ends of the base's clusters.
 fn hand_out(
     top: &Image,
     depth: usize,
@@ -282,7 +291,7 @@ fn hand_out(
     for run in top.block_status(&above(depth))? {
         let run = run?;
         control.check()?;
-        // A layer above the base that is shorter hides what the base holds behind that layer's end.
+        // A shorter layer above the base hides the base's data behind its end.
         let cut_off = run.zero && run.depth + 1 < depth;
         if !run.present && !cut_off {
             pipeline.skip(run.length_bytes);

@@ -1,4 +1,4 @@
-//! Whether two disks hold the same, as their guests see them.
+//! Compares two disks, as their guests see them.
 
 use crate::pipeline::{Pipeline, Spread, Worker};
 use crate::runs::Cursor;
@@ -8,22 +8,22 @@ use memory::AlignedBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// How much is read at once from each disk.
+/// The most bytes that are read at once from each disk.
 const PIECE_BYTES: u64 = 256 << 10;
 /// Pieces in flight on each reactor.
 const DEPTH: usize = 8;
 const NOWHERE: u64 = u64::MAX;
 
-/// How two disks compare.
+/// The result of a comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Comparison {
     /// A guest sees the same data. One may be longer, by zeros.
     Same,
-    /// They differ.
+    /// The disks differ.
     Different(Difference),
 }
 
-/// What is different, and where first.
+/// The first difference.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Difference {
     /// The sector at this offset.
@@ -34,25 +34,25 @@ pub enum Difference {
     Size,
 }
 
-/// What a comparison was doing when it failed.
+/// The stage at which a comparison failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
-    /// Finding out what is allocated.
+    /// Reading the tables.
     Tables,
     /// Reading data.
     Data,
 }
 
-/// Why two disks could not be compared.
+/// The reason why two disks could not be compared.
 #[derive(Debug)]
 pub struct CompareError {
-    /// At what.
+    /// The failed stage.
     pub stage: Stage,
-    /// Why.
+    /// The error.
     pub error: Error,
 }
 
-/// What one piece takes.
+/// The disks that a piece is read from.
 #[derive(Clone, Copy)]
 enum Sides {
     Both,
@@ -69,7 +69,7 @@ struct Piece {
 
 /// Compares two disks. With `strict`, sizes and allocation count too.
 ///
-/// What lies behind the end of the shorter disk counts as zeros.
+/// Bytes behind the end of the shorter disk count as zeros.
 pub fn compare(
     left: &JobDisk,
     right: &JobDisk,
@@ -101,13 +101,13 @@ pub fn compare(
     finished.map_err(data)?;
     Ok(match (mismatch.load(Ordering::Acquire), allocation) {
         (NOWHERE, None) => Comparison::Same,
-        // A piece that was handed out lies before the place where the walk ended.
+        // Pieces that were handed out lie before the place where the walk ended.
         (NOWHERE, Some(offset)) => Comparison::Different(Difference::Allocation(offset)),
         (offset, _) => Comparison::Different(Difference::Content(offset)),
     })
 }
 
-/// Hands out what has to be read. Returns where a strict comparison found different allocation.
+/// Hands out the ranges to be read. Returns where a strict comparison found different allocation.
 fn walk(
     left: &JobDisk,
     right: &JobDisk,
@@ -157,7 +157,7 @@ fn walk(
     }
 }
 
-/// What a strict comparison wants to be equal.
+/// Returns the status that a strict comparison compares.
 fn status(run: &Run) -> (bool, bool, bool, bool, bool) {
     (run.present, run.zero, run.data, run.compressed, run.offset.is_some())
 }
@@ -204,7 +204,7 @@ impl Worker for Comparer {
     }
 }
 
-/// The first sector that differs.
+/// Returns the first sector that differs.
 fn first_difference(left: &[u8], right: &[u8]) -> Option<usize> {
     if left == right {
         return None;
@@ -214,7 +214,7 @@ fn first_difference(left: &[u8], right: &[u8]) -> Option<usize> {
     Some(index * sector)
 }
 
-/// The first sector that is not all zeros.
+/// Returns the first sector that is not all zeros.
 fn first_nonzero(bytes: &[u8]) -> Option<usize> {
     let sector = SECTOR_BYTES as usize;
     bytes.chunks(sector).position(|bytes| !crate::zeros::is_zero(bytes)).map(|index| index * sector)

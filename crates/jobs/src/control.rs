@@ -1,9 +1,9 @@
-//! How a job is watched and stopped.
+//! Watching and stopping a job.
 
 use block::{Error, ErrorKind, Result};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// How far a job has come.
+/// The progress of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
     /// Bytes of the disk behind it.
@@ -15,9 +15,9 @@ pub struct Progress {
 /// The caller's side of a job.
 #[non_exhaustive]
 pub struct Control<'a> {
-    /// Set from anywhere to stop the job, which then fails.
+    /// Set by any thread to stop the job, which then fails.
     pub cancel: &'a AtomicBool,
-    /// Told now and then, on the thread that called the job.
+    /// Called now and then, on the thread that called the job.
     pub progress: &'a mut dyn FnMut(Progress),
 }
 

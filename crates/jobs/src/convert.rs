@@ -1,4 +1,4 @@
-//! Copying disks into another image, keeping what is sparse sparse.
+//! Copies disks into another image, and keeps sparse parts sparse.
 
 use crate::convert_options::{ConvertOptions, GRAIN_BYTES};
 use crate::convert_plan::{Piece, Plan};
@@ -16,10 +16,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// How much is read and written at once. Larger clusters are copied whole.
+/// The most bytes that are read and written at once. Larger clusters are copied whole.
 const PIECE_BYTES: u64 = 512 << 10;
 
-/// What a conversion did.
+/// The result of a conversion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Converted {
     /// Bytes of the disk that the host copied by itself.
@@ -85,9 +85,9 @@ struct Copier {
     plan: Plan,
 }
 
-/// Has the host copy (`copy_file_range`), until it refuses once.
+/// Lets the host copy (`copy_file_range`), until it refuses once.
 struct Offload {
-    /// From each source, where that can be.
+    /// One for each source from which the host can copy.
     from: Vec<Option<CopyOffload>>,
     refused: Cell<bool>,
     offloaded: Arc<AtomicU64>,
@@ -175,7 +175,7 @@ impl Copier {
         self.zero_between(offset, written, length).await
     }
 
-    /// The parts of `bytes` that are not long runs of zeros.
+    /// Lists the parts of `bytes` that are not long runs of zeros.
     fn parts_to_write(&self, bytes: &[u8], parts: &mut Vec<Range<usize>>) {
         let sparse = self.plan.options.sparse_bytes as usize;
         if sparse == 0 {

@@ -1,16 +1,16 @@
-//! Which parts of a conversion's sources are copied, zeroed or left alone, and in which pieces.
+//! Decides which parts of a conversion's sources are copied, zeroed or left alone, and in which pieces.
 
 use crate::pipeline::Pipeline;
 use crate::{Control, ConvertOptions, JobDisk};
 use block::{Result, Run, Runs, StatusQuery};
 use std::ops::Range;
 
-/// How much is zeroed at once. Mostly metadata change.
+/// The most bytes that are zeroed at once. This changes mostly metadata.
 const ZERO_PIECE_BYTES: u64 = 64 << 20;
-/// How much is tried at once where a damaged table does not say what lies there.
+/// The most bytes that are tried at once where a table is damaged.
 const SALVAGE_STEP_BYTES: u64 = 64 << 10;
 
-/// What goes where in which pieces.
+/// The plan of a conversion.
 #[derive(Clone)]
 pub(crate) struct Plan {
     /// Copies begin at multiples of this, and end there or at the end of the disk.
@@ -18,19 +18,19 @@ pub(crate) struct Plan {
     /// The most that is copied at once; a multiple of the alignment.
     pub(crate) piece: u64,
     pub(crate) total: u64,
-    /// From here on the target reads as zeros where nothing is written.
+    /// From here on, unwritten parts of the target read as zeros.
     pub(crate) shows_zeros_from: u64,
     pub(crate) options: ConvertOptions,
 }
 
-/// Of the target.
+/// A piece of work: a range of the target.
 pub(crate) enum Piece {
     Copy(Range<u64>),
     Zero(Range<u64>),
 }
 
 impl Plan {
-    /// Copies are whole clusters (zeros beside the data are read with them); zeros are what is left.
+    /// Hands out copies of whole clusters (zeros beside the data are read with them), and zeros for the rest.
     pub(crate) fn hand_out(
         &self,
         sources: &[JobDisk],
@@ -41,7 +41,7 @@ impl Plan {
         let mut walk = Walk { plan: self, pipeline, covered: 0, pending: 0..0, held: Vec::new() };
         let all_is_data = self.options.sparse_bytes == 0;
         if all_is_data && !self.options.top_only {
-            // Nobody checks whether something must be decompressed.
+            // Whether clusters are compressed is not looked up here, so some may be.
             pipeline.widen();
             walk.copy(0..self.total, control);
             return Ok(());
@@ -61,7 +61,7 @@ impl Plan {
         Ok(())
     }
 
-    /// The runs of all sources, where they come to lie.
+    /// Returns the runs of all sources, at their places in the target.
     fn runs(&self, sources: &[JobDisk], places: &[Range<u64>]) -> impl Iterator<Item = Result<Run>> {
         let layers = if self.options.top_only { 1 } else { usize::MAX };
         let query = StatusQuery::all().with(|query| query.layers = layers);
@@ -76,7 +76,7 @@ impl Plan {
         })
     }
 
-    /// Zeros where something shows through the target, and behind its end.
+    /// Splits zeros at the place from which the target reads as zeros.
     fn split(&self, run: Run) -> (Result<Run>, Option<Run>) {
         let from = self.shows_zeros_from;
         if !run.zero || from <= run.start || run.end() <= from {
@@ -92,7 +92,7 @@ impl Plan {
 /// The runs of a disk. To salvage it, a part that its tables do not describe is tried too.
 struct SourceRuns<'a> {
     disk: &'a JobDisk,
-    /// What is left of it.
+    /// The rest of the disk.
     query: StatusQuery,
     salvages: bool,
     runs: Option<Runs<'a>>,
@@ -128,15 +128,16 @@ impl Iterator for SourceRuns<'_> {
 struct Walk<'a> {
     plan: &'a Plan,
     pipeline: &'a Pipeline<Piece>,
-    /// Everything before this is decided.
+    /// Everything before this was handed out or is pending.
     covered: u64,
-    /// To be copied, but kept back because more may follow.
+    /// A range to be copied, held back because more may follow.
     pending: Range<u64>,
-    /// Zeros that end within a cluster, and whether they are left alone: data that follow there are copied with them.
+    /// Zeros that end within a cluster, and whether they are left alone: if data follow there, the zeros are copied
+    /// with them.
     held: Vec<(Range<u64>, bool)>,
 }
 
-/// All of these return false when no more is wanted.
+/// All of these return false when no more pieces are wanted.
 impl Walk<'_> {
     fn data(&mut self, run: Run, control: &mut Control<'_>) -> bool {
         let Plan { alignment, piece, total, .. } = *self.plan;
@@ -154,7 +155,7 @@ impl Walk<'_> {
         }
         self.pending.end = self.pending.end.max(end);
         self.covered = self.pending.end;
-        // What is long enough goes at once.
+        // Full pieces are handed out at once.
         let whole = (self.pending.end - self.pending.start) / piece * piece;
         let first = self.pending.start;
         self.pending.start += whole;
@@ -183,7 +184,7 @@ impl Walk<'_> {
         true
     }
 
-    /// No data follow in the cluster where the last zeros end.
+    /// Hands out the held zeros: no data follow in their cluster.
     fn release(&mut self, control: &mut Control<'_>) -> bool {
         let held = std::mem::take(&mut self.held);
         held.into_iter().all(|(range, leave)| self.fill(range, leave, control))

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// How much is read and written at once. Larger clusters are copied whole.
+/// The most bytes that are read and written at once. Larger clusters are copied whole.
 const PIECE_BYTES: u64 = 512 << 10;
 const DEPTH: usize = 8;
 

@@ -7,10 +7,10 @@ use image::{CompressedWriter, CopyOffload, Image};
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Units that are larger, or no power of two, are not kept: whoever names them may be anybody.
+/// Larger units, and units that are no power of two, are ignored: they may come from an untrusted peer.
 const UNIT_BYTES_MAX: u64 = 2 << 20;
 
-/// A disk that a job reads or writes. Any disk will do; of an image, jobs make use of more.
+/// A disk that a job reads or writes. Any disk will do; jobs use more abilities of images.
 #[derive(Clone)]
 pub struct JobDisk {
     disk: Arc<dyn Disk>,
@@ -26,25 +26,25 @@ impl From<&Arc<Image>> for JobDisk {
 }
 
 impl JobDisk {
-    /// A disk that is no image. Errors call it by `name`.
+    /// Wraps a disk that is no image. Errors call it by `name`.
     #[must_use]
     pub fn new(disk: Arc<dyn Disk>, name: impl Into<String>) -> Self {
         Self { disk, image: None, name: name.into() }
     }
 
-    /// What it is.
+    /// Returns the disk's properties.
     #[must_use]
     pub fn info(&self) -> DiskInfo {
         self.disk.info()
     }
 
-    /// What errors call it.
+    /// Returns the disk's name in errors.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The image that it is, if it is one.
+    /// Returns the disk as an image, if it is one.
     #[must_use]
     pub fn image(&self) -> Option<&Arc<Image>> {
         self.image.as_ref()
@@ -54,12 +54,12 @@ impl JobDisk {
         self.disk.block_status(query)
     }
 
-    /// A queue on a reactor; called on its thread.
+    /// Opens a queue on a reactor; called on its thread.
     pub(crate) fn open(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<DiskIo>> {
         DiskIo::open(self.disk.as_ref(), ctx)
     }
 
-    /// The unit in which it is best written, a power of two; 1 if there is none.
+    /// Returns the best unit for writes, a power of two; 1 if there is none.
     pub(crate) fn unit_bytes(&self) -> u64 {
         let bytes = u64::from(self.info().topology.optimal_io_bytes);
         if bytes.is_power_of_two() && bytes <= UNIT_BYTES_MAX { bytes } else { 1 }
@@ -87,8 +87,8 @@ impl JobDisk {
         images.map(|(target, source)| target.copy_offload(source, ctx)).transpose()
     }
 
-    /// Ends a job that wrote to it: what was written is durable. Of a new image that is half done, nothing is kept in
-    /// order. No queue of the disk may be open.
+    /// Ends a job that wrote to the disk: makes the writes durable. A new image that is incomplete is not closed
+    /// properly. No queue of the disk may be open.
     pub(crate) fn finish(
         &self,
         done: Result<()>,
@@ -110,7 +110,7 @@ impl JobDisk {
     }
 }
 
-/// Flushes a disk that errors call by this name.
+/// Flushes a disk; errors call it by this name.
 struct Flusher(Rc<DiskIo>);
 
 impl Worker for Flusher {

@@ -1,4 +1,4 @@
-//! Images made, and changes to one that nobody uses.
+//! Creating images, and changing images that are not in use.
 
 use crate::Control;
 use block::{File, Result};
@@ -6,8 +6,8 @@ use image::{Amend, CreateOptions, Edit, Format, GrowBy, Image};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Makes an image in a file that exists and is empty, and its data file if it has one. Cancelled while space is
-/// preallocated, it leaves half an image.
+/// Creates an image in an empty file, and its data file if it has one. If it is cancelled while space is preallocated,
+/// an incomplete image is left.
 pub fn create(
     file: &Arc<dyn File>,
     data: Option<&Arc<dyn File>>,
@@ -17,8 +17,8 @@ pub fn create(
     image::create_watched(file, data, options, &mut watch(control))
 }
 
-/// Takes, applies or deletes an internal snapshot of the image in `file`, which was opened for writing. Cancelled, it
-/// leaves the image as it was.
+/// Takes, applies or deletes an internal snapshot of the image in `file`, which was opened for writing. If it is
+/// cancelled, the image is unchanged.
 pub fn edit(
     name: &str,
     file: &Arc<dyn File>,
@@ -29,8 +29,8 @@ pub fn edit(
     image::edit(name, file, format, edit, &mut watch(control))
 }
 
-/// Changes the size of an image that was opened for writing. Cancelled, it leaves the image as it was; or, where the error
-/// says that a shorter disk has its new size already, its file longer than it has to be.
+/// Changes the size of an image that was opened for writing. If it is cancelled, the image is unchanged. But if the
+/// error says that a shorter disk has its new size already, only the file is longer than necessary.
 pub fn resize(
     image: Image,
     size_bytes: u64,
@@ -41,13 +41,13 @@ pub fn resize(
     image.resize(size_bytes, shrink, preallocation, &mut watch(control))
 }
 
-/// Changes options of an image that was opened for writing. Cancelled, it leaves the image as it was; a size that
-/// becomes smaller is as with [`resize`].
+/// Changes options of an image that was opened for writing. If it is cancelled, the image is unchanged; a smaller size
+/// is handled as by [`resize`].
 pub fn amend(image: Image, amend: &Amend, control: &mut Control<'_>) -> Result<()> {
     image.amend(amend, &mut watch(control))
 }
 
-/// Tells how far it is, and whether to go on.
+/// Makes a callback that reports progress, and returns whether to go on.
 fn watch<'a>(control: &'a mut Control<'_>) -> impl FnMut(u64, u64) -> bool + 'a {
     |done, total| {
         control.tell(done, total);

@@ -2,7 +2,7 @@
 
 use block::{Error, ErrorKind, IoError};
 
-/// A request failed: `what` it did ("reading"), and the byte at which it began.
+/// Makes the error of a failed request: `what` it did ("reading"), and the byte at which it began.
 pub(crate) fn failed(what: &str, offset: u64, error: IoError) -> Error {
     Error::with_source(ErrorKind::Io, format!("error while {what} at byte {offset}"), error)
 }

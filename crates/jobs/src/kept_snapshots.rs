@@ -1,11 +1,11 @@
-//! Keeps internal snapshots as they are: where a snapshot has no data of its own it shows the backing file, so a job that
-//! changes what lies below would change the snapshot, too.
+//! Protects internal snapshots: a snapshot shows the backing file wherever it has no data of its own, so a job that
+//! changes the layers below would change the snapshot, too.
 
 use block::{Error, ErrorKind, Result};
 use image::Snapshot;
 use std::fmt::Display;
 
-/// Refuses a job that would change what the snapshots of `overlay` show.
+/// Refuses a job that would change the contents of `overlay`'s snapshots.
 pub(crate) fn keep_snapshots(overlay: impl Display, snapshots: &[Snapshot]) -> Result<()> {
     let Some(first) = snapshots.first() else { return Ok(()) };
     let others = match snapshots.len() - 1 {

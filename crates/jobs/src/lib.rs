@@ -3,7 +3,7 @@
 //! No guest's request passes through here: jobs stand beside the path, above [`image`]. A job is a function that is
 //! called on a thread of its own. It moves bytes on the reactors that its caller gives it.
 //!
-//! * [`map`]: which ranges of a disk hold data, and where.
+//! * [`map`]: the ranges of a disk that hold data, and their places.
 //! * [`compare`]: whether two disks hold the same data.
 //! * [`check`]: whether an image's tables agree.
 //! * [`convert`]: copies disks into another image. [`measure`]: how large that image would become.

@@ -1,9 +1,9 @@
-//! What lies where in a disk.
+//! Lists the runs of a disk.
 
 use crate::Control;
 use block::{Disk, Result, Run, StatusQuery};
 
-/// How many runs are shown between two looks at the caller's wishes.
+/// The number of runs between two checks of the caller's cancel flag.
 const RUNS_PER_LOOK: usize = 256;
 
 /// Shows every run of the disk to `visit`, in order.

@@ -4,7 +4,8 @@ use crate::Control;
 use block::{Disk, Result, StatusQuery};
 use image::{CreateOptions, Measure};
 
-/// The file size for a copy of `source` in an image that `target` makes, with the source's size.
+/// Returns the file size that a copy of `source` would have, in an image with the options `target` and the source's
+/// size.
 pub fn measure(source: &dyn Disk, target: &CreateOptions, control: &mut Control<'_>) -> Result<Measure> {
     let size = source.info().size_bytes;
     let Some(unit_bytes) = target.measured_unit_bytes() else { return target.measure(size) };

@@ -1,4 +1,4 @@
-//! Compressed clusters on their way into an image: compressed on the reactors' threads, several to a write.
+//! Writes compressed clusters to an image: compressed on the reactors' threads, several in a write.
 
 use crate::JobDisk;
 use crate::failure::failed;
@@ -12,11 +12,11 @@ use std::rc::Rc;
 pub(crate) struct Packer {
     writer: CompressedWriter,
     cluster_bytes: usize,
-    /// Of the target.
+    /// The size of the target.
     size_bytes: u64,
 }
 
-/// What a task keeps from piece to piece.
+/// The state that a task keeps from piece to piece.
 pub(crate) struct Packing {
     /// Started with the first cluster.
     compressor: Option<Compressor>,
@@ -87,7 +87,7 @@ impl Packer {
             let range = start..part.end.min(start + self.cluster_bytes);
             let mut bytes = &piece[range.clone()];
             let is_short = bytes.len() < self.cluster_bytes;
-            // A longer target keeps what lies behind the sources' end, and only whole clusters can be compressed.
+            // A longer target keeps its data behind the sources' end, and only whole clusters can be compressed.
             if is_short && offset + (range.end as u64) < self.size_bytes {
                 plain.push(range);
                 continue;

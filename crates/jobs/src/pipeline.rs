@@ -14,20 +14,20 @@ use std::time::Duration;
 const TICK: Duration = Duration::from_millis(50);
 /// The most pieces that wait, for each task.
 const WAITING_PER_TASK: usize = 2;
-/// At least this many may wait altogether, so that handing out does not run for every few pieces.
+/// At least this many pieces may wait altogether, so that the thread that hands out does not wake up for every few.
 const WAITING_AT_LEAST: usize = 256;
 
-/// Does pieces of work on one reactor.
+/// Carries out pieces of work on one reactor.
 pub(crate) trait Worker: 'static {
     /// A piece.
     type Item: Send + 'static;
-    /// What a task keeps from piece to piece.
+    /// The state that a task keeps from piece to piece.
     type Scratch: 'static;
 
-    /// One for each task.
+    /// Makes the state of a task.
     fn scratch(&self) -> Self::Scratch;
 
-    /// Does one piece.
+    /// Carries out one piece.
     fn work(&self, item: Self::Item, scratch: &mut Self::Scratch) -> impl Future<Output = Result<()>>;
 }
 
@@ -45,7 +45,7 @@ struct Shared<T> {
     /// A piece was added, or none will be.
     added: WaitList,
     done_bytes: AtomicU64,
-    /// Pieces that may wait, at most.
+    /// The most pieces that may wait.
     capacity: usize,
 }
 
@@ -54,7 +54,7 @@ impl<T> Shared<T> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next piece; `None` when there will be no more.
+    /// Returns the next piece; `None` when there will be no more.
     async fn next(&self) -> Option<(T, u64)> {
         let look = || {
             let mut state = self.lock();
@@ -64,7 +64,7 @@ impl<T> Shared<T> {
             }
         };
         let (next, left) = self.added.until(look).await;
-        // Not for each piece: waking a thread costs as much as copying one.
+        // Not after each piece: waking a thread costs as much as copying one.
         if left <= self.capacity / 2 {
             self.taken.notify_one();
         }
@@ -88,14 +88,13 @@ impl<T> Shared<T> {
     }
 }
 
-/// The tasks of a reactor; when the last has ended, the worker goes, and then the sender tells.
+/// The tasks of a reactor. When the last has ended, the worker is dropped, and then the sender, which reports the end.
 struct Running<W> {
     worker: W,
     _ended: Sender<()>,
 }
 
-/// A task at work. If its reactor panics, the task is dropped together with its piece. Then the job must not count as
-/// done.
+/// A task at work. If its reactor panics, the task is dropped together with its piece. Then the job must fail.
 struct AtWork<'a, T>(&'a Shared<T>);
 
 impl<T> AtWork<'_, T> {
@@ -152,13 +151,13 @@ where
     }
 }
 
-/// Which reactors work.
+/// The reactors that work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Spread {
     /// All, from the start.
     All,
-    /// The first, until [`Pipeline::widen`]. When pieces only pass through, the kernel's copies take the time. The
-    /// kernel takes writes to one file one by one, and reactors that wait there for each other do not read.
+    /// The first, until [`Pipeline::widen`]. If pieces only pass through, the kernel's copies take the time. The kernel
+    /// takes writes to one file one by one, and reactors that wait for each other there do not read.
     First,
     /// All, with one task each. Reactors copy everything themselves, and find in the processor's cache what they have
     /// just read.
@@ -207,7 +206,7 @@ impl<T: Send + 'static> Pipeline<T> {
         Self { shared, ended, total_bytes, rate: Mutex::new(RateLimit::new(None)), widen: Mutex::new(Some(widen)) }
     }
 
-    /// From now on pieces need more than passing through.
+    /// Notes that pieces now need more than passing through.
     pub(crate) fn widen(&self) {
         let widen = self.widen.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(widen) = widen {
@@ -230,7 +229,7 @@ impl<T: Send + 'static> Pipeline<T> {
     pub(crate) fn push(&self, item: T, bytes: u64, control: &mut Control<'_>) -> bool {
         let mut state = self.shared.lock();
         while state.waiting.len() >= self.shared.capacity && !state.closed {
-            // Told first: under a simulator it is this that makes time pass.
+            // Progress is reported before the wait: under a simulator, only that makes time pass.
             drop(state);
             control.tell(self.shared.done_bytes.load(Ordering::Relaxed), self.total_bytes);
             if control.check().is_err() {
@@ -250,7 +249,7 @@ impl<T: Send + 'static> Pipeline<T> {
         control.check().is_ok()
     }
 
-    /// Counts bytes of the disk that nobody has to work on.
+    /// Counts bytes of the disk that need no work.
     pub(crate) fn skip(&self, bytes: u64) {
         self.shared.done_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
@@ -259,7 +258,7 @@ impl<T: Send + 'static> Pipeline<T> {
     /// afterwards.
     pub(crate) fn finish(mut self, control: &mut Control<'_>) -> Result<()> {
         self.shared.close(control.check().is_err());
-        // Nobody else will add pieces.
+        // No pieces are added from here on.
         self.widen = Mutex::default();
         loop {
             if control.check().is_err() {

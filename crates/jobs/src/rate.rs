@@ -1,12 +1,12 @@
-//! A limit on how fast a job goes.
+//! A limit on the speed of a job.
 
 use crate::Control;
 use std::time::{Duration, Instant};
 
-/// Slept at once, so that a cancelled job ends soon.
+/// The longest sleep, so that a cancelled job ends soon.
 const NAP: Duration = Duration::from_millis(50);
 
-/// Holds a job back to so many bytes a second.
+/// Limits a job to a number of bytes a second.
 pub(crate) struct RateLimit {
     bytes_per_second: Option<u64>,
     /// When the bytes counted so far are due.

@@ -1,8 +1,8 @@
 //! Rebasing: an overlay gets another backing file, and its guest sees no change.
 //!
-//! A rebase compares what the overlay leaves to the layers below with what the new backing file holds there. Where they
-//! differ, it writes the old data to the overlay, which changes nothing for the guest. When all is durable, one write
-//! of the header names the new file. A rebase that was broken off is simply run again.
+//! A rebase compares the data that the overlay leaves to the layers below with those of the new backing file. Where
+//! they differ, it writes the old data to the overlay, which changes nothing for the guest. When all is durable, one
+//! write of the header names the new file. An interrupted rebase is simply run again.
 
 use crate::Control;
 use crate::closed::closed;
@@ -21,28 +21,28 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// How much is compared at once.
+/// The most bytes that are compared at once.
 const PIECE_BYTES: u64 = 512 << 10;
 /// The unit of comparison. Larger clusters are compared whole.
 const GRAIN_BYTES: u64 = 4096;
 const DEPTH: usize = 8;
 
-/// Which overlay gets which backing file, and how.
+/// Options of a rebase.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct RebaseOptions {
     /// The overlay.
     pub top: FileName,
-    /// Its format, if the user named one.
+    /// The overlay's format, if the user named one.
     pub format: Option<Format>,
     /// The new backing file; `None` for none.
     pub backing: Option<Backing>,
-    /// Believe that the new backing file holds the same as the old one. Only the name changes, and neither file is
+    /// Trust that the new backing file has the same contents as the old one. Only the name changes, and neither file is
     /// opened.
     pub name_only: bool,
-    /// What is written to the overlay is compressed, a cluster at a time, where that makes it smaller.
+    /// Data written to the overlay are compressed, a cluster at a time, if that makes them smaller.
     pub compress: bool,
-    /// Which backing files may be opened.
+    /// The backing files that may be opened.
     pub allow_backing: BackingPolicy,
     /// Files that the user named.
     pub listed: Vec<PathBuf>,
@@ -66,7 +66,7 @@ impl RebaseOptions {
         }
     }
 
-    /// Changes some of them: `RebaseOptions::new(top).with(|options| options.compress = true)`.
+    /// Changes some options: `RebaseOptions::new(top).with(|options| options.compress = true)`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
@@ -74,7 +74,7 @@ impl RebaseOptions {
     }
 }
 
-/// Carries out a rebase; durable when it returns. `reading` opens the new backing file and what lies below it.
+/// Carries out a rebase; durable when it returns. `reading` opens the new backing file and the layers below it.
 pub fn rebase(
     options: &RebaseOptions,
     opener: &dyn Opener,
@@ -93,7 +93,7 @@ pub fn rebase(
         if !options.change_snapshots {
             keep_snapshots(&options.top, &description.snapshots)?;
         }
-        // What is copied goes to space that the refcounts call free.
+        // Copied data go to space that the refcounts call free.
         let mut go_on = |_, _| !control.cancel.load(Ordering::Relaxed);
         image::look_before_writing(&file, description.format, &mut go_on)?;
         copy_differences(options, description.format, &opener, reading, reactors, control)?;
@@ -114,6 +114,7 @@ fn copy_differences(
     open.format = Some(format);
     open.allow_backing = options.allow_backing.clone();
     open.listed.clone_from(&options.listed);
+    open.will_have_backing = options.backing.is_some();
     let top = Arc::new(image::open(&open, opener)?);
     let below = match &options.backing {
         None => None,
@@ -129,8 +130,8 @@ fn copy_differences(
         let what = format!("'{}' cannot be its own backing file", options.top);
         return Err(Error::new(ErrorKind::BadOption, what));
     }
-    // An image without a backing file need not say that a cluster is zero. Other data are packed.
-    let says_zero = top.formats().count() > 1 && (top.can_say_zero() || !options.compress);
+    // Where an image cannot say that a cluster is zero, zeros are written, and packed.
+    let says_zero = top.can_say_zero() || !options.compress;
     closed(copy(&top, below.as_ref(), (options.compress, says_zero), reactors, control), &top)
 }
 
@@ -144,7 +145,7 @@ fn open_new(options: &RebaseOptions, name: FileName, backing: &Backing, reading:
     image::open(&open, &BelowOpener(reading)).map_err(failed)
 }
 
-/// Opens everything as a layer below.
+/// Opens all files as layers below the top.
 struct BelowOpener<'a>(&'a dyn Opener);
 
 impl Opener for BelowOpener<'_> {
@@ -183,19 +184,20 @@ fn copy(
             })
         })
     };
-    // Only whole clusters can be compressed.
-    let pieces = Pieces { grain: if compress { cluster.max(1) } else { 1 }, piece, size, handed_out: 0 };
+    // Only whole clusters can be compressed, or marked as zero in an image that had no layer below.
+    let is_whole = compress || top.formats().count() == 1;
+    let pieces = Pieces { grain: if is_whole { cluster.max(1) } else { 1 }, piece, size, handed_out: 0 };
     let walked = walk(top, below, pieces, &pipeline, control);
     let finished = pipeline.finish(control);
     walked?;
     finished
 }
 
-/// How large the pieces are.
+/// The rules for splitting ranges into pieces.
 struct Pieces {
     /// Each piece begins and ends at a multiple of this, or at the disk's end.
     grain: u64,
-    /// A piece does not reach over a multiple of this.
+    /// A piece does not extend over a multiple of this.
     piece: u64,
     size: u64,
     /// Everything before this was handed out.
@@ -203,8 +205,8 @@ struct Pieces {
 }
 
 impl Pieces {
-    /// The first piece of what is left of `range`, and how much of the range it takes. What it holds beside the range
-    /// is the same for the guest when it is written, or equal and left alone.
+    /// Returns the first piece of the rest of `range`, and how much of the range it takes. A piece may extend beyond
+    /// the range: those bytes stay the same for the guest, whether they are written or not.
     fn next(&mut self, range: Range<u64>) -> (Range<u64>, u64) {
         let end = range.end.min((range.start / self.piece + 1) * self.piece);
         let start = (range.start / self.grain * self.grain).max(self.handed_out);
@@ -213,7 +215,7 @@ impl Pieces {
     }
 }
 
-/// Hands out what the overlay leaves to the layers below, where the new layers may differ.
+/// Hands out the ranges that the overlay leaves to the layers below, if the new layers may differ there.
 fn walk(
     top: &Image,
     below: Option<&Arc<Image>>,
@@ -260,14 +262,14 @@ fn walk(
     Ok(())
 }
 
-/// Where byte `at` of the disk lies in the file of its layer.
+/// Returns the place of the disk's byte `at` in the file of its layer.
 fn start_at(run: &Run, at: u64) -> Option<u64> {
     run.offset.map(|offset| offset + (at - run.start))
 }
 
 struct Rebaser {
     top: Rc<DiskIo>,
-    /// `None` if nothing is to be compressed; an error where it cannot be.
+    /// `None` if nothing is to be compressed; an error if compression is impossible.
     packer: Option<Result<Packer>>,
     below: Option<Rc<DiskIo>>,
     below_bytes: u64,
@@ -277,7 +279,7 @@ struct Rebaser {
 }
 
 struct Scratch {
-    /// What the guest sees, and what it would see above the new backing file.
+    /// The data that the guest sees, and those that it would see above the new backing file.
     old: AlignedBuf,
     new: AlignedBuf,
     packing: Option<Packing>,
@@ -331,7 +333,7 @@ impl Worker for Rebaser {
 }
 
 impl Rebaser {
-    /// Writes what the guest sees to the overlay.
+    /// Writes the data that the guest sees to the overlay.
     async fn keep(
         &self,
         offset: u64,
@@ -348,7 +350,7 @@ impl Rebaser {
                 self.top.run(op).await
             }
             (Some(Ok(packer)), Some(packing)) => return packer.write(&self.top, packing, offset, old, part).await,
-            // As in qemu-img, only what has to be written is refused.
+            // As in qemu-img, this is an error only if data have to be written.
             (Some(Err(error)), _) => {
                 let what = format!("Error while writing to COW image: Operation not supported: {error}");
                 return Err(Error::new(error.kind(), what));

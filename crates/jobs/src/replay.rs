@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// How much data is read and written at once.
+/// The most bytes of data that are read and written at once.
 const PIECE_BYTES: usize = 512 << 10;
 
 /// Plays the `entries` of `log` on `target`, in their order, and makes them durable. A discard writes zeros, so that the

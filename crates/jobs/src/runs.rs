@@ -13,7 +13,7 @@ impl<'a> Cursor<'a> {
         Self { runs, run: None }
     }
 
-    /// The run that holds `offset`; `None` behind the end of the disk.
+    /// Returns the run that holds `offset`; `None` behind the end of the disk.
     pub(crate) fn at(&mut self, offset: u64) -> Result<Option<Run>> {
         while self.run.is_none_or(|run| run.end() <= offset) {
             match self.runs.next() {

@@ -1,4 +1,4 @@
-//! One handle, and so one lock, for each file of a job that sees the same files in several ways.
+//! One handle, and so one lock, for each file of a job that opens the same files several times.
 
 use block::{File, Result};
 use image::{FileName, Opener, Role};
@@ -7,8 +7,8 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Opens every file once. What is going to be written has to be opened for writing first: a commit's base is a layer
-/// below the top, and the image that is written.
+/// Opens every file once. A file that will be written must be opened for writing first: a commit's base is a layer
+/// below the top, and also the image that is written.
 pub(crate) struct SharedOpener<'a> {
     inner: &'a dyn Opener,
     opened: RefCell<HashMap<FileName, Arc<dyn File>>>,

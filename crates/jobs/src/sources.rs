@@ -12,13 +12,13 @@ use std::sync::Arc;
 /// A range that could not be read and counts as zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Unreadable {
-    /// Which source, from 0 on.
+    /// The index of the source, from 0 on.
     pub source: usize,
     /// First byte of that source.
     pub offset: u64,
-    /// Bytes: whole sectors.
+    /// The length in bytes: whole sectors.
     pub length_bytes: u64,
-    /// Why not.
+    /// The error.
     pub error: IoError,
 }
 
@@ -32,7 +32,7 @@ impl fmt::Debug for Salvage {
     }
 }
 
-/// Where each of `disks` begins, and where the last one ends.
+/// Returns the range of each of `disks` when they are put one after another.
 pub(crate) fn places(disks: &[JobDisk]) -> Vec<Range<u64>> {
     let mut end = 0;
     let place = |disk: &JobDisk| {
@@ -43,7 +43,7 @@ pub(crate) fn places(disks: &[JobDisk]) -> Vec<Range<u64>> {
     disks.iter().map(place).collect()
 }
 
-/// A queue of each on one reactor.
+/// Queues of all sources on one reactor.
 pub(crate) struct Sources {
     disks: Vec<Rc<DiskIo>>,
     places: Vec<Range<u64>>,
@@ -53,20 +53,20 @@ pub(crate) struct Sources {
 /// A part of a read that lies in one source.
 struct Part {
     index: usize,
-    /// In the source.
+    /// The offset in the source.
     offset: u64,
-    /// In the buffer.
+    /// The place in the buffer.
     bytes: Range<usize>,
 }
 
 impl Sources {
-    /// Called on the reactor's thread.
+    /// Opens queues of all sources. Called on the reactor's thread.
     pub(crate) fn open(sources: &[JobDisk], ctx: &Rc<dyn ReactorCtx>, salvage: Option<Salvage>) -> Result<Self> {
         let disks = sources.iter().map(|source| source.open(ctx)).collect::<Result<_>>()?;
         Ok(Self { disks, places: places(sources), salvage })
     }
 
-    /// The source that holds all of a range, and where in it.
+    /// Returns the source that holds all of a range, and the offset in it.
     pub(crate) fn one_that_holds(&self, range: &Range<u64>) -> Option<(usize, u64)> {
         let index = self.places.partition_point(|place| place.end <= range.start);
         let place = self.places.get(index)?;
@@ -94,7 +94,8 @@ impl Sources {
         Ok(())
     }
 
-    /// Reads what can be read of a part that cannot be read whole: its halves, and of those that fail the halves again.
+    /// Reads the readable sectors of a part that cannot be read as a whole: tries its halves, then the halves of those
+    /// that fail.
     async fn salvage(&self, salvage: &Salvage, part: &Part, buf: &mut AlignedBuf) {
         let sector = SECTOR_BYTES as usize;
         let mut lost: Option<Unreadable> = None;
@@ -122,7 +123,7 @@ impl Sources {
     }
 }
 
-/// The halves of a range, whole sectors, the second one first; the range itself where it is a sector or less.
+/// Returns the halves of a range, whole sectors, the second one first; the range itself if it is a sector or less.
 fn halves(range: Range<usize>) -> Vec<Range<usize>> {
     let sector = SECTOR_BYTES as usize;
     if range.len() <= sector {

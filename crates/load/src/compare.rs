@@ -78,7 +78,7 @@ pub struct Comparison {
     pub queue_depth: u32,
     /// The targets, in the order given.
     pub sides: Vec<Side>,
-    /// The first target divided by each of the others.
+    /// The first target's figures divided by those of each other target.
     pub ratios: Vec<Ratios>,
 }
 

@@ -12,14 +12,14 @@ const TICKS_PER_SECOND: f64 = 100.0;
 #[derive(Debug, Clone, Default)]
 pub(crate) struct CpuSample {
     threads: HashMap<String, ThreadSample>,
-    /// From /proc/PID/stat, for hosts without scheduler statistics of threads.
+    /// The sum from /proc/PID/stat, for hosts without scheduler statistics of threads.
     whole_seconds: f64,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
 struct ThreadSample {
     cpu_ns: u64,
-    /// How often the thread went to sleep by itself.
+    /// The number of times that the thread went to sleep by itself.
     voluntary_switches: u64,
 }
 
@@ -40,7 +40,7 @@ impl ThreadSample {
 }
 
 impl CpuSample {
-    /// Reads what the process has used so far; nothing if it does not exist.
+    /// Reads the time that the process has used so far; zero if it does not exist.
     pub(crate) fn take(pid: u32) -> Self {
         let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
         let threads =

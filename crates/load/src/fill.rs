@@ -23,9 +23,9 @@ pub struct FillSpec {
     pub block_bytes: u32,
     /// Requests in flight on each queue.
     pub queue_depth: u32,
-    /// Queues, each on its own reactor.
+    /// The number of queues, each on its own reactor.
     pub queues: u32,
-    /// Goes into every sector's data.
+    /// A number that goes into every sector's data.
     pub seed: u64,
     /// How long the flush, and requests in flight at the end, may take.
     pub drain_timeout: Duration,

@@ -30,9 +30,9 @@ pub(crate) struct Conductor {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub(crate) enum Phase {
-    /// Nothing counts yet.
+    /// Requests do not count yet.
     Warmup,
-    /// Everything counts.
+    /// Requests count.
     Measure,
     /// Nothing more is submitted; requests in flight are awaited.
     Drain,
@@ -91,7 +91,7 @@ struct Slot {
     /// The block's history when its read began.
     began: ReadBegan,
     since: Instant,
-    /// Whether what the request read is still to be looked at.
+    /// Whether the bytes that the request read must still be looked at.
     unseen: bool,
 }
 
@@ -117,7 +117,7 @@ pub(crate) struct Generator {
     slots: Vec<Slot>,
     idle: Vec<usize>,
     done: Vec<Completion>,
-    /// What maps have ended since.
+    /// Completions of maps since the last harvest.
     mapped: Vec<Completion>,
     random: Words,
     next_block: u64,
@@ -134,7 +134,7 @@ pub(crate) struct Generator {
     seen: u64,
 }
 
-/// After so many completions, the conductor is told.
+/// The conductor is told after this number of completions.
 const TELL_EVERY: u64 = 1024;
 
 impl Generator {
@@ -257,7 +257,7 @@ impl Generator {
             return (Kind::Read, block);
         }
         if let Some(tracker) = &self.parts.tracker {
-            // A block has one write in flight at a time: otherwise nobody could say which came last. There are more
+            // A block has one write in flight at a time: otherwise it would be unknown which came last. There are more
             // blocks than slots.
             while tracker.is_writing(block) {
                 block = if block + 1 == blocks.end { blocks.start } else { block + 1 };
@@ -320,7 +320,7 @@ impl Generator {
         }
     }
 
-    /// By a map, where the disk gives one.
+    /// Carries out the operation by a map, if the disk provides one.
     fn submit_by_map(&mut self, index: usize, op: Op) {
         let (Some(disk), Some(queue), Some(result)) = (&self.parts.maps, &mut self.queue, &mut self.result) else {
             return;
@@ -425,7 +425,7 @@ impl Generator {
         self.parts.conductor.requests.fetch_add(std::mem::take(&mut self.untold), Ordering::Relaxed);
     }
 
-    /// Everything has completed or was given up: sends the result and leaves the reactor.
+    /// Sends the result and leaves the reactor, when everything has completed or was given up.
     fn finish(&mut self) {
         self.tell();
         let Some(mut result) = self.result.take() else { return };
@@ -434,7 +434,7 @@ impl Generator {
         }
         result.abandoned = self.slots.len() - self.idle.len();
         result.blocks = self.parts.tracker.take().map(Tracker::into_blocks);
-        // The queue is dropped first: others may use its disk as soon as they have the result.
+        // The queue is dropped first: the receiver of the result may use the disk at once.
         (self.queue, self.parts.maps) = (None, None);
         self.slots.clear();
         if let Some(poller) = self.poller.take() {
@@ -445,7 +445,7 @@ impl Generator {
     }
 }
 
-/// Returns a word of what a run that touches its bytes writes.
+/// Returns a word of a write's data, for runs that touch their bytes.
 fn word(tag: u64, number: usize) -> u64 {
     (number as u64) ^ tag << 32
 }

@@ -1,4 +1,4 @@
-//! The load generator: puts a load on any [`Disk`](block::Disk), measures the disk, and checks what it reads.
+//! The load generator: puts a load on any [`Disk`](block::Disk), measures the disk, and checks the data that it reads.
 //!
 //! It takes the place of a guest: on a disk in this process, or on the [driver](driver::Driver), connected to a
 //! server's socket.

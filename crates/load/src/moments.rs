@@ -1,16 +1,16 @@
-//! Latency over time: what completed in each short piece of a run.
+//! Latency over time: the completions in each short piece of a run.
 
 use std::time::Duration;
 
 /// Requests that are remembered at once; more room is made as a run goes on.
 const ROOM: usize = 1 << 16;
 
-/// What completed in one piece of a run.
+/// The completions in one piece of a run.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct Moment {
-    /// When the piece begins, after the beginning of the measurement, in milliseconds.
+    /// The start of the piece, after the beginning of the measurement, in milliseconds.
     pub start_ms: f64,
-    /// Requests that completed in it, flushes too.
+    /// The number of requests that completed in it, including flushes.
     pub requests: u64,
     /// Their median latency in microseconds; 0 where none completed.
     pub p50_us: f64,
@@ -20,7 +20,7 @@ pub struct Moment {
     pub max_us: f64,
 }
 
-/// Which request completed in which piece, and how long it took. Eight bytes a request.
+/// The piece and the latency of each completion. Eight bytes a request.
 #[derive(Debug, Clone)]
 pub(crate) struct Moments {
     width_ns: u64,
@@ -29,7 +29,7 @@ pub(crate) struct Moments {
 }
 
 impl Moments {
-    /// Of pieces of this length, at least a microsecond.
+    /// Makes pieces of this length, at least a microsecond.
     pub(crate) fn new(width: Duration) -> Self {
         let width_ns = u64::try_from(width.as_nanos()).unwrap_or(u64::MAX).max(1000);
         Self { width_ns, completed: Vec::with_capacity(ROOM) }
@@ -50,7 +50,7 @@ impl Moments {
         self.completed.extend_from_slice(&other.completed);
     }
 
-    /// Every piece up to the last in which anything completed, in order.
+    /// Returns every piece up to the last one with completions, in order.
     pub(crate) fn summary(mut self) -> Vec<Moment> {
         self.completed.sort_unstable_by(|one, other| one.0.cmp(&other.0).then(one.1.total_cmp(&other.1)));
         let width_ms = self.width_ns as f64 / 1e6;
@@ -66,7 +66,7 @@ impl Moments {
     }
 }
 
-/// Of latencies in rising order.
+/// Sums up a piece; `completed` is sorted by latency.
 fn moment(start_ms: f64, completed: &[(u32, f32)]) -> Moment {
     let at = |percent: usize| {
         let place = (completed.len() * percent).div_ceil(100).saturating_sub(1);

@@ -9,9 +9,9 @@ use std::fmt::Write as _;
 pub struct Plot {
     /// The workload.
     pub title: String,
-    /// How it was measured.
+    /// The method of measurement.
     pub subtitle: String,
-    /// Bytes a request. Large requests are drawn as bytes a second, small ones as requests a second.
+    /// The size of a request, in bytes. Large requests are drawn as bytes a second, small ones as requests a second.
     pub block_bytes: u32,
     /// The targets' curves.
     pub curves: Vec<Curve>,
@@ -53,7 +53,7 @@ const INSET: f64 = 14.0;
 const LABEL_MAX: usize = 110;
 /// From this size on, requests are drawn as bandwidth.
 const BANDWIDTH_FROM_BYTES: u32 = 64 << 10;
-/// The most depths of which each is named on the axis.
+/// With more depths than this, not each is named on the axis.
 const DEPTH_TICKS_MAX: usize = 10;
 
 /// A line of a panel: its value of a point, and its style.

@@ -29,7 +29,7 @@ pub struct Latency {
 pub struct Batches {
     /// Harvests with at least one completion.
     pub harvests: u64,
-    /// How often the generator polled, with or without completions.
+    /// The number of polls of the generator, with or without completions.
     pub polls: u64,
     /// Mean completions a harvest.
     pub mean: f64,
@@ -91,22 +91,22 @@ impl EngineHarvests {
 /// The CPU use of a process during the run.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ProcessCpu {
-    /// Its process id.
+    /// The process's id.
     pub pid: u32,
     /// CPU seconds, all threads.
     pub cpu_seconds: f64,
     /// CPU microseconds per request of this run.
     pub us_per_request: f64,
-    /// How often its threads went to sleep.
+    /// The number of times that its threads went to sleep.
     pub voluntary_switches: u64,
-    /// How often its threads went to sleep, per request.
+    /// The number of times that its threads went to sleep, per request.
     pub voluntary_switches_per_request: f64,
 }
 
 /// The growth of a counter during the run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CounterGrowth {
-    /// Its name.
+    /// The counter's name.
     pub name: String,
     /// The growth.
     pub total: u64,
@@ -131,13 +131,13 @@ pub struct BenchReport {
     pub elapsed_seconds: f64,
     /// Reads and writes completed.
     pub requests: u64,
-    /// How many of these were reads.
+    /// The number of reads among them.
     pub reads: u64,
-    /// How many of these were writes.
+    /// The number of writes among them.
     pub writes: u64,
     /// Flushes completed.
     pub flushes: u64,
-    /// Reads and writes that a map did, where the run asked for maps; requests did the others.
+    /// Reads and writes by maps, if the run asked for maps; the others were requests.
     pub by_maps: Option<u64>,
     /// Reads and writes a second.
     pub iops: f64,
@@ -169,7 +169,7 @@ pub struct BenchReport {
     pub client_cpu_seconds: f64,
     /// CPU microseconds of this process per request.
     pub client_us_per_request: f64,
-    /// How often threads of this process went to sleep, per request.
+    /// The number of times that threads of this process went to sleep, per request.
     pub client_voluntary_switches_per_request: f64,
     /// CPU use of the server's processes.
     pub servers: Vec<ProcessCpu>,
@@ -243,7 +243,7 @@ pub(crate) struct BatchCounts {
 }
 
 impl BatchCounts {
-    /// Makes counts with room for harvests of so many completions.
+    /// Makes counts with room for harvests of up to `length` completions.
     pub(crate) fn up_to(length: usize) -> Self {
         Self { by_length: vec![0; length.min(MAX_BATCH) + 1], polls: 0 }
     }

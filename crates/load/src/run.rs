@@ -29,7 +29,7 @@ pub struct Outcome {
     pub state: Option<VerifyState>,
     /// Latency over time, if [`BenchSpec::moments`] asks for it.
     pub moments: Vec<Moment>,
-    /// When the measurement began.
+    /// The beginning of the measurement.
     pub begun: SystemTime,
 }
 
@@ -51,7 +51,7 @@ pub fn run(
     let (results, received) = channel();
     let (finished, begun) = (Vec::new(), SystemTime::now());
     let mut run = Run { spec, hooks, range, reactors, conductor, received, finished, cancelled: false, begun };
-    // Taken before anything is submitted, and again after the warm-up.
+    // A sample before any request; another follows after the warm-up.
     let mut before = Sample::take(spec, hooks);
     let started = run.start(disk, &results);
     drop(results);
@@ -292,7 +292,7 @@ impl Run<'_> {
     }
 }
 
-/// What the queues did together.
+/// The sums over all queues.
 struct Totals {
     reads: Timings,
     writes: Timings,
@@ -349,7 +349,7 @@ fn counters_growth(before: &Sample, after: &Sample, requests: u64) -> Vec<Counte
     growth.collect()
 }
 
-/// On the reactor's thread: opens the queue, allocates the buffers, and begins.
+/// Opens the queue, allocates the buffers, and begins. Called on the reactor's thread.
 fn start_queue(disk: &Arc<dyn Disk>, ctx: &Rc<dyn ReactorCtx>, alloc: Option<&Alloc>, parts: Parts) -> Result<()> {
     let queue = disk.open_queue(ctx)?;
     let length = parts.spec.block_bytes as usize;

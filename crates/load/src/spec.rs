@@ -20,14 +20,14 @@ pub enum Pattern {
     Sequential,
 }
 
-/// When a run ends.
+/// The end of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {
-    /// After this time (warm-up not included).
+    /// After this time, without the warm-up.
     Runtime(Duration),
     /// After this many requests, spread over the queues.
     Requests(u64),
-    /// After each queue has walked its part of the range once. Only with [`Pattern::Sequential`].
+    /// When each queue has walked its part of the range once. Only with [`Pattern::Sequential`].
     OnePass,
 }
 
@@ -46,7 +46,7 @@ pub enum Initial {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Verify {
-    /// Goes into every sector, so that data of another run do not look like this run's.
+    /// A number that goes into every sector, so that data of different runs differ.
     pub seed: u64,
     /// The contents before the run.
     pub initial: Initial,
@@ -68,7 +68,7 @@ pub struct BenchSpec {
     pub queue_depth: u32,
     /// Number of queues; one is opened on each of the first reactors given.
     pub queues: u32,
-    /// Bytes a request. Offsets are multiples of it, counted from the range's start.
+    /// The size of a request, in bytes. Offsets are multiples of it, counted from the range's start.
     pub block_bytes: u32,
     /// Percentage of reads among reads and writes.
     pub read_percent: u8,
@@ -78,25 +78,25 @@ pub struct BenchSpec {
     pub offset_bytes: u64,
     /// Length of the range. `None` means to the end of the disk.
     pub length_bytes: Option<u64>,
-    /// When the run ends.
+    /// The end of the run.
     pub stop: Stop,
-    /// Time before anything is counted.
+    /// The time before anything is counted.
     pub warmup: Duration,
     /// A queue flushes after this many writes; `None` for no flushes.
     pub flush_every: Option<u32>,
     /// Whether writes must be durable before they complete.
     pub fua: bool,
-    /// Whether and how to check what is read.
+    /// Whether and how to check the data of reads.
     pub verify: Option<Verify>,
-    /// Reads look at the range where it lies, and writes put their bytes together in space of the disk's
-    /// ([`block::Disk::map_read`], [`block::Disk::map_write`]). Requests go where the disk answers "not here".
+    /// Reads look at the bytes in place, and writes build theirs in space of the disk ([`block::Disk::map_read`],
+    /// [`block::Disk::map_write`]). Where the disk provides no map, requests are used.
     pub maps: bool,
-    /// Make the bytes of each write, and look at those of each read, as a program that uses the disk does: in the
-    /// requests' buffers, or in maps. Not together with `verify`, which does so in its own way.
+    /// Make the bytes of each write, and look at those of each read, as a program does that uses the disk: in the
+    /// requests' buffers, or in maps. Not together with `verify`, which touches all bytes anyway.
     pub touch: bool,
     /// The server's processes, whose CPU time is reported.
     pub server_pids: Vec<u32>,
-    /// Keep latency over time, in pieces of this length. It takes eight bytes a request.
+    /// Record latency over time, in pieces of this length. It takes eight bytes a request.
     pub moments: Option<Duration>,
     /// How long requests in flight may take after the end. Then they are given up.
     pub drain_timeout: Duration,
@@ -126,7 +126,7 @@ impl Default for BenchSpec {
     }
 }
 
-/// Allocates a buffer of so many bytes; called on the reactor's thread.
+/// Allocates a buffer of this length; called on the reactor's thread.
 pub type Alloc = Arc<dyn Fn(usize) -> Result<IoBuf> + Send + Sync>;
 
 /// Reads named counters that only grow (kicks, system calls). The run reports their growth.

@@ -1,4 +1,4 @@
-//! Self-describing data: the contents of each sector, and what a read may find in it.
+//! Self-describing data: the contents of each sector, and the contents that a read may find in it.
 //!
 //! Every 512-byte sector that a verified run writes names its offset, the generation of its block and the run's seed,
 //! and carries a checksum. The rest of the sector follows from these. A read may find a range of generations: from the
@@ -280,7 +280,7 @@ impl Tracker {
         ReadBegan { lowest: acknowledged, issued, writing: self.writing[at] }
     }
 
-    /// Returns what a read that has ended may have found.
+    /// Returns the contents that an ended read may have found.
     pub(crate) fn expected(&self, block: u64, began: ReadBegan) -> Expected {
         let highest = self.blocks[self.at(block)].issued;
         let overlapped = began.writing || highest != began.issued;

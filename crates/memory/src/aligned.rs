@@ -35,7 +35,7 @@ impl AlignedBuf {
         Self::try_zeroed(length_bytes).unwrap_or_else(|_| handle_alloc_error(Self::layout(length_bytes)))
     }
 
-    /// As [`AlignedBuf::zeroed`], with an error if there is no memory. For what a guest's request needs.
+    /// As [`AlignedBuf::zeroed`], with an error if there is no memory. For memory that a guest's request needs.
     pub fn try_zeroed(length_bytes: usize) -> Result<Self, OutOfMemory> {
         // SAFETY: the layout has a non-zero size.
         let raw = unsafe { alloc_zeroed(Self::layout(length_bytes)) };

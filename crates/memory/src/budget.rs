@@ -2,16 +2,16 @@
 //!
 //! A guest decides how many requests need a buffer at the same time: for direct I/O at odd addresses, for
 //! copy-on-write, for compressed clusters. Such a request takes a [`BufferGrant`] before its buffer. It waits in a task
-//! until there is room, first come, first served. Other requests never come here.
+//! until there is room, first come, first served. Requests without a buffer take no grant.
 //!
-//! Half of a budget is divided evenly among its accounts. Nobody else can use an account's part, so a disk whose
-//! storage hangs never takes another's. The other half is shared. An account may take from it as long as it then has no
-//! more of it than is left. So the first account leaves half of it, and there is always some room.
+//! Half of a budget is divided evenly among its accounts. An account's part is for that account alone, so a disk whose
+//! storage hangs never takes another's. The other half is shared. An account may take from it as long as its share then
+//! is no larger than the rest. So the first account leaves half of it, and there is always some room.
 //!
 //! A request may hold buffers of one [`BufferUse`] while it waits for one of a later use, never the other way. An
 //! account that holds nothing of a use is granted one request of it, whatever its size. So nothing waits for ever,
-//! because the last use waits for storage only. But many accounts of a small budget may exceed it, each with one
-//! request.
+//! because requests of the last use wait for storage only. But many accounts of a small budget may exceed it, each with
+//! one request.
 
 mod state;
 #[cfg(test)]
@@ -24,7 +24,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 
-/// What a buffer is for. The holder of one of an earlier use may wait for one of a later use.
+/// The purpose of a buffer. The holder of a buffer of an earlier use may wait for one of a later use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BufferUse {
     /// The surroundings of a write to a new cluster, copied from the layer below.
@@ -35,10 +35,10 @@ pub enum BufferUse {
     Bounce,
 }
 
-/// How many uses there are.
+/// The number of uses.
 const USES: usize = 3;
 
-/// The shortest and the longest piece of a request that can be cut.
+/// The shortest and the longest piece of a request that can be split.
 const PIECE_BYTES_MIN: usize = 64 << 10;
 const PIECE_BYTES_MAX: usize = 1 << 20;
 
@@ -48,14 +48,14 @@ pub struct BufferBudget {
     shared: Arc<Shared>,
 }
 
-/// How much of a budget is in use, in bytes.
+/// The use of a budget, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BudgetStats {
     /// The budget.
     pub total_bytes: usize,
-    /// What is granted at this moment.
+    /// The bytes that are granted at this moment.
     pub used_bytes: usize,
-    /// The most that was granted at once.
+    /// The most bytes that were granted at once.
     pub peak_bytes: usize,
     /// Requests that wait for room at this moment.
     pub waiting: usize,
@@ -156,8 +156,7 @@ impl BufferAccount {
     }
 }
 
-/// Room in a budget, for buffers or for other memory of about that size. It is free again when this is dropped, on any
-/// thread.
+/// Room in a budget, for buffers or for other memory of about that size. Dropping it, on any thread, frees the room.
 #[derive(Debug, Default)]
 pub struct BufferGrant {
     /// The account, the use and the bytes; `None` without limit.
@@ -189,12 +188,12 @@ impl Drop for BufferGrant {
     }
 }
 
-/// The future of [`BufferAccount::grant`]. It joins the line at its first poll.
+/// The future of [`BufferAccount::grant`]. It takes its place in the line at its first poll.
 struct Granting {
     account: BufferAccount,
     purpose: BufferUse,
     bytes: usize,
-    /// Its ticket, while it waits.
+    /// Its ticket while it waits.
     ticket: Option<u64>,
 }
 

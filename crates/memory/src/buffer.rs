@@ -1,9 +1,9 @@
 //! Scattered memory that an operation owns while the kernel may read or write it.
 //!
 //! An [`IoBuf`] is a cheap handle (a count without atomics: it stays on its reactor's thread) to a list of memory
-//! segments. An operation in flight holds a handle. So the list, and what it keeps alive, stays until the kernel is
-//! done: dropping a future or a queue drops only *its* handle. Engines hold one for each request they have given to the
-//! kernel. A [`Window`] is a part of a buffer; splitting a request makes windows, never copies.
+//! segments. An operation in flight holds a handle. So the list, and the memory that it keeps alive, stays until the
+//! kernel is done: dropping a future or a queue drops only *its* handle. Engines hold one for each request they have
+//! given to the kernel. A [`Window`] is a part of a buffer; splitting a request makes windows, never copies.
 
 mod granted;
 mod window;
@@ -54,7 +54,7 @@ impl Segment {
     }
 }
 
-/// What a buffer keeps alive as long as it lives.
+/// The things that a buffer keeps alive as long as it lives.
 #[derive(Default)]
 enum Kept {
     /// The segments' memory is kept mapped by its owner.

@@ -2,11 +2,11 @@
 //!
 //! Touching a mapping behind the end of its file raises SIGBUS. The handler looks for the address among the registered
 //! mappings. If it finds one, it covers the whole mapping with anonymous zero pages (or only the one page, if the file
-//! is an image of our own). It marks the mapping as poisoned and returns, so that the access completes. Sessions look
+//! is one of our own images). It marks the mapping as poisoned and returns, so that the access completes. Sessions look
 //! at the mark once a batch and hang up. Any other fault goes to the previous handler; by default the process ends.
 //!
-//! The kernel may refuse private memory for a whole mapping (limits of memory). Then a file of our own covers it, which
-//! takes none (`refuge`), if need be in place of a spare mapping (`spares`). The process ends only if the kernel
+//! The kernel may refuse private memory for a whole mapping (limits of memory). Then a file of our own, which takes
+//! none, covers it (`refuge`), if need be in place of a spare mapping (`spares`). The process ends only if the kernel
 //! refuses even that.
 //!
 //! A SIGBUS that another process sends is no fault, and is ignored.
@@ -20,13 +20,13 @@ use std::ptr::NonNull;
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering, fence};
 
-/// How many mappings can be registered at once; more are refused. Half of what a Linux process can have by default.
+/// The most mappings that can be registered at once; more are refused. Half of the default limit of a Linux process.
 pub const MAX_MAPPINGS: usize = 1 << 15;
 
 struct Slot {
     taken: AtomicBool,
-    /// Odd while start and length change, so that the handler believes only pairs that belong together. A slot that
-    /// changes while the handler runs is not the one that it looks for: a mapping that is touched stays registered.
+    /// Odd while start and length change, so that the handler uses only pairs that belong together. A slot that changes
+    /// while the handler runs is not the one that it looks for: a mapping that is touched stays registered.
     changes: AtomicUsize,
     /// Zero while the slot is free.
     start: AtomicUsize,
@@ -35,7 +35,7 @@ struct Slot {
     page_bytes: AtomicUsize,
     /// Cover only the page that was touched. Nothing relies on its contents, and there may be no room for more.
     page_only: AtomicBool,
-    /// Our own file covers the mapping. A page of it that is missing cannot be had.
+    /// Our own file covers the mapping. If a page of it is missing, the kernel has refused that page.
     on_refuge: AtomicBool,
     poisoned: AtomicBool,
 }
@@ -161,7 +161,7 @@ fn install_handler() {
 extern "C" fn on_bus_error(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: the kernel passes a valid `siginfo_t` to a SA_SIGINFO handler of SIGBUS.
     let (address, code) = unsafe { ((*info).si_addr().addr(), (*info).si_code) };
-    // Only the kernel's own signals have codes above zero, and an address.
+    // Only signals of the kernel itself have codes above zero, and an address.
     if code <= 0 {
         return;
     }
@@ -187,7 +187,8 @@ impl Slot {
         let page = start + (address - start) / page_bytes * page_bytes;
         let is_covered = || match self.page_only.load(Ordering::Relaxed) {
             true => cover_with_zeros(page, page_bytes) || refuge::cover_page(page, page_bytes),
-            // Where our file lies already, a page of it is missing: then there may be private memory, or its first pages.
+            // If our file lies there already, a page of it was refused: then private memory may help, or the file's
+            // first pages.
             false => {
                 cover_with_zeros(start, length_bytes)
                     || self.cover_by_refuge(start, length_bytes)
@@ -209,14 +210,14 @@ impl Slot {
         unsafe { *libc::__errno_location() = errno };
     }
 
-    /// Puts our own file over the mapping, unless it is there. Returns whether this was done.
+    /// Puts our own file over the mapping, unless it is there. Returns whether it did so.
     fn cover_by_refuge(&self, start: usize, length_bytes: usize) -> bool {
         !self.on_refuge.load(Ordering::Acquire) && self.put_refuge(start, length_bytes)
     }
 
-    /// Puts our own file over the mapping, also where it is already. Returns whether it is there now.
+    /// Puts our own file over the mapping, even if it is there already. Returns whether it is there now.
     fn put_refuge(&self, start: usize, length_bytes: usize) -> bool {
-        // Ahead of the file, so that nobody forgets that it is mapped.
+        // Set before the file is mapped, so that `clear` never misses the mapping.
         let was_there = self.on_refuge.swap(true, Ordering::AcqRel);
         let covered = refuge::cover_whole(start, length_bytes);
         if !covered && !was_there {

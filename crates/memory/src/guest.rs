@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use thiserror::Error;
 
-/// Why an address could not be used.
+/// The reason why an address could not be used.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum MemoryError {
     /// The range lies in no region, or in several that are not adjacent.
@@ -16,7 +16,7 @@ pub enum MemoryError {
     Outside {
         /// First address.
         address: u64,
-        /// Bytes asked for.
+        /// The length asked for, in bytes.
         length_bytes: u64,
     },
     /// Regions overlap or wrap around.
@@ -24,7 +24,7 @@ pub enum MemoryError {
     BadRegion {
         /// First address.
         address: u64,
-        /// Its length.
+        /// The length in bytes.
         length_bytes: u64,
     },
 }
@@ -93,7 +93,7 @@ impl GuestRegion {
         Ok(Self { _share: Some(Arc::new(taken)), ..Self::map(spec, file)? })
     }
 
-    /// Maps what `spec` describes from `file`.
+    /// Maps the region that `spec` describes from `file`.
     pub fn map(spec: RegionSpec, file: BorrowedFd<'_>) -> io::Result<Self> {
         let (skip_bytes, _) = part_of_file(&spec, file)?;
         // Neither overflows: the whole pages around it do not.
@@ -156,7 +156,7 @@ impl GuestRegion {
     }
 }
 
-/// A guest's address space. Immutable: a change of the map makes a new one, and each ring moves over to it when its
+/// A guest's address space. Immutable: a change of the map makes a new one, and each ring changes to it when its
 /// requests in flight are done.
 #[derive(Debug, Default)]
 pub struct GuestMemory {

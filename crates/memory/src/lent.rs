@@ -1,9 +1,9 @@
 //! The memory of an operation, lent to another thread.
 //!
-//! A window stays on the thread of its operation. [`Window::lend`] lets another thread fill it: with what arrives at a
-//! socket, or with bytes that it has. The owner keeps a [`Held`], and takes the memory back by dropping that, at any time.
-//! Nobody writes to it after that. Each access is short and under a lock, so the owner waits for microseconds. One call receives
-//! a limited part, whatever there is room for.
+//! A window stays on the thread of its operation. [`Window::lend`] lets another thread fill it, from a socket or with
+//! bytes that it has. The owner keeps a [`Held`], and takes the memory back by dropping that, at any time. After that,
+//! the other thread cannot write to it. Each access is short and under a lock, so the owner waits for microseconds. One
+//! call receives a limited part, however much room there is.
 
 use crate::buffer::{Segment, Window};
 use crate::socket::receive_into_segments;
@@ -13,10 +13,10 @@ use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The most that one call receives: the owner may wait for it.
+/// The most bytes that one call receives: the owner may wait for it.
 const RECEIVED_BYTES_MAX: usize = 256 << 10;
 
-/// What was lent: most windows have one segment.
+/// The segments of a loan: most windows have one segment.
 #[derive(Default)]
 struct Segments {
     first: Option<Segment>,
@@ -40,8 +40,8 @@ impl Segments {
     }
 }
 
-/// Invariant: while there are segments, a [`Held`] keeps a handle to the window that they are of, so they are mapped memory
-/// (see `IoBuf::refill`). They are used under the lock only, and taken away under it.
+/// Invariant: while there are segments, a [`Held`] keeps a handle to their window, so they are mapped memory (see
+/// `IoBuf::refill`). They are used, and taken away, only under the lock.
 struct Loan(Mutex<Option<Segments>>);
 
 impl Loan {
@@ -60,7 +60,7 @@ pub struct Lent {
     length_bytes: usize,
 }
 
-/// The owner's side of memory that is lent. Dropping it ends the loan: after that, nobody else accesses the memory.
+/// The owner's side of a loan. Dropping it ends the loan: after that, nobody else accesses the memory.
 pub struct Held {
     loan: Arc<Loan>,
     _window: Window,
@@ -100,13 +100,13 @@ impl Window {
 }
 
 impl Lent {
-    /// Makes a loan that has ended: for bytes that nobody wants.
+    /// Makes a loan that has ended, for bytes that are not wanted.
     #[must_use]
     pub fn ended(length_bytes: usize) -> Self {
         Self { loan: Arc::new(Loan(Mutex::new(None))), length_bytes }
     }
 
-    /// Returns the length of what was lent, in bytes.
+    /// Returns the length of the lent memory, in bytes.
     #[must_use]
     pub fn length_bytes(&self) -> usize {
         self.length_bytes
@@ -123,9 +123,9 @@ impl Lent {
         self.loan.end();
     }
 
-    /// Receives at most `length_bytes` from a stream socket, to their place behind `skip_bytes`. One call takes 256 KiB at most,
-    /// and less where the memory is in many parts. Returns the number of bytes, zero if the stream has ended, and whether the
-    /// socket had no more; `None` if the loan has ended. The socket must not block.
+    /// Receives at most `length_bytes` from a stream socket into the memory behind `skip_bytes`. One call takes 256 KiB
+    /// at most, and less if the memory is in many parts. Returns the number of bytes, zero if the stream has ended, and
+    /// whether the socket had no more; `None` if the loan has ended. The socket must not block.
     pub fn receive_into(
         &self,
         socket: BorrowedFd<'_>,
@@ -139,7 +139,8 @@ impl Lent {
         Some(unsafe { receive_into_segments(socket, |list| segments.for_each_part(skip_bytes, length_bytes, list)) })
     }
 
-    /// Copies bytes to their place behind `skip_bytes`. What does not fit is left out, and all of it if the loan has ended.
+    /// Copies bytes into the memory behind `skip_bytes`. Drops the bytes that do not fit, and all of them if the loan
+    /// has ended.
     pub fn copy_in(&self, skip_bytes: usize, bytes: &[u8]) {
         let mut from = bytes;
         self.for_each_part(skip_bytes, bytes.len(), |to, length_bytes| {

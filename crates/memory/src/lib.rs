@@ -3,15 +3,15 @@
 //! * [`IoBuf`] and [`Window`]: scattered memory that an operation owns (or pins) while the kernel may touch it.
 //! * [`Lent`] and [`Held`]: an operation's memory that another thread fills.
 //! * [`AlignedBuf`]: owned, aligned memory for metadata and bounce buffers. [`PooledBuf`]: the same from a pool.
-//! * [`BufferBudget`]: how much memory such buffers may take, and each disk's share of it.
+//! * [`BufferBudget`]: a limit for the memory of such buffers, with a share for each disk.
 //! * [`GuestMemory`]: a guest's address space, mapped from the file descriptors that its monitor sent.
-//! * [`Placement`]: what such files may lie in.
-//! * [`Pool`] and [`PoolBox`]: request contexts that are used again, without atomics or allocation; [`Placed`], [`PoolRc`]
-//!   and [`PooledFuture`] put what belongs to one thread into such memory.
-//! * [`MappingShare`]: what one peer may map, whatever others do. [`MappedWords`]: a file of our own as an array of
-//!   words.
+//! * [`Placement`]: the kinds of files that a guest's memory may lie in.
+//! * [`Pool`] and [`PoolBox`]: request contexts that are used again, without atomics or allocation. [`Placed`],
+//!   [`PoolRc`] and [`PooledFuture`] use such memory for values that stay on one thread.
+//! * [`MappingShare`]: the share of mappings that is set aside for one peer. [`MappedWords`]: a file of our own as an
+//!   array of words.
 //! * [`MappedRange`]: a part of a file of our own in memory, for any thread.
-//! * [`fault`]: what happens when such a file shrinks under us.
+//! * [`fault`]: the guard against mapped files that shrink.
 //! * [`InterruptHandle`]: interrupts a thread in a system call in which a peer makes it wait.
 //! * [`receive_into`] and [`send_parts`]: a stream socket's bytes, straight from and to windows.
 //! * [`peer_process`]: whether the process at the other end of a socket still lives.

@@ -36,7 +36,7 @@ impl MappedRange {
         self.length_bytes
     }
 
-    /// Fails if a page of the mapping was lost. Then what was read is not to be believed.
+    /// Fails if a page of the mapping was lost. Then the bytes that were read are not valid.
     pub fn check(&self) -> Result<(), MappingLost> {
         // The poison mark is read after the bytes.
         fence(Ordering::Acquire);
@@ -106,7 +106,7 @@ impl MappedRange {
         self.check()
     }
 
-    /// Puts `count` words from `skip_bytes` on; `word` gives each, by its number. They are little-endian.
+    /// Writes `count` little-endian words from `skip_bytes` on. `word` gives each word by its number.
     ///
     /// # Panics
     /// As [`Self::copy_from_slice`].

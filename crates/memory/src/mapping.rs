@@ -47,7 +47,7 @@ pub(crate) fn page_bytes_of(file: BorrowedFd<'_>) -> io::Result<usize> {
     };
     match result {
         0 if stat.f_type == HUGETLBFS_MAGIC => Ok((stat.f_bsize as usize).max(PAGE_BYTES)),
-        // An access to such memory waits for the server of the file system, which may be the peer itself.
+        // An access to such memory waits for the file system's server, which may be the peer itself.
         0 if stat.f_type == FUSE_MAGIC => Err(io::Error::new(
             io::ErrorKind::Unsupported,
             "memory on a FUSE file system is refused: its server could hold up every disk; use a memfd or tmpfs",
@@ -57,7 +57,7 @@ pub(crate) fn page_bytes_of(file: BorrowedFd<'_>) -> io::Result<usize> {
     }
 }
 
-/// Who owns a mapped file.
+/// The owner of a mapped file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Whose {
     Peers,
@@ -90,7 +90,7 @@ impl Mapping {
     }
 
     /// Maps the first `length_bytes` of a file of our own, for reading, and for writing if `writable`. The file may be
-    /// shorter; then what lies behind its end must not be touched. Fails if too little address space would be left for
+    /// shorter; then bytes behind its end must not be touched. Fails if too little address space would be left for
     /// peers.
     pub fn of_storage(file: BorrowedFd<'_>, length_bytes: usize, writable: bool) -> io::Result<Self> {
         Self::map(file, 0, length_bytes, writable, Whose::Ours)

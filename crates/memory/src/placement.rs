@@ -1,5 +1,5 @@
-//! What a peer's memory may lie in. A reactor that touches a page which is not in memory waits for whoever has it, and so do
-//! all its disks.
+//! The kinds of files that a peer's memory may lie in. A reactor that touches a page outside memory waits for the
+//! page's storage, and so do all disks on that reactor.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -10,21 +10,21 @@ const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 /// The file is memory by itself (`STATX_ATTR_DAX`).
 const ATTRIBUTE_DAX: u64 = 0x0020_0000;
 
-/// What a peer's memory may lie in.
+/// The kinds of files that a peer's memory may lie in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Placement {
     /// Memory: anonymous memory files, tmpfs, huge pages, files that are memory (DAX). On a host with swap it may be swapped
     /// out.
     #[default]
     Ram,
-    /// The same; each page stays in memory from the first touch on.
+    /// As `Ram`, and each page stays in memory from the first touch on.
     Locked,
     /// Any file. A page of a file on a disk is read from there while the reactor waits.
     Any,
 }
 
 impl Placement {
-    /// All of them by name.
+    /// All placements by name.
     pub const NAMES: [(&str, Self); 3] = [("ram", Self::Ram), ("locked", Self::Locked), ("any", Self::Any)];
 
     /// Refuses a regular file whose pages may have to be read from elsewhere.

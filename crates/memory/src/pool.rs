@@ -73,16 +73,16 @@ use std::time::{Duration, Instant};
 /// A peak is remembered for one to two of these periods.
 pub const DECAY_PERIOD: Duration = Duration::from_secs(5);
 
-/// The most batches that wait in the stack. Further ones are freed.
+/// The most batches in the stack. Further ones are freed.
 const SLOTS: u16 = 2048;
 /// Trades of one thread between two looks at the clock.
 const TRADES_A_LOOK: u32 = 64;
 /// Batches freed at such a look. A reactor with requests to serve must not free thousands at once.
 const BATCHES_FREED_A_LOOK: usize = 2;
 
-/// What a pool may hold.
+/// A type of contexts that a pool may hold.
 pub trait PoolContext: Send + Sized + 'static {
-    /// About how much memory one context holds. A thread wakes up from its sleep only to give much back.
+    /// About how much memory one context holds. A sleeping thread wakes up to give memory back only if there is much.
     const HELD_BYTES: usize = size_of::<Self>();
 
     /// Makes a context. Allocate here all that requests will need.
@@ -148,7 +148,7 @@ impl<T: Pooled> Pool<T> {
         Self { name, depot: Depot::new(SLOTS), others, started: Instant::now(), period_end_ms }
     }
 
-    /// Returns the name of what it holds.
+    /// Returns the name of the pool's contexts.
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.name
@@ -160,9 +160,9 @@ impl<T: Pooled> Pool<T> {
         self.depot.stats()
     }
 
-    /// Gives back what the recent load did not need, from the stack and from the calling thread's list. Cheap while no
-    /// [`DECAY_PERIOD`] ends; call it when a thread has time. Returns whether more will be surplus after the next two
-    /// periods if the load stays as it is. If so, a thread should call this again before it sleeps for long.
+    /// Gives back contexts that the recent load did not need, from the stack and from the calling thread's list. Cheap
+    /// while no [`DECAY_PERIOD`] ends; call it when a thread has time. Returns whether more will be surplus after the
+    /// next two periods if the load stays as it is. If so, a thread should call this again before it sleeps for long.
     pub fn maintain(&self) -> bool {
         if self.period_is_over() {
             self.end_period();
@@ -186,7 +186,7 @@ impl<T: Pooled> Pool<T> {
 
     /// Ends the decay period at once. [`Pool::maintain`] does so when its time is over.
     pub fn end_period(&self) {
-        // The period that begins starts with what is in flight now.
+        // The new period starts with the contexts that are in flight now.
         self.settle();
         self.depot.end_period();
     }

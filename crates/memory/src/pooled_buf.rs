@@ -32,7 +32,7 @@ impl PooledBuf {
         Ok(buf)
     }
 
-    /// Returns how much memory it keeps from others, in bytes: the pool has a few sizes.
+    /// Returns the size of the memory that it occupies, in bytes: the pool has a few sizes.
     #[must_use]
     pub fn held_bytes(&self) -> usize {
         PooledPages::size_of(self.length_bytes)

@@ -1,4 +1,4 @@
-//! What each peer may map of its memory: a share of its own, whatever others do, and more while there is room.
+//! Limits the mappings of each peer: a share of its own, whatever others do, and more while there is room.
 //!
 //! A process can have only so many mappings, and the guard against files that shrink ([`crate::fault`]) has a table of
 //! fixed size. Address space is finite, too. A peer decides how it cuts its memory, and may be hostile. So its mappings
@@ -8,8 +8,8 @@ use crate::fault::MAX_MAPPINGS;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Set aside for each peer: more regions than monitors use by default, and the memory of a common guest. Both are
-/// doubled, because a new table is mapped before the old one goes.
+/// The share set aside for each peer: more regions than monitors use by default, and the memory of a common guest. Both
+/// are doubled, because a new table is mapped before the old one goes.
 const SET_ASIDE: Amount = Amount { mappings: 32, bytes: 48 << 30 };
 
 /// The limit of all that is set aside, and also of all that peers together take beyond their shares. The rest is for
@@ -65,7 +65,7 @@ pub struct MappingShare {
 }
 
 impl MappingShare {
-    /// Sets a share aside. Fails if too many shares are.
+    /// Sets a share aside. Fails if too many shares are in use.
     pub fn new() -> io::Result<Arc<Self>> {
         Self::of(&BUDGET)
     }
@@ -81,7 +81,7 @@ impl MappingShare {
         Ok(Arc::new(Self { budget, used: Mutex::default() }))
     }
 
-    /// Takes one mapping of `bytes`. Fails if both the share and what all peers may take beyond theirs are used up.
+    /// Takes a mapping of `bytes`. Fails if both the share and the common part for all peers are used up.
     pub(crate) fn take(self: &Arc<Self>, bytes: u64) -> io::Result<ShareOfMapping> {
         let amount = Amount { mappings: 1, bytes };
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);

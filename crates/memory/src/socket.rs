@@ -7,7 +7,7 @@ use crate::{Segment, Window};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// The most segments in one call; further ones go with the next.
+/// The most segments in one call; the next call takes further ones.
 const SEGMENTS_MAX: usize = 64;
 
 /// A part of the bytes to send.
@@ -65,8 +65,8 @@ fn told(result: isize) -> io::Result<usize> {
     usize::try_from(result).map_err(|_| io::Error::last_os_error())
 }
 
-/// Fills a window from `skip_bytes` on with what has arrived. Returns the number of bytes. Zero means that nothing will
-/// come any more, or that there was no room.
+/// Fills a window from `skip_bytes` on with bytes that have arrived. Returns their number. Zero means that the stream
+/// has ended, or that there was no room.
 pub fn receive_into(socket: BorrowedFd<'_>, window: &Window, skip_bytes: usize) -> io::Result<usize> {
     let skip = skip_bytes.min(window.length_bytes());
     let window = window.slice(skip, window.length_bytes() - skip);
@@ -74,8 +74,8 @@ pub fn receive_into(socket: BorrowedFd<'_>, window: &Window, skip_bytes: usize) 
     unsafe { receive_into_segments(socket, |list| window.for_each_segment(list)) }.map(|(count, _)| count)
 }
 
-/// Fills segments, which `each` lists, with what has arrived. Returns the number of bytes, and whether there was room for more:
-/// the socket had no more then.
+/// Fills segments, which `each` lists, with bytes that have arrived. Returns their number, and whether there was room
+/// for more: the socket had no more then.
 ///
 /// # Safety
 /// The segments name memory that is mapped and writable during the call.

@@ -8,8 +8,8 @@ use std::sync::atomic::AtomicU32;
 /// Words of a mapped file, read and changed without a lock.
 ///
 /// The file may be shorter than the array. A word behind its end, or one whose page is lost, reads as zero, and the
-/// array is [poisoned](MappedWords::is_poisoned) from then on. So its user reserves the file's space first, and
-/// believes nothing that it reads once the array is poisoned.
+/// array is [poisoned](MappedWords::is_poisoned) from then on. So its user reserves the file's space first, and ignores
+/// what it has read once the array is poisoned.
 #[derive(Debug)]
 pub struct MappedWords {
     mapping: Mapping,

@@ -1,32 +1,32 @@
-//! A TLS connection after its handshake, without a thread of its own: whoever has the socket drives it.
+//! A TLS connection after its handshake. It has no thread of its own: the owner of the socket drives it.
 
 use crate::session::{Certified, Session};
 use rustls::Connection;
 use std::io::{self, IoSlice, Read, Write};
 use std::ops::Range;
 
-/// What is taken from the socket at once. (The session itself would take 4 KiB with a call.)
+/// The most bytes that one read takes from the socket. (The session itself would take 4 KiB with a call.)
 const ARRIVED_BYTES: usize = 64 << 10;
-/// Plain bytes that are encrypted at once. The next ones follow when the socket has taken these.
+/// The most plain bytes that are encrypted at once. More follow when the socket has taken these.
 const SEALED_BYTES_MAX: usize = 64 << 10;
-/// Slices of them.
+/// The most slices that are encrypted at once.
 const PARTS_MAX: usize = 64;
-/// Bytes that a peer may send without a plain byte among them: tickets, new keys, and a record that is not whole yet.
+/// The most bytes that a peer may send without a plain byte among them: tickets, new keys, and an unfinished record.
 const FRUITLESS_BYTES_MAX: usize = 128 << 10;
 
-/// Agrees with the peer on keys, on a socket that waits. Who gives it a time limit limits all of it.
+/// Runs the handshake on a blocking socket. A time limit of the socket limits the whole handshake.
 pub fn shake_hands(session: &mut Connection, socket: &mut (impl Read + Write)) -> io::Result<()> {
     while session.is_handshaking() {
         session.complete_io(socket)?;
     }
-    // What comes last of the keys, or why there are none.
+    // Sends the last message of the handshake, or the alert that says why it failed.
     while session.wants_write() {
         session.write_tls(socket)?;
     }
     Ok(())
 }
 
-/// What a look at the socket has brought.
+/// The result of [`Channel::look`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arrival {
     /// Plain bytes are there.
@@ -37,12 +37,12 @@ pub enum Arrival {
     End,
 }
 
-/// A session whose keys are agreed on. It holds at most 64 KiB of what has arrived, one record of it in plain, and 64 KiB of
-/// what is to be sent. It never waits: that is for the socket which it is given.
+/// A session after its handshake. It holds at most 64 KiB of arrived bytes, one decrypted record, and 64 KiB that are
+/// to be sent. It never waits itself; the socket that it is given may.
 #[derive(Debug)]
 pub struct Channel {
     session: Box<dyn Session>,
-    /// What has arrived, and which part of it the session has not taken yet.
+    /// Arrived bytes; `rest` is the part that the session has not taken yet.
     arrived: Vec<u8>,
     rest: Range<usize>,
     /// Bytes that came since the last plain one.
@@ -51,7 +51,7 @@ pub struct Channel {
 }
 
 impl Channel {
-    /// Goes on after [`shake_hands`], with what came together with the last of the keys.
+    /// Goes on after [`shake_hands`]. Bytes that arrived with the last handshake message are kept.
     pub fn new(session: Connection) -> io::Result<Self> {
         Ok(Self::of(Box::new(Certified::new(session, SEALED_BYTES_MAX)?)))
     }
@@ -60,16 +60,16 @@ impl Channel {
         Self { session, arrived: vec![0; ARRIVED_BYTES], rest: 0..0, fruitless_bytes: 0, is_closed: false }
     }
 
-    /// Whether [`Self::look`] brings something without a look at the socket.
+    /// Whether [`Self::look`] has something to return without reading the socket.
     #[must_use]
     pub fn has_arrived(&self) -> bool {
         let state = self.session.state();
         state.plain_bytes > 0 || state.may_hold || state.has_ended || !self.rest.is_empty()
     }
 
-    /// Brings plain bytes, with at most one read from `socket`. An end without a word of TLS is an error: somebody may have
-    /// cut the connection. After any error but [`io::ErrorKind::WouldBlock`] and [`io::ErrorKind::Interrupted`], what is left
-    /// to send says why.
+    /// Brings plain bytes, with at most one read from `socket`. If the connection ends without TLS's closing message,
+    /// that is an error: somebody may have cut it. After any error but [`io::ErrorKind::WouldBlock`] and
+    /// [`io::ErrorKind::Interrupted`], the bytes left to send are an alert that says why.
     pub fn look(&mut self, socket: &mut impl Read) -> io::Result<Arrival> {
         self.take_rest()?;
         let state = self.session.state();
@@ -97,7 +97,7 @@ impl Channel {
         }
     }
 
-    /// Has the session take what has arrived, up to plain bytes.
+    /// Feeds arrived bytes to the session until it has plain bytes.
     fn take_rest(&mut self) -> io::Result<()> {
         let mut rest = self.arrived.get(self.rest.clone()).unwrap_or_default();
         let fed = self.session.feed(&mut rest);
@@ -105,7 +105,7 @@ impl Channel {
         fed
     }
 
-    /// Takes plain bytes with `take`, which gets the first of them and says how many it wants.
+    /// Calls `take` with the first plain bytes; it returns how many of them it took.
     pub fn take(&mut self, take: impl FnOnce(&[u8]) -> usize) -> io::Result<usize> {
         if self.session.state().plain_bytes == 0 {
             return Ok(0);
@@ -114,7 +114,7 @@ impl Channel {
         self.session.take(&mut |first| take.take().map_or(0, |take| take(first)))
     }
 
-    /// Something is left to be sent. Until it is gone, nothing more is to be sealed.
+    /// Whether bytes are left to be sent. While there are any, nothing more may be sealed.
     #[must_use]
     pub fn wants_write(&self) -> bool {
         self.session.wants_write()
@@ -138,7 +138,7 @@ impl Channel {
         self.session.seal(slices.get(..used).unwrap_or_default())
     }
 
-    /// Sends what is sealed, as far as `socket` takes it; the rest goes with the next call.
+    /// Sends sealed bytes, as far as `socket` takes them; the rest goes with the next call.
     pub fn send(&mut self, socket: &mut impl Write) -> io::Result<()> {
         while self.session.wants_write() {
             match self.session.write(socket) {
@@ -151,7 +151,7 @@ impl Channel {
         Ok(())
     }
 
-    /// Tells the peer that nothing more comes, so that it knows of nothing that it has missed.
+    /// Tells the peer that nothing more comes, so that it can tell this end from a cut connection.
     pub fn close(&mut self) {
         if !std::mem::replace(&mut self.is_closed, true) {
             self.session.close();
@@ -164,7 +164,7 @@ impl Channel {
         self.is_closed
     }
 
-    /// A stream of plain bytes over a socket that waits.
+    /// Returns a stream of plain bytes over a blocking socket.
     pub fn over<S: Read + Write>(&mut self, socket: S) -> Over<'_, S> {
         Over { channel: self, socket }
     }
@@ -176,7 +176,7 @@ impl Channel {
     }
 }
 
-/// Plain bytes under TLS, on a socket that waits.
+/// A stream of plain bytes under TLS, on a blocking socket.
 #[derive(Debug)]
 pub struct Over<'a, S> {
     channel: &'a mut Channel,
@@ -208,7 +208,7 @@ impl<S: Write> Write for Over<'_, S> {
     }
 }
 
-/// Copies as much as both have; returns how much.
+/// Copies as many bytes as both slices have room for; returns how many.
 #[must_use]
 pub fn copy_to(target: &mut [u8], source: &[u8]) -> usize {
     let count = target.len().min(source.len());

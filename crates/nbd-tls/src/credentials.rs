@@ -10,19 +10,20 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A directory with `ca-cert.pem`, perhaps `ca-crl.pem` with what that authority has revoked, and `server-cert.pem` with `server-key.pem`, or `client-cert.pem` with `client-key.pem`.
+/// A directory with `ca-cert.pem`, perhaps `ca-crl.pem` (the certificates that this authority has revoked), and
+/// `server-cert.pem` with `server-key.pem`, or `client-cert.pem` with `client-key.pem`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Credentials(PathBuf);
 
 type Own = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
 
 impl Credentials {
-    /// Those in `directory`. Nothing is read yet.
+    /// Names the files in `directory`. Nothing is read yet.
     pub fn in_directory(directory: impl Into<PathBuf>) -> Self {
         Self(directory.into())
     }
 
-    /// What a server needs. If it verifies its peers, clients need a certificate of the same authority.
+    /// Reads the files of a server. If it verifies its peers, clients need a certificate of the same authority.
     pub fn server(&self, verifies_peers: bool) -> Result<Arc<ServerConfig>> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let builder = ServerConfig::builder_with_provider(Arc::clone(&provider));
@@ -31,7 +32,7 @@ impl Credentials {
             true => {
                 let roots = Arc::new(self.authorities()?);
                 let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider);
-                // An authority without a list has revoked nothing, and a list that is out of date says nothing: as in QEMU.
+                // As in QEMU, an authority without a list has revoked nothing. With an expired list, all are refused.
                 let verifier = verifier.with_crls(self.revoked()?).allow_unknown_revocation_status();
                 let verifier = verifier.enforce_revocation_expiration().build();
                 builder.with_client_cert_verifier(verifier.map_err(|error| self.bad("ca-cert.pem", &error))?)
@@ -43,7 +44,7 @@ impl Credentials {
         Ok(Arc::new(config.map_err(|error| self.bad("server-cert.pem", &error))?))
     }
 
-    /// What a client needs. It shows a certificate of its own if there is one.
+    /// Reads the files of a client. The client shows a certificate of its own if there is one.
     pub fn client(&self) -> Result<Arc<ClientConfig>> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let builder = ClientConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions();
@@ -61,7 +62,7 @@ impl Credentials {
         }))
     }
 
-    /// A client's connection to the server of that name, which its certificate has to have.
+    /// Makes a client's session with the server `host`; the server's certificate must be for that name.
     pub fn connect(&self, host: &str) -> Result<Connection> {
         let name = ServerName::try_from(host.to_owned());
         let name = name.map_err(|_| Error::new(ErrorKind::BadOption, format!("'{host}' is no name of a server")))?;
@@ -73,7 +74,7 @@ impl Credentials {
         Error::new(ErrorKind::BadOption, format!("TLS credentials '{}': {why}", self.path(file).display()))
     }
 
-    /// Whether that file is there.
+    /// Whether that file exists.
     pub(crate) fn has(&self, file: &str) -> bool {
         self.0.join(file).exists()
     }
@@ -100,10 +101,10 @@ impl Credentials {
         Ok(roots)
     }
 
-    /// The lists of certificates that are not valid any more, if there are any.
+    /// Reads the lists of revoked certificates, if there are any.
     fn revoked(&self) -> Result<Vec<CertificateRevocationListDer<'static>>> {
         const FILE: &str = "ca-crl.pem";
-        // A file that is there and cannot be read is an error: it says whom to refuse.
+        // If the file exists and cannot be read, that is an error: it says whom to refuse.
         if !self.path(FILE).try_exists().map_err(|error| self.bad(FILE, &error))? {
             return Ok(Vec::new());
         }

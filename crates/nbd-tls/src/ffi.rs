@@ -1,7 +1,7 @@
-//! The calls of GnuTLS that are used, as its headers declare them: the only module of this crate with `unsafe`. Everything
-//! outside sees owned sessions, bytes and error numbers.
+//! The calls of GnuTLS that are used, as its headers declare them: the only module of this crate with `unsafe`. Other
+//! modules see owned sessions, bytes and error numbers.
 //!
-//! A session never touches a socket: it takes what arrives from its own memory, and leaves what is to be sent there.
+//! A session never touches a socket: it reads arrived bytes from its own memory, and leaves bytes to be sent there.
 
 use crate::keys::SharedKeys;
 use block::{Error, ErrorKind, Result};
@@ -10,9 +10,10 @@ use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::ptr::{NonNull, null_mut};
 use std::sync::{Arc, OnceLock};
 
-/// What Debian's package has.
+/// The name of the library in Debian's package.
 const LIBRARY: &str = "libgnutls.so.30";
-/// Only what shares keys, with keys of the moment beneath: who learns a shared key later can read nothing of before.
+/// Key exchanges with shared keys, and ephemeral keys in all of them: who learns a shared key later cannot read old
+/// traffic.
 const PRIORITIES: &CStr = c"NORMAL:-KX-ALL:+ECDHE-PSK:+DHE-PSK:-VERS-ALL:+VERS-TLS1.3:+VERS-TLS1.2";
 
 const SERVER: c_uint = 1;
@@ -25,13 +26,13 @@ const SHUT_WR: c_int = 1;
 const E_MEMORY_ERROR: c_int = -25;
 const EAGAIN: c_int = 11;
 
-/// Nothing more can be done before more has arrived.
+/// More bytes must arrive first.
 pub(crate) const AGAIN: Code = -28;
-/// The same call is to be made again.
+/// The call must be repeated.
 pub(crate) const INTERRUPTED: Code = -52;
-/// The peer has warned of something.
+/// The peer has sent a warning.
 pub(crate) const WARNING_ALERT: Code = -16;
-/// The peer has said why it ends.
+/// The peer has sent a fatal alert.
 pub(crate) const FATAL_ALERT: Code = -12;
 
 /// An error number of GnuTLS.
@@ -56,7 +57,7 @@ macro_rules! functions {
         /// The functions by their names in C.
         struct Functions {
             $($name: unsafe extern "C" fn($($arg),*) -> $ret,)*
-            /// What keys are made with that the library frees. A variable of it.
+            /// A variable of the library: the allocator for keys that the library frees.
             gnutls_malloc: *const Malloc,
         }
 
@@ -118,7 +119,7 @@ unsafe impl Sync for Gnutls {}
 
 static LOADED: OnceLock<Gnutls> = OnceLock::new();
 
-/// The library, loaded if it was not.
+/// Returns the library; loads it at the first call.
 pub(crate) fn gnutls() -> Result<&'static Gnutls> {
     if let Some(loaded) = LOADED.get() {
         return Ok(loaded);
@@ -136,7 +137,7 @@ pub(crate) fn gnutls() -> Result<&'static Gnutls> {
     Ok(LOADED.get_or_init(|| Gnutls { functions, _library: library }))
 }
 
-/// What arrives for a session, and what it wants to be sent.
+/// Bytes that have arrived for a session, and bytes that it wants to be sent.
 struct Pipes {
     session: Handle,
     arrived: Vec<u8>,
@@ -144,13 +145,13 @@ struct Pipes {
     sealed: Vec<u8>,
 }
 
-/// The key of one side, or those of all who may come.
+/// The role that the credentials were allocated for: they are freed by a function of that role.
 enum Credentials {
     Server,
     Client,
 }
 
-/// A session with a peer of whom a key is known.
+/// A session with shared keys.
 pub(crate) struct Session {
     library: &'static Gnutls,
     session: NonNull<c_void>,
@@ -158,7 +159,7 @@ pub(crate) struct Session {
     role: Credentials,
     /// From `Box::into_raw`. Borrowed by the callbacks while a function of the library runs, and by methods while none does.
     pipes: NonNull<Pipes>,
-    /// For the callback that looks for a key.
+    /// The keys among which the callback looks for the client's.
     keys: Arc<SharedKeys>,
 }
 
@@ -179,7 +180,7 @@ fn count(returned: isize) -> Result<usize, Code> {
     usize::try_from(returned).map_err(|_| Code::try_from(returned).unwrap_or(E_MEMORY_ERROR))
 }
 
-/// Takes what the session sends.
+/// Callback: takes the bytes that the session sends.
 unsafe extern "C" fn push(pipes: Handle, bytes: *const c_void, length: usize) -> isize {
     // SAFETY: the pointer is the session's `pipes`, which live as long as it, and no method borrows them while a function of
     // the library runs. The bytes are readable, as the header says of this callback.
@@ -189,7 +190,7 @@ unsafe extern "C" fn push(pipes: Handle, bytes: *const c_void, length: usize) ->
     length.cast_signed()
 }
 
-/// Gives the session what has arrived.
+/// Callback: gives the session bytes that have arrived.
 unsafe extern "C" fn pull(pipes: Handle, room: *mut c_void, length: usize) -> isize {
     // SAFETY: as in `push`; the room is writable.
     let (pipes, room) =
@@ -213,7 +214,7 @@ unsafe extern "C" fn pull_timeout(pipes: Handle, _ms: c_uint) -> c_int {
     c_int::from(pipes.taken < pipes.arrived.len())
 }
 
-/// Finds the key of a client.
+/// Callback of a server: finds the key of a client.
 unsafe extern "C" fn find(session: Handle, user: *const c_char, key: *mut Datum) -> c_int {
     let Some(library) = LOADED.get() else { return E_MEMORY_ERROR };
     // SAFETY: the pointer of a session was set to its keys, which it holds. The name is a text, as the header says.
@@ -235,7 +236,7 @@ unsafe extern "C" fn find(session: Handle, user: *const c_char, key: *mut Datum)
 }
 
 impl Session {
-    /// One of a server, for whoever has one of the keys.
+    /// Makes a server's session, for any client with one of the keys.
     pub(crate) fn server(keys: &Arc<SharedKeys>) -> Result<Self> {
         let library = gnutls()?;
         let functions = &library.functions;
@@ -248,7 +249,7 @@ impl Session {
         Self::begin(library, credentials, Credentials::Server, keys)
     }
 
-    /// One of a client who has this key.
+    /// Makes a client's session with this key.
     pub(crate) fn client(user: &CString, key: &[u8]) -> Result<Self> {
         let library = gnutls()?;
         let functions = &library.functions;
@@ -314,19 +315,19 @@ impl Session {
         unsafe { self.pipes.as_mut() }
     }
 
-    /// Adds what has arrived.
+    /// Adds arrived bytes.
     pub(crate) fn give(&mut self, bytes: &[u8]) {
         let pipes = self.pipes();
         pipes.arrived.drain(..std::mem::take(&mut pipes.taken));
         pipes.arrived.extend_from_slice(bytes);
     }
 
-    /// What is to be sent.
+    /// Returns the bytes to be sent.
     pub(crate) fn sealed(&mut self) -> &mut Vec<u8> {
         &mut self.pipes().sealed
     }
 
-    /// What is to be sent, to look at.
+    /// Whether there are bytes to be sent.
     pub(crate) fn has_sealed(&self) -> bool {
         // SAFETY: as in `pipes`, shared.
         unsafe { !self.pipes.as_ref().sealed.is_empty() }
@@ -342,7 +343,7 @@ impl Session {
         check(self.call(|functions, session| unsafe { (functions.gnutls_handshake)(session) }))
     }
 
-    /// Opens a record, or takes what is left of one. Nothing means that the peer has ended.
+    /// Opens a record, or takes the rest of one. Zero means that the peer has ended.
     pub(crate) fn receive(&mut self, room: &mut [u8]) -> Result<usize, Code> {
         // SAFETY: as in `handshake`; the room is writable.
         count(self.call(|functions, session| unsafe {
@@ -350,7 +351,7 @@ impl Session {
         }))
     }
 
-    /// Seals the first of some bytes.
+    /// Seals the first of the bytes; returns how many.
     pub(crate) fn send(&mut self, bytes: &[u8]) -> Result<usize, Code> {
         // SAFETY: as in `handshake`; the bytes are readable.
         count(self.call(|functions, session| unsafe {
@@ -358,25 +359,25 @@ impl Session {
         }))
     }
 
-    /// Says that nothing more comes.
+    /// Tells the peer that nothing more comes.
     pub(crate) fn end(&mut self) {
         // SAFETY: as in `handshake`. All that is pushed is taken, so it never has to be called again.
         self.call(|functions, session| unsafe { (functions.gnutls_bye)(session, SHUT_WR) });
     }
 
-    /// Says why this side ends.
+    /// Tells the peer why this side ends.
     pub(crate) fn alert(&mut self, code: Code) {
         // SAFETY: as in `handshake`.
         self.call(|functions, session| unsafe { (functions.gnutls_alert_send_appropriate)(session, code) });
     }
 
-    /// Whether nothing goes on after this.
+    /// Whether the session is over after this error.
     pub(crate) fn is_fatal(&self, code: Code) -> bool {
         // SAFETY: it takes a number.
         unsafe { (self.library.functions.gnutls_error_is_fatal)(code) != 0 }
     }
 
-    /// What went wrong.
+    /// Puts an error into words.
     pub(crate) fn in_words(&self, code: Code) -> String {
         let functions = &self.library.functions;
         if code == FATAL_ALERT {

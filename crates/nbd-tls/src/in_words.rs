@@ -1,4 +1,4 @@
-//! What went wrong with TLS, for a person.
+//! Errors of TLS in words for a person.
 
 use rustls::{AlertDescription, CertificateError, Error};
 use std::io;
@@ -14,7 +14,7 @@ pub fn in_words(error: &io::Error) -> String {
     }
 }
 
-/// The same of an error after the handshake.
+/// As [`in_words`], for an error after the handshake.
 pub(crate) fn said_of(error: &Error) -> String {
     known(error).map_or_else(|| format!("TLS: {error}"), |known| format!("TLS: {known}"))
 }
@@ -29,7 +29,7 @@ fn known(error: &Error) -> Option<&'static str> {
     }
 }
 
-/// What the peer complains of.
+/// Puts a peer's alert into words.
 fn of_alert(alert: AlertDescription) -> Option<&'static str> {
     use AlertDescription as Alert;
     Some(match alert {
@@ -50,11 +50,11 @@ fn of_alert(alert: AlertDescription) -> Option<&'static str> {
     })
 }
 
-/// What is wrong with the peer's certificate.
+/// Says what is wrong with the peer's certificate.
 fn of_certificate(error: &CertificateError) -> Option<&'static str> {
     use CertificateError as Wrong;
     Some(match error {
-        // An authority of the same name that has another key.
+        // `BadSignature` is an authority of the same name with another key.
         Wrong::UnknownIssuer | Wrong::BadSignature => "the peer's certificate is not of the authority in ca-cert.pem",
         Wrong::Expired | Wrong::ExpiredContext { .. } => "the peer's certificate has expired",
         Wrong::NotValidYet | Wrong::NotValidYetContext { .. } => {

@@ -6,9 +6,9 @@ use std::fmt;
 use std::io::Read as _;
 use std::path::Path;
 
-/// A longer file is none of keys.
+/// A longer file is refused.
 const FILE_BYTES_MAX: u64 = 1 << 20;
-/// A longer key is none.
+/// A longer key is refused.
 const KEY_BYTES_MAX: usize = 256;
 /// Keys by the names of their users, as `psktool` writes them.
 #[derive(Default, Clone, PartialEq, Eq)]
@@ -27,7 +27,7 @@ fn unhex(text: &[u8]) -> Option<Vec<u8>> {
 }
 
 impl SharedKeys {
-    /// Those in a file with a `USER:KEY` in each line, the key in hexadecimal digits.
+    /// Reads keys from a file. Each line is `USER:KEY`, the key in hexadecimal digits.
     pub fn in_file(path: &Path) -> Result<Self> {
         let bad = |why: &str| Error::new(ErrorKind::BadOption, format!("TLS keys '{}': {why}", path.display()));
         let mut text = Vec::new();
@@ -44,7 +44,7 @@ impl SharedKeys {
             }
             let colon = line.iter().position(|byte| *byte == b':').filter(|colon| *colon > 0);
             let (user, key) = colon.and_then(|colon| line.split_at_checked(colon)).unwrap_or_default();
-            // The line itself is a secret.
+            // The message must not show the line, which is a secret.
             let key = key.get(1..).and_then(unhex).filter(|_| !user.contains(&0));
             let key =
                 key.ok_or_else(|| bad(&format!("line {number} is not USER:KEY with a key in hexadecimal digits")))?;

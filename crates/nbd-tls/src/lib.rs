@@ -1,14 +1,14 @@
 //! TLS for NBD, on both sides.
 //!
 //! * [`Credentials`]: certificates in a directory, in the layout of QEMU's `tls-creds-x509`.
-//! * [`SharedKeys`]: keys that both sides have, in a file as QEMU's `tls-creds-psk` has it. The sessions are those of GnuTLS,
-//!   which is loaded when the first is made (`ffi`).
-//! * [`ServerTls`], [`ClientTls`], [`Handshake`]: either of the two, and a session up to its keys.
-//! * [`shake_hands`]: agrees on keys, on a thread that may wait.
-//! * [`Channel`]: what follows, without a thread: plain bytes in and out, for whoever has the socket.
-//! * [`Socket`] and [`Timed`]: the socket, for one that does not wait, and for a peer that has a time limit.
+//! * [`SharedKeys`]: keys that both sides have, in a file as in QEMU's `tls-creds-psk`. Their sessions come from
+//!   GnuTLS, which is loaded when the first one is made (`ffi`).
+//! * [`ServerTls`], [`ClientTls`], [`Handshake`]: certificates or keys, and a session until its handshake is over.
+//! * [`shake_hands`]: runs the handshake, on a thread that may wait.
+//! * [`Channel`]: a session after its handshake, without a thread: plain bytes in and out, for the owner of the socket.
+//! * [`Socket`] and [`Timed`]: a socket without a copy of its descriptor, and a socket with a time limit.
 //! * [`in_words`]: why a handshake or a connection failed, for a person.
-//! * [`widen`]: room in the Unix sockets of connections, with TLS or without.
+//! * [`widen`]: larger send buffers for Unix sockets, with TLS or without.
 
 #![deny(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]

@@ -1,35 +1,35 @@
-//! What a channel wants of a session of TLS, whoever made it.
+//! What a channel needs of a TLS session, whichever library it comes from.
 
 use crate::in_words::said_of;
 use rustls::Connection;
 use std::fmt::Debug;
 use std::io::{self, BufRead as _, IoSlice, Write};
 
-/// What of the peer's is there.
+/// The peer's bytes that a session holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct State {
-    /// Plain bytes that were not taken yet.
+    /// Decrypted bytes that were not taken yet.
     pub(crate) plain_bytes: usize,
-    /// What it has taken may be more than it has opened.
+    /// The bytes that the session was fed may hold more than it has decrypted.
     pub(crate) may_hold: bool,
     /// The peer has said that nothing more comes.
     pub(crate) has_ended: bool,
 }
 
-/// A session of which the handshake is over. It touches no socket.
+/// A session after its handshake. It touches no socket.
 pub(crate) trait Session: Debug + Send {
-    /// Takes what has arrived, up to plain bytes.
+    /// Feeds arrived bytes to the session until it has plain bytes.
     fn feed(&mut self, arrived: &mut &[u8]) -> io::Result<()>;
     fn state(&self) -> State;
-    /// Lets the first plain bytes be taken; returns how many were.
+    /// Calls `take` with the first plain bytes; returns how many it took.
     fn take(&mut self, take: &mut dyn FnMut(&[u8]) -> usize) -> io::Result<usize>;
-    /// Encrypts as many of these bytes as there is room for.
+    /// Encrypts as many of these bytes as there is room for; returns how many.
     fn seal(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize>;
-    /// Whether something is left to be sent.
+    /// Whether bytes are left to be sent.
     fn wants_write(&self) -> bool;
-    /// Sends of it what is taken.
+    /// Sends as much as the socket takes; returns how many bytes.
     fn write(&mut self, socket: &mut dyn Write) -> io::Result<usize>;
-    /// Says that nothing more comes.
+    /// Tells the peer that nothing more comes.
     fn close(&mut self);
     /// Changes the keys that this side sends with.
     #[cfg(test)]
@@ -38,7 +38,7 @@ pub(crate) trait Session: Debug + Send {
     }
 }
 
-/// Room beside what is sealed at once: records' heads and tags, and new keys, which go ahead of it.
+/// Room beside the sealed bytes for heads and tags of records, and for new keys, which go first.
 const BESIDE_BYTES: usize = 4096;
 
 /// A session with certificates.
@@ -50,9 +50,10 @@ pub(crate) struct Certified {
 }
 
 impl Certified {
-    /// Takes what came together with the last of the keys. No more than `sealed_bytes_max` are to be sealed at once.
+    /// Processes bytes that arrived with the last handshake message. At most `sealed_bytes_max` bytes are to be sealed
+    /// at once.
     pub(crate) fn new(mut session: Connection, sealed_bytes_max: usize) -> io::Result<Self> {
-        // The session counts what it has encrypted, and takes only a part of what has no room.
+        // The session counts encrypted bytes, and takes only as many plain bytes as have room.
         session.set_buffer_limit(Some(sealed_bytes_max.saturating_add(BESIDE_BYTES)));
         let mut certified = Self { session, plain_bytes: 0, has_ended: false };
         certified.open()?;
@@ -63,7 +64,7 @@ impl Certified {
         let state = self.session.process_new_packets();
         let state = state.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, said_of(&error)))?;
         self.plain_bytes = state.plaintext_bytes_to_read();
-        // What it sends after its end is not looked at.
+        // Bytes that the peer sends after its end are ignored.
         self.has_ended = state.peer_has_closed();
         Ok(())
     }
@@ -97,7 +98,7 @@ impl Session for Certified {
     fn seal(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
         let count = self.session.writer().write_vectored(parts)?;
         if count > 0 && !self.session.wants_write() {
-            // The session keeps this to itself: with TLS 1.2 keys are used up at some time.
+            // With TLS 1.2 a session's keys are used up at some time; rustls does not report this as an error.
             return Err(io::Error::new(io::ErrorKind::BrokenPipe, "TLS: the keys are used up"));
         }
         Ok(count)

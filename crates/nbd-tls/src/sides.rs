@@ -1,4 +1,4 @@
-//! What either side has to begin TLS with: certificates, or keys that both share.
+//! What each side needs to begin TLS: certificates, or keys that both share.
 
 use crate::keys::SharedKeys;
 use crate::shared::Shared;
@@ -13,12 +13,12 @@ use std::sync::Arc;
 /// The file of shared keys in a directory of credentials, as QEMU calls it.
 const KEYS: &str = "keys.psk";
 
-/// What a server has.
+/// The credentials of a server.
 #[derive(Clone)]
 pub enum ServerTls {
     /// A certificate.
     Certificates(Arc<ServerConfig>),
-    /// Keys of its clients.
+    /// The keys of its clients.
     Keys(Arc<SharedKeys>),
 }
 
@@ -32,12 +32,12 @@ impl fmt::Debug for ServerTls {
 }
 
 impl ServerTls {
-    /// What is in a directory: shared keys if there is a `keys.psk` and no `server-cert.pem`. They are read now.
+    /// Reads a directory: shared keys if there is a `keys.psk` and no `server-cert.pem`, or else certificates.
     pub fn of(credentials: &Credentials, verifies_peers: bool) -> Result<Self> {
         match credentials.has(KEYS) && !credentials.has("server-cert.pem") {
             true => {
                 let keys = Arc::new(SharedKeys::in_file(&credentials.path(KEYS))?);
-                // A library that is missing is told to the one who asks for it, not to a client.
+                // If the library is missing, the server fails at its start, not at its first client.
                 keys.serve()?;
                 Ok(Self::Keys(keys))
             }
@@ -45,7 +45,7 @@ impl ServerTls {
         }
     }
 
-    /// A session with one client.
+    /// Begins a session with one client.
     pub fn begin(&self) -> io::Result<Handshake> {
         Ok(Handshake(match self {
             Self::Certificates(config) => {
@@ -57,7 +57,7 @@ impl ServerTls {
     }
 }
 
-/// What a client has.
+/// The credentials of a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ClientTls {
     /// An authority, and perhaps a certificate.
@@ -67,7 +67,8 @@ pub enum ClientTls {
 }
 
 impl ClientTls {
-    /// A session with the server of that name. (Who has the key is the server, whatever it is called.)
+    /// Begins a session with the server `host`. (With shared keys the name does not matter: only the server has the
+    /// key.)
     pub fn begin(&self, host: &str) -> Result<Handshake> {
         Ok(Handshake(match self {
             Self::Certificates(credentials) => Kind::Certified(Box::new(credentials.connect(host)?)),
@@ -87,7 +88,7 @@ enum Kind {
 }
 
 impl Handshake {
-    /// Agrees with the peer on keys, on a socket that waits. Who gives it a time limit limits all of it.
+    /// Runs the handshake on a blocking socket. A time limit of the socket limits the whole handshake.
     pub fn run(self, socket: &mut (impl Read + Write)) -> io::Result<Channel> {
         match self.0 {
             Kind::Certified(mut session) => {

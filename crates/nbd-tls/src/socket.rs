@@ -1,10 +1,10 @@
-//! A stream socket as something that reads and writes, without a copy of its descriptor.
+//! Reads and writes a stream socket through a borrowed descriptor.
 
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::BorrowedFd;
 
-/// A socket for one call or more. Whether it waits is for its descriptor to say.
+/// A borrowed socket. Its descriptor's flags say whether calls block.
 #[derive(Debug)]
 pub struct Socket<'a> {
     fd: BorrowedFd<'a>,
@@ -13,19 +13,19 @@ pub struct Socket<'a> {
 }
 
 impl<'a> Socket<'a> {
-    /// That one.
+    /// Borrows the socket `fd`.
     #[must_use]
     pub fn new(fd: BorrowedFd<'a>) -> Self {
         Self { fd, read_bytes: 0, is_drained: false }
     }
 
-    /// All that was read.
+    /// Returns the number of bytes read so far.
     #[must_use]
     pub fn read_bytes(&self) -> usize {
         self.read_bytes
     }
 
-    /// Whether the last read got less than it had room for, so that another one now would be for nothing.
+    /// Whether the last read got less than it had room for, so that another one would find nothing.
     #[must_use]
     pub fn is_drained(&self) -> bool {
         self.is_drained
@@ -47,7 +47,7 @@ impl Write for Socket<'_> {
     }
 
     fn write_vectored(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
-        // A peer that has gone is an error, not a signal.
+        // If the peer has gone, the call returns an error instead of raising a signal.
         Ok(sendmsg(self.fd, parts, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL)?)
     }
 

@@ -1,4 +1,4 @@
-//! A socket on which all waiting together has one end.
+//! A socket on which all reads and writes together have one time limit.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io::{self, Read, Write};
@@ -9,18 +9,19 @@ fn over() -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, "the time for it is over")
 }
 
-/// A socket of a peer that is not trusted: nothing it does keeps a thread longer than was said. Any stream socket will do.
+/// The socket of a peer that is not trusted: nothing it does keeps a thread longer than the limit. Any stream socket
+/// will do.
 #[derive(Debug)]
 pub struct Timed<'a> {
     socket: &'a UnixStream,
-    /// For whom it is used. When that one has gone, there is no use in waiting.
+    /// The socket of the side that this one is used for. When its other end has gone, waiting is of no use.
     behind: &'a UnixStream,
     until: Instant,
 }
 
 impl<'a> Timed<'a> {
-    /// All of what is read and written ends at `until`, and at once when the other end of `behind` has gone. The socket is
-    /// set not to wait.
+    /// Ends all reads and writes at `until`, and at once when the other end of `behind` has gone. Sets the socket
+    /// non-blocking.
     pub fn until(socket: &'a UnixStream, behind: &'a UnixStream, until: Instant) -> io::Result<Self> {
         socket.set_nonblocking(true)?;
         Ok(Self { socket, behind, until })
@@ -32,7 +33,7 @@ impl<'a> Timed<'a> {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait(wanted)?,
                 result => {
-                    // A peer that always has something more is not waited for, and has its end, too.
+                    // A peer that always has more to send never makes `wait` run, so the limit is checked here, too.
                     return if Instant::now() >= self.until { Err(over()) } else { result };
                 }
             }
@@ -44,7 +45,7 @@ impl<'a> Timed<'a> {
         if rest.is_zero() {
             return Err(over());
         }
-        // Only that it has gone is told of the one behind.
+        // Of `behind`, only hang-ups and errors are reported.
         let mut fds = [PollFd::new(self.socket, wanted), PollFd::new(self.behind, PollFlags::empty())];
         match poll(&mut fds, Timespec::try_from(rest).ok().as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}

@@ -1,20 +1,20 @@
 //! The protocol's numbers, under its own names.
 
-/// What a server says first: "NBDMAGIC".
+/// The beginning of a server's greeting: "NBDMAGIC".
 pub const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
-/// "IHAVEOPT": before options, and second in a server's greeting.
+/// "IHAVEOPT": the second word of a server's greeting, and the beginning of an option.
 pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
-/// Before each answer to an option.
+/// The beginning of an answer to an option.
 pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-/// Before a request with a compact header.
+/// The beginning of a request with a compact header.
 pub const REQUEST_MAGIC: u32 = 0x2560_9513;
-/// Before a request with an extended header.
+/// The beginning of a request with an extended header.
 pub const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
-/// Before a simple reply.
+/// The beginning of a simple reply.
 pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-/// Before a chunk of a structured reply.
+/// The beginning of a chunk of a structured reply.
 pub const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
-/// Before a chunk of a reply with an extended header.
+/// The beginning of a chunk of a reply with an extended header.
 pub const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
 
 /// Handshake flags, the same from both sides.
@@ -25,7 +25,7 @@ pub mod handshake {
     pub const NO_ZEROES: u16 = 1 << 1;
 }
 
-/// Transmission flags: what an export can do.
+/// Transmission flags: the abilities of an export.
 pub mod export {
     /// The flags count.
     pub const HAS_FLAGS: u16 = 1 << 0;
@@ -41,7 +41,7 @@ pub mod export {
     pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
     /// Knows the flag `DF`.
     pub const SEND_DF: u16 = 1 << 7;
-    /// A flush on one connection covers what completed on all.
+    /// A flush on one connection covers completed writes on all.
     pub const CAN_MULTI_CONN: u16 = 1 << 8;
     /// Knows `CACHE`.
     pub const SEND_CACHE: u16 = 1 << 10;
@@ -73,41 +73,41 @@ pub mod option {
     pub const EXTENDED_HEADERS: u32 = 11;
 }
 
-/// Answers to options. Those with the top bit are errors.
+/// Answers to options. Numbers with the top bit are errors.
 pub mod answer {
-    /// Done.
+    /// The option is done.
     pub const ACK: u32 = 1;
     /// An export.
     pub const SERVER: u32 = 2;
-    /// Something about an export.
+    /// Information about an export.
     pub const INFO: u32 = 3;
     /// A metadata context.
     pub const META_CONTEXT: u32 = 4;
-    /// The bit of errors.
+    /// The bit that marks errors.
     pub const ERROR: u32 = 1 << 31;
     /// Unknown, or not here.
     pub const ERR_UNSUP: u32 = ERROR | 1;
     /// Forbidden.
     pub const ERR_POLICY: u32 = ERROR | 2;
-    /// It makes no sense.
+    /// The option makes no sense.
     pub const ERR_INVALID: u32 = ERROR | 3;
-    /// Only with TLS.
+    /// TLS is required.
     pub const ERR_TLS_REQD: u32 = ERROR | 5;
-    /// No such export.
+    /// There is no such export.
     pub const ERR_UNKNOWN: u32 = ERROR | 6;
-    /// Extended headers were chosen before.
+    /// The option contradicts extended headers, which were chosen before.
     pub const ERR_EXT_HEADER_REQD: u32 = ERROR | 10;
-    /// Too long.
+    /// The option is too long.
     pub const ERR_TOO_BIG: u32 = ERROR | 9;
 }
 
-/// What the answer `INFO` tells.
+/// The kinds of information in the answer `INFO`.
 pub mod info {
     /// Size and flags.
     pub const EXPORT: u16 = 0;
     /// The export's name.
     pub const NAME: u16 = 1;
-    /// Its description.
+    /// The export's description.
     pub const DESCRIPTION: u16 = 2;
     /// Sizes of requests.
     pub const BLOCK_SIZE: u16 = 3;
@@ -129,7 +129,7 @@ pub mod command {
     pub const CACHE: u16 = 5;
     /// Write zeros.
     pub const WRITE_ZEROES: u16 = 6;
-    /// Tell what lies where.
+    /// Report the status of a range.
     pub const BLOCK_STATUS: u16 = 7;
 }
 
@@ -139,9 +139,9 @@ pub mod command_flag {
     pub const FUA: u16 = 1 << 0;
     /// Zeros must take space.
     pub const NO_HOLE: u16 = 1 << 1;
-    /// One chunk of data only.
+    /// Send the data as one chunk.
     pub const DF: u16 = 1 << 2;
-    /// One extent is enough.
+    /// One extent suffices.
     pub const REQ_ONE: u16 = 1 << 3;
     /// Fail if zeros take as long as data.
     pub const FAST_ZERO: u16 = 1 << 4;
@@ -153,7 +153,7 @@ pub mod command_flag {
 pub mod chunk {
     /// The flag of the last chunk.
     pub const DONE: u16 = 1 << 0;
-    /// Nothing.
+    /// Nothing but the end of the reply.
     pub const NONE: u16 = 0;
     /// Data.
     pub const OFFSET_DATA: u16 = 1;
@@ -195,9 +195,9 @@ pub mod error {
 pub const BASE_ALLOCATION: &str = "base:allocation";
 /// The context that tells which layer has the data: 0 none, 1 the top.
 pub const ALLOCATION_DEPTH: &str = "qemu:allocation-depth";
-/// What the names of contexts begin with that tell what was written, by a bitmap. The bitmap's name follows.
+/// The prefix of contexts that report a bitmap of written ranges. The bitmap's name follows.
 pub const DIRTY_BITMAP: &str = "qemu:dirty-bitmap:";
-/// The flag of such a context: it was written.
+/// The flag of such a context: the range was written.
 pub const DIRTY: u64 = 1 << 0;
 /// Flags of `base:allocation`.
 pub mod allocation {

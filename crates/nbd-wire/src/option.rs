@@ -12,12 +12,12 @@ pub const ANSWER_HEADER_BYTES: usize = 20;
 /// Zeros behind the answer to `EXPORT_NAME`, where they were not refused.
 pub const EXPORT_NAME_ZEROES: usize = 124;
 
-/// What stands before an option's data.
+/// The header before an option's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OptionHeader {
-    /// Which one.
+    /// The number of the option.
     pub option: u32,
-    /// Bytes of its data.
+    /// The length of the data, in bytes.
     pub length_bytes: u32,
 }
 
@@ -62,7 +62,7 @@ pub fn put_option(out: &mut Vec<u8>, option: u32, data: &[u8]) {
 
 /// Appends a string behind its length of 32 bits.
 pub fn put_string(out: &mut Vec<u8>, text: &[u8]) {
-    // Whatever is longer is cut: nothing that long is ever sent.
+    // A longer text is cut off; none that long is ever sent.
     let length = u32::try_from(text.len()).unwrap_or(u32::MAX);
     out.extend_from_slice(&length.to_be_bytes());
     out.extend_from_slice(text.get(..usize::try_from(length).unwrap_or(0)).unwrap_or_default());
@@ -76,14 +76,14 @@ pub fn put_answer(out: &mut Vec<u8>, option: u32, kind: u32, data: &[u8]) {
     put_string(out, data);
 }
 
-/// What stands before an answer's data.
+/// The header before an answer's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AnswerHeader {
-    /// To which option.
+    /// The option that is answered.
     pub option: u32,
-    /// Its kind.
+    /// The kind of the answer.
     pub kind: u32,
-    /// Bytes of its data.
+    /// The length of the data, in bytes.
     pub length_bytes: u32,
 }
 
@@ -98,7 +98,7 @@ impl AnswerHeader {
         Ok(Self { option, kind, length_bytes: reader.u32().ok_or(broken)? })
     }
 
-    /// Whether it says no.
+    /// Whether the answer is an error.
     #[must_use]
     pub fn is_error(&self) -> bool {
         self.kind & answer::ERROR != 0
@@ -110,7 +110,7 @@ impl AnswerHeader {
 pub struct InfoRequest<'a> {
     /// The export's name; empty for the default one.
     pub name: &'a [u8],
-    /// What else the client would like to know.
+    /// The kinds of further information that the client wants.
     pub wanted: Vec<u16>,
 }
 
@@ -125,7 +125,7 @@ impl<'a> InfoRequest<'a> {
         reader.is_empty().then_some(Self { name, wanted })
     }
 
-    /// Its bytes.
+    /// Returns the bytes of the message.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut out = Vec::new();
@@ -141,7 +141,7 @@ impl<'a> InfoRequest<'a> {
 pub struct MetaRequest<'a> {
     /// The export's name.
     pub name: &'a [u8],
-    /// What it asks for.
+    /// The names of the contexts that it asks for.
     pub queries: Vec<&'a [u8]>,
 }
 
@@ -152,12 +152,12 @@ impl<'a> MetaRequest<'a> {
         let mut reader = Reader::new(data);
         let name = reader.string()?;
         let count = reader.u32()?;
-        // Each takes at least four bytes, so a count that lies ends here at once.
+        // Each query takes at least four bytes, so a false count fails here at once.
         let queries = (0..count).map(|_| reader.string()).collect::<Option<Vec<_>>>()?;
         reader.is_empty().then_some(Self { name, queries })
     }
 
-    /// Its bytes.
+    /// Returns the bytes of the message.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut out = Vec::new();
@@ -168,7 +168,7 @@ impl<'a> MetaRequest<'a> {
     }
 }
 
-/// What the answer `INFO` says.
+/// The contents of the answer `INFO`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Info<'a> {
     /// Size in bytes, and transmission flags.
@@ -180,18 +180,18 @@ pub enum Info<'a> {
     },
     /// The export's name.
     Name(&'a [u8]),
-    /// Its description.
+    /// The export's description.
     Description(&'a [u8]),
     /// Sizes of requests, in bytes.
     BlockSize {
-        /// Offsets and lengths are multiples of it.
+        /// Offsets and lengths are multiples of this.
         minimum: u32,
-        /// What is best.
+        /// The best size.
         preferred: u32,
         /// The longest payload.
         maximum: u32,
     },
-    /// Something that is not known here.
+    /// Information of an unknown kind.
     Other(u16),
 }
 
@@ -211,7 +211,7 @@ impl<'a> Info<'a> {
         })
     }
 
-    /// Its bytes.
+    /// Returns the bytes of the message.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut out = Vec::new();

@@ -1,17 +1,17 @@
 //! Bytes of a peer, read with a check of each length.
 
-/// What is left to be read. Each call takes from the front, or gives `None` and takes nothing.
+/// The rest of a message. Each call takes bytes from the front, or returns `None` and takes nothing.
 #[derive(Debug, Clone, Copy)]
 pub struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
-    /// All of `bytes`.
+    /// Makes a reader of `bytes`.
     #[must_use]
     pub fn new(bytes: &'a [u8]) -> Self {
         Self(bytes)
     }
 
-    /// So many bytes.
+    /// Takes a number of bytes.
     pub fn bytes(&mut self, length_bytes: usize) -> Option<&'a [u8]> {
         let (taken, rest) = self.0.split_at_checked(length_bytes)?;
         self.0 = rest;
@@ -24,22 +24,22 @@ impl<'a> Reader<'a> {
         Some(*taken)
     }
 
-    /// An integer of 16 bits.
+    /// Takes an integer of 16 bits.
     pub fn u16(&mut self) -> Option<u16> {
         self.array().map(u16::from_be_bytes)
     }
 
-    /// An integer of 32 bits.
+    /// Takes an integer of 32 bits.
     pub fn u32(&mut self) -> Option<u32> {
         self.array().map(u32::from_be_bytes)
     }
 
-    /// An integer of 64 bits.
+    /// Takes an integer of 64 bits.
     pub fn u64(&mut self) -> Option<u64> {
         self.array().map(u64::from_be_bytes)
     }
 
-    /// A string behind its length of 32 bits.
+    /// Takes a string that follows its length of 32 bits.
     pub fn string(&mut self) -> Option<&'a [u8]> {
         let mut ahead = *self;
         let length = usize::try_from(ahead.u32()?).ok()?;
@@ -48,7 +48,7 @@ impl<'a> Reader<'a> {
         Some(text)
     }
 
-    /// What is left.
+    /// Returns the rest.
     #[must_use]
     pub fn rest(&self) -> &'a [u8] {
         self.0

@@ -3,7 +3,7 @@
 use crate::numbers::{EXTENDED_REPLY_MAGIC, SIMPLE_REPLY_MAGIC, STRUCTURED_REPLY_MAGIC, chunk};
 use crate::{Reader, WireError};
 
-/// Which headers replies have.
+/// The headers of replies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Style {
     /// Simple replies only.
@@ -39,7 +39,7 @@ impl Head {
         self
     }
 
-    /// Its bytes.
+    /// Returns the bytes of the header.
     #[must_use]
     #[inline]
     pub fn as_bytes(&self) -> &[u8] {
@@ -47,20 +47,20 @@ impl Head {
     }
 }
 
-/// A simple reply; the data of a read follow.
+/// Makes the header of a simple reply; the data of a read follow.
 #[must_use]
 pub fn simple(cookie: u64, error: u32) -> Head {
     Head::new().put(&SIMPLE_REPLY_MAGIC.to_be_bytes()).put(&error.to_be_bytes()).put(&cookie.to_be_bytes())
 }
 
-/// What stands before a chunk of a structured or an extended reply.
+/// The header before a chunk of a structured or an extended reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chunk {
     /// Flags.
     pub flags: u16,
-    /// Its kind.
+    /// The kind of the chunk.
     pub kind: u16,
-    /// The request's name.
+    /// The cookie of the request.
     pub cookie: u64,
     /// The request's first byte; zero in structured replies.
     pub offset: u64,
@@ -69,7 +69,7 @@ pub struct Chunk {
 }
 
 impl Chunk {
-    /// The header's bytes.
+    /// Returns the header's bytes.
     #[must_use]
     pub fn head(&self, extended: bool) -> Head {
         let magic = if extended { EXTENDED_REPLY_MAGIC } else { STRUCTURED_REPLY_MAGIC };
@@ -81,7 +81,7 @@ impl Chunk {
         }
     }
 
-    /// The header of a chunk with data, up to the data: those of `offset`.
+    /// Returns the header of a chunk with data, up to the data, which begin at `offset`.
     #[must_use]
     pub fn data(extended: bool, cookie: u64, offset: u64, length_bytes: u64) -> Head {
         let chunk = Self {
@@ -100,7 +100,7 @@ impl Chunk {
 pub enum ReplyHead {
     /// A simple reply: error number and cookie.
     Simple {
-        /// Zero if all is well.
+        /// Zero for success.
         error: u32,
         /// The request's name.
         cookie: u64,
@@ -143,7 +143,7 @@ impl ReplyHead {
 pub struct Extent {
     /// Bytes.
     pub length_bytes: u64,
-    /// What they are.
+    /// The flags of the extent.
     pub flags: u64,
 }
 

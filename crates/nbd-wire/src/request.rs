@@ -13,18 +13,18 @@ pub const EXTENDED_BYTES: usize = 32;
 pub struct Request {
     /// Flags.
     pub flags: u16,
-    /// Which command.
+    /// The number of the command.
     pub command: u16,
-    /// The client's name for it.
+    /// The client's name for the request.
     pub cookie: u64,
     /// First byte.
     pub offset: u64,
-    /// Bytes.
+    /// The length in bytes.
     pub length_bytes: u64,
 }
 
 impl Request {
-    /// Bytes of a header.
+    /// Returns the length of a header, in bytes.
     #[must_use]
     pub fn header_bytes(extended: bool) -> usize {
         if extended { EXTENDED_BYTES } else { COMPACT_BYTES }

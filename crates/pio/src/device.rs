@@ -7,10 +7,10 @@ use crate::{Link, Width, Window};
 /// Offsets count the device's ports through its regions in their order. A device with regions of eight ports and of one
 /// port has the offsets 0 to 8.
 pub trait Device: Send {
-    /// Returns what the guest reads. Bits above `width` are ignored.
+    /// Returns the value that the guest reads. Bits above `width` are ignored.
     fn read(&mut self, offset: u16, width: Width, link: &mut Link) -> u32;
 
-    /// Takes what the guest writes. Bits above `width` are zero.
+    /// Takes the value that the guest writes. Bits above `width` are zero.
     fn write(&mut self, offset: u16, width: Width, value: u32, link: &mut Link);
 
     /// Called when the last byte of the window has moved. The device gets its data back, and may open the next window

@@ -18,7 +18,7 @@ pub fn shelf_region(base: u16) -> [Region; 2] {
 /// Choosing an item again starts at its first byte.
 #[derive(Debug)]
 pub struct Shelf {
-    /// The items. That of an open window is empty here: the window has its bytes.
+    /// The items. The item of an open window is empty here: the window has its bytes.
     items: Vec<Vec<u8>>,
     chosen: usize,
     /// The window of the chosen item if the bus does not have it.

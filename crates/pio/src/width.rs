@@ -12,7 +12,7 @@ pub enum Width {
 }
 
 impl Width {
-    /// Returns the width of so many bytes; `None` if there is none.
+    /// Returns the width of this many bytes; `None` if there is none.
     #[must_use]
     pub const fn of_bytes(bytes: usize) -> Option<Self> {
         match bytes {

@@ -51,7 +51,7 @@ impl Window {
         self.direction
     }
 
-    /// Returns what the port moves at once.
+    /// Returns the unit, which the port moves at once.
     #[must_use]
     pub fn unit(&self) -> Width {
         self.unit

@@ -26,22 +26,22 @@ pub(crate) trait Disks {
     /// do not change any more.
     fn freeze(&self, overlays: Vec<(String, PathBuf)>) -> Result<()>;
 
-    /// The internal snapshots of a disk's top layer.
+    /// Returns the internal snapshots of a disk's top layer.
     fn snapshots(&self, name: &str) -> Result<Vec<InternalSnapshot>>;
 
-    /// Takes an internal snapshot. It keeps the machine's state, if given: a file and how many bytes of it.
+    /// Takes an internal snapshot. If given, it keeps the machine's state: the first bytes of a file.
     fn take_snapshot(&self, name: &str, snapshot: &str, state: Option<(&Path, u64)>) -> Result<()>;
 
     fn delete_snapshot(&self, name: &str, snapshot: &str) -> Result<()>;
 
-    /// Takes so many layers of a disk back, and waits for the end.
+    /// Takes this many layers of a disk back into the layer below, and waits for the end.
     fn commit(&self, name: &str, layers: usize, cancel: &AtomicBool, told: &mut dyn FnMut(u64, u64)) -> Result<()>;
 
     /// Waits until no job changes the disk.
     fn wait_for_jobs(&self, name: &str) -> Result<()>;
 
-    /// Serves a disk with these options under a new layer, and replaces the disk of its name. The layer is in place
-    /// before anybody can write. Later, layers may be taken back into `former_tops`. The disk may rest on `bases`.
+    /// Serves a disk with these options under a new layer, and replaces the disk of that name. The layer is in place
+    /// before any write is possible. Later, layers may be taken back into `former_tops`. The disk may rest on `bases`.
     fn replace(
         &self,
         name: &str,
@@ -56,7 +56,7 @@ pub(crate) trait Disks {
 #[derive(Debug)]
 pub(crate) struct Daemon(Client);
 
-/// One layer of a disk.
+/// A layer of a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Layer {
     pub(crate) format: String,

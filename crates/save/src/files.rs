@@ -12,7 +12,7 @@ pub(crate) fn failed(what: &str, path: &Path, error: std::io::Error) -> Error {
     Error::io(format!("cannot {what} '{}'", path.display()), error)
 }
 
-/// A new file, for its owner only. Nobody may count on it before it is durable.
+/// A new file, for its owner only. It must not be relied on before it is durable.
 pub(crate) struct NewFile<'a> {
     file: File,
     path: &'a Path,

@@ -3,14 +3,14 @@
 //!
 //! The machine is a QEMU that is reached over QMP. Its disks are those of a daemon with a control interface. A save
 //! leaves a directory with the machine's state ([`StateFile`]) and a record of the disks that belong to it
-//! ([`Record`]). The record is replaced in one step. So at any moment there is an old pair or a new one, whatever is
-//! interrupted.
+//! ([`Record`]). The record is replaced in one step. So at any moment there is an old pair or a new one, even if
+//! something is interrupted.
 //!
 //! * A new layer on each disk freezes it; the guest writes to that layer. Files that a record names never change while
 //!   the record is valid.
 //! * The guest's writes since the last save are taken back into the image while the machine waits, unless the user
-//!   keeps the layers. Once the record names both, the layer and its image show the same contents, however far that has
-//!   come.
+//!   keeps the layers. Once the record names both, the layer and its image show the same contents, however far the
+//!   taking back has come.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! Which machine is saved: where its monitor, its daemon and its saved state are.
+//! The machine to be saved: the places of its monitor, its daemon and its saved state.
 
 use block::{Error, ErrorKind, Result};
 use serde::Deserialize;
@@ -54,7 +54,7 @@ impl Machine {
         }
     }
 
-    /// A machine without a name: fill it in.
+    /// Makes a description without any values, to be filled in.
     #[must_use]
     pub fn nothing() -> Self {
         Self::default()

@@ -1,4 +1,4 @@
-//! Which layers saves and restores have put on disks. These alone are taken back and removed: a layer of the user
+//! The layers that saves and restores have put on disks. Only these are taken back and removed: a layer of the user
 //! stays, whatever its name.
 
 use crate::files;
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 const FILE: &str = "layers.json";
 const NEW_FILE: &str = "layers.json.new";
 
-/// The layers, by their files. Those that are gone may still be named.
+/// The layers, by their files. Files that are gone may still be listed.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct OwnLayers {

@@ -1,8 +1,8 @@
-//! Cuts the power at every moment of a row of saves: the old pair or the new one is there, whole.
+//! Cuts the power at every moment of a series of saves, and checks that the old pair or the new one is there, whole.
 //!
-//! A save runs with a made-up monitor and made-up disks, and its changes of the directory are noted ([`Change`]). Then
-//! the directory of each moment is put together as a file system may leave it: any part of the names and bytes that
-//! were not synced is there.
+//! A save runs with a simulated monitor and simulated disks, and its changes of the directory are recorded
+//! ([`Change`]). Then the directory of each moment is built as a file system may leave it, with any part of the names
+//! and bytes that were not synced.
 
 use crate::disks::{Disks, Layer};
 use crate::files::Change;
@@ -26,18 +26,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 
-/// What a disk's file holds.
+/// The contents of a disk's file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Held {
-    /// What is below.
+    /// Nothing of its own: the file below shows.
     Nothing,
-    /// Everything, as the guest wrote it last.
+    /// Everything, as the guest last wrote it.
     All(u64),
-    /// A part of what is being copied there.
+    /// A part of the data that are being copied there.
     Torn,
 }
 
-/// The disk's files: what each holds, and which one is below it.
+/// The disk's files: the contents of each, and the file below it.
 type View = BTreeMap<PathBuf, (Held, Option<PathBuf>)>;
 
 #[derive(Debug, Clone)]
@@ -56,12 +56,12 @@ fn with_journal(directory: &Path, moment: Moment) {
     }
 }
 
-/// Somebody has changed a directory.
+/// Records a change of a directory.
 pub(crate) fn note(directory: &Path, change: Change) {
     with_journal(directory, Moment::Directory(change));
 }
 
-/// What a file shows.
+/// Returns the contents that a file shows.
 fn shown(view: &View, file: &Path) -> Held {
     match view.get(file) {
         Some((Held::Nothing, Some(below))) => shown(view, below),
@@ -70,7 +70,7 @@ fn shown(view: &View, file: &Path) -> Held {
     }
 }
 
-/// One disk of a daemon that does what is asked of it, and notes each step.
+/// A simulated daemon with one disk. It records each step.
 struct MadeUp {
     saved: PathBuf,
     state: RefCell<(Vec<Layer>, View)>,
@@ -159,7 +159,7 @@ impl Disks for MadeUp {
     }
 }
 
-/// A machine's monitor, whose state is `stream`. It ends with its client.
+/// Answers as a simulated monitor, whose machine's state is `state`. Returns when its client has gone.
 fn answer(mut stream: UnixStream, state: &[u8]) {
     let (mut passed, mut status, mut text): (Option<OwnedFd>, _, _) = (None, "running", Vec::new());
     stream.write_all(b"{\"QMP\": {}}\n").unwrap();
@@ -197,7 +197,7 @@ fn answer(mut stream: UnixStream, state: &[u8]) {
     }
 }
 
-/// Saves.
+/// Saves with the simulated monitor and disks.
 fn saved(machine: &Machine, disks: &MadeUp, keep: bool, state: &[u8]) -> Saved {
     let _ = std::fs::remove_file(&machine.qmp);
     let monitor = UnixListener::bind(&machine.qmp).unwrap();
@@ -210,14 +210,14 @@ fn saved(machine: &Machine, disks: &MadeUp, keep: bool, state: &[u8]) -> Saved {
     })
 }
 
-/// A file: what was written, and how much of it is durable.
+/// A file: its written bytes, and the number of durable ones.
 #[derive(Debug, Clone, Default)]
 struct Inode {
     bytes: Vec<u8>,
     durable_bytes: usize,
 }
 
-/// A change of names: this one becomes that file, or none.
+/// A change of names: each name becomes that file, or is removed.
 type Names = Vec<(String, Option<usize>)>;
 
 /// A directory on a disk with a cache.
@@ -258,11 +258,11 @@ impl Directory {
         self.pending.push(names);
     }
 
-    /// Puts together what may be there after a power cut.
+    /// Builds the directory as it may be after a power cut.
     fn leave(&self, target: &Path, seed: u64) {
         let mut state = seed;
         let mut dice = |sides: usize| {
-            // As in the reference of SplitMix64.
+            // SplitMix64, as in its reference implementation.
             state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
             let mixed = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
             let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -282,7 +282,7 @@ impl Directory {
             let mut bytes = inode.bytes.clone();
             let lost = inode.durable_bytes + dice(bytes.len() - inode.durable_bytes + 1);
             match dice(3) {
-                // The length is there before the bytes.
+                // The new length may survive without the bytes.
                 0 => bytes[lost..].fill(0),
                 _ => bytes.truncate(lost),
             }
@@ -300,7 +300,7 @@ fn put(names: &mut BTreeMap<String, usize>, change: &Names) {
     }
 }
 
-/// The number of the pair that is there, which is whole; `None` where there is none.
+/// Returns the number of the present pair, after checking that it is whole; `None` if there is none.
 fn whole_pair(directory: &Path, disk: &View, wanted: &BTreeMap<u64, u64>) -> Option<u64> {
     let record = Record::read(directory).unwrap()?;
     let state = StateFile::open(&record.state_path(directory)).unwrap();

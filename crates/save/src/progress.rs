@@ -1,6 +1,6 @@
-//! How far a save or a restore has come: step by step, and as a whole.
+//! The progress of a save or a restore: step by step, and as a whole.
 
-/// The steps of a save, in order, are those from [`Step::Stop`] to [`Step::Resume`]. A restore looks, serves, starts,
+/// The steps of a save are, in order, those from [`Step::Stop`] to [`Step::Resume`]. A restore checks, serves, starts,
 /// reads the state and resumes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
@@ -12,7 +12,7 @@ pub enum Step {
     Start,
     /// The machine stops.
     Stop,
-    /// Its state is written, or read.
+    /// The machine's state is written, or read.
     State,
     /// The disks get new layers.
     Freeze,
@@ -39,7 +39,7 @@ impl Step {
     pub(crate) const RESTORE: &[(Self, f64)] =
         &[(Self::Look, 0.25), (Self::Serve, 0.10), (Self::Start, 0.10), (Self::State, 0.53), (Self::Resume, 0.02)];
 
-    /// Its name, for people and programs.
+    /// Returns the step's name, for people and programs.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -59,9 +59,9 @@ impl Step {
 /// A moment of a save or a restore.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Moment {
-    /// What goes on.
+    /// The current step.
     pub step: Step,
-    /// Bytes of this step that are done, where it moves bytes.
+    /// The bytes of this step that are done, if it moves bytes.
     pub done_bytes: u64,
     /// Bytes of this step in all, as far as that is known. Rises only.
     pub total_bytes: u64,
@@ -73,7 +73,7 @@ pub struct Moment {
     pub whole: f64,
 }
 
-/// Tells moments so that they only rise.
+/// Reports moments, so that their figures only rise.
 pub(crate) struct Progress<'a> {
     tell: &'a mut dyn FnMut(Moment),
     steps: &'static [(Step, f64)],
@@ -82,7 +82,7 @@ pub(crate) struct Progress<'a> {
     step_done: u64,
     /// Bytes of the steps before.
     bytes_before: u64,
-    /// What was told of all steps.
+    /// The totals that were reported for all steps.
     all_done: u64,
     all_total: u64,
     whole: f64,
@@ -95,7 +95,7 @@ impl<'a> Progress<'a> {
         Self { tell, steps, step, step_total: 0, step_done: 0, bytes_before: 0, all_done: 0, all_total: 0, whole: 0.0 }
     }
 
-    /// Makes the progress after another one that has told all of the first step: so many bytes.
+    /// Continues after another progress that has reported all of the first step, of `step_bytes`.
     pub(crate) fn behind_first(
         steps: &'static [(Step, f64)],
         step_bytes: u64,
@@ -107,14 +107,14 @@ impl<'a> Progress<'a> {
         Self { step_total: step_bytes, step_done: step_bytes, all_total: step_bytes, all_done, whole, ..new }
     }
 
-    /// A step begins.
+    /// Begins a step.
     pub(crate) fn begin(&mut self, step: Step) {
         self.bytes_before = self.bytes_before.saturating_add(self.step_total);
         (self.step, self.step_total, self.step_done) = (step, 0, 0);
         self.moved(0, 0);
     }
 
-    /// A part of the step is done.
+    /// Notes that a part of the step is done.
     pub(crate) fn moved(&mut self, done_bytes: u64, total_bytes: u64) {
         self.step_total = self.step_total.max(total_bytes).max(done_bytes);
         self.step_done = self.step_done.max(done_bytes);
@@ -125,7 +125,7 @@ impl<'a> Progress<'a> {
         self.tell();
     }
 
-    /// All is done.
+    /// Notes that everything is done.
     pub(crate) fn end(&mut self) {
         (self.step_done, self.whole) = (self.step_total, 1.0);
         self.tell();
@@ -134,7 +134,7 @@ impl<'a> Progress<'a> {
     fn tell(&mut self) {
         let Self { step, step_done: done_bytes, step_total: total_bytes, whole, .. } = *self;
         let all_total_bytes = self.bytes_before.saturating_add(total_bytes);
-        // The part that was told, of a total that may be larger now.
+        // The part that was reported, of a total that may be larger now.
         let told = u128::from(self.all_done) * u128::from(all_total_bytes);
         let told = u64::try_from(told.div_ceil(u128::from(self.all_total.max(1)))).unwrap_or(u64::MAX);
         let all_done_bytes = ((all_total_bytes as f64 * whole) as u64).max(told).min(all_total_bytes);

@@ -64,7 +64,7 @@ impl Qmp {
         status.get("running").and_then(Value::as_bool).ok_or_else(|| self.wrong("it does not say whether it runs"))
     }
 
-    /// Returns what the machine is doing: `running`, `paused`, `inmigrate`...
+    /// Returns the state of the machine: `running`, `paused`, `inmigrate`...
     pub fn status(&mut self) -> Result<String> {
         let status = self.run("query-status", json!({}))?;
         let status = status.get("status").and_then(Value::as_str).map(str::to_owned);

@@ -1,11 +1,11 @@
-//! The record of a save: which state belongs to which disks. It is replaced in one step.
+//! The record of a save: the state and the disks that belong together. It is replaced in one step.
 
 use crate::disks::Layer;
 use crate::files::{self, NewFile, failed};
 use block::{Error, ErrorKind, Result};
 use control::Options;
 use control::api::FormerTop;
-use image::FileName;
+use image::{FileName, Format};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 const VERSION: u32 = 1;
 const FILE: &str = "saved.json";
 const NEW_FILE: &str = "saved.json.new";
-/// Says that a save is under way, and whether the machine ran when it began.
+/// The file that says that a save is under way, and whether the machine ran when it began.
 const UNDER_WAY: &str = "saving.json";
 const NEW_UNDER_WAY: &str = "saving.json.new";
 
@@ -24,7 +24,7 @@ const NEW_UNDER_WAY: &str = "saving.json.new";
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Record {
     version: u32,
-    /// One more than the save before.
+    /// The number of the save before, plus one.
     pub number: u64,
     /// Milliseconds since 1970.
     pub saved_at_ms: u64,
@@ -35,17 +35,17 @@ pub struct Record {
     /// A restore has begun to open the disks' files, which may change their times and no byte that a guest sees.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_being_restored: bool,
-    /// Its disks.
+    /// The machine's disks.
     pub disks: Vec<SavedDisk>,
 }
 
-/// A disk as it was.
+/// A disk in its saved form.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct SavedDisk {
-    /// Its name in the daemon.
+    /// The disk's name in the daemon.
     pub name: String,
-    /// The file that holds it, with the layers below. It does not change any more.
+    /// The file that holds the disk, with the layers below. It no longer changes.
     pub file: PathBuf,
     /// The format of that file.
     pub format: String,
@@ -68,7 +68,7 @@ pub struct SavedDisk {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LayerBelow {
-    /// Its file.
+    /// The layer's file.
     pub file: PathBuf,
     /// The format of that file.
     pub format: String,
@@ -82,8 +82,8 @@ pub struct OtherFile {
     seen: Seen,
 }
 
-/// What shows whether a file was changed. All zero for a block device: nothing shows that, and its node is made anew
-/// when the host starts.
+/// Properties that show whether a file was changed. All zero for a block device: nothing shows a change of it, and its
+/// node is made anew when the host starts.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Seen {
@@ -106,7 +106,7 @@ impl Seen {
         *self == Self::default()
     }
 
-    /// Whether the file may be the same now. Records made before have seen the node of a block device, whose length is
+    /// Whether the file may be unchanged. Old records hold the properties of a block device's node, whose length is
     /// zero.
     fn may_be(&self, now: &Self) -> bool {
         self == now || (now.is_device() && self.length_bytes == 0)
@@ -117,7 +117,7 @@ impl Seen {
         (self.inode, self.length_bytes) == (other.inode, other.length_bytes)
     }
 
-    /// How the file is now.
+    /// Reads the present properties of the file.
     pub(crate) fn of(path: &Path) -> Result<Self> {
         let meta = std::fs::metadata(path).map_err(|error| failed("look at", path, error))?;
         if meta.file_type().is_block_device() {
@@ -132,7 +132,7 @@ impl Seen {
     }
 }
 
-/// A save under way, as the next run has to know it.
+/// A save under way, as the next run must know it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct UnderWay {
@@ -140,7 +140,7 @@ pub(crate) struct UnderWay {
 }
 
 impl Record {
-    /// The next record of `directory`.
+    /// Makes the record that follows `before`.
     pub(crate) fn next(before: Option<&Self>, was_running: bool) -> Self {
         let number = before.map_or(0, |before| before.number) + 1;
         let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
@@ -150,7 +150,7 @@ impl Record {
         Self { version: VERSION, number, saved_at_ms, state, was_running, is_being_restored, disks: Vec::new() }
     }
 
-    /// The record of `directory`; `None` where nothing was saved.
+    /// Reads the record of `directory`; `None` if nothing was saved.
     pub fn read(directory: &Path) -> Result<Option<Self>> {
         let path = directory.join(FILE);
         let Some(record) = read_json::<Self>(&path)? else { return Ok(None) };
@@ -168,7 +168,7 @@ impl Record {
         files::replace(directory, NEW_FILE, FILE)
     }
 
-    /// The machine's state.
+    /// Returns the path of the machine's state.
     #[must_use]
     pub fn state_path(&self, directory: &Path) -> PathBuf {
         directory.join(&self.state)
@@ -199,7 +199,7 @@ impl Record {
     }
 }
 
-/// Locks the directory, which is made if it is missing. One program at a time saves to it or restores from it.
+/// Locks the directory, and creates it if it is missing. One program at a time saves to it or restores from it.
 pub(crate) fn lock_directory(directory: &Path) -> Result<File> {
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(directory);
     made.map_err(|error| failed("make", directory, error))?;
@@ -227,11 +227,7 @@ pub(crate) fn remove_states(directory: &Path, but: Option<&str>) -> Result<()> {
 
 /// Returns a layer's external data file, if the layer's name tells it.
 fn data_of(file: &Path, format: &str) -> Option<PathBuf> {
-    (format == "scratch").then(|| {
-        let mut name = file.as_os_str().to_owned();
-        name.push(".data");
-        name.into()
-    })
+    format.parse::<Format>().ok()?.data_file_of(file)
 }
 
 fn is_remote(file: &Path) -> bool {
@@ -261,7 +257,7 @@ impl LayerBelow {
 }
 
 impl SavedDisk {
-    /// Notes how its files are from here on. `layers` are those of the disk, of which its file is one.
+    /// Records the present state of the disk's files. `layers` are all layers of the disk, of which its file is one.
     pub(crate) fn look(&mut self, layers: &[Layer]) -> Result<()> {
         self.seen = Some(Seen::durable(&self.file)?);
         let below = layers.iter().skip_while(|layer| layer.file != self.file).skip(1);
@@ -286,17 +282,18 @@ impl SavedDisk {
         Ok(())
     }
 
-    /// Notes how the same files are from here on.
+    /// Records the present state of the same files.
     pub(crate) fn look_again(&mut self) -> Result<()> {
         self.seen = Some(Seen::durable(&self.file)?);
         self.others.iter_mut().try_for_each(|other| {
-            // Saves before took files that they could not open.
+            // Older saves recorded files that they could not open.
             other.seen = Seen::durable(&other.file).or_else(|_| Seen::of(&other.file))?;
             Ok(())
         })
     }
 
-    /// Notes that the layers above the image are about to be taken back into it, so the files' looks mean nothing.
+    /// Notes that the layers above the image are about to be taken back into it, so the files' recorded states mean
+    /// nothing.
     pub(crate) fn is_taken_back(&mut self) {
         self.seen = None;
         let first_that_stays = match self.below.iter().position(|layer| layer.file == self.base) {
@@ -318,13 +315,13 @@ impl SavedDisk {
         tops.map(|layer| FormerTop { file: layer.file.clone(), format: Some(layer.format.clone()) }).collect()
     }
 
-    /// The files below its file, which the daemon was allowed to open when it was saved: also the image of a kept
-    /// scratch overlay, which lies elsewhere.
+    /// Returns the files below the disk's file, which the daemon was allowed to open at the save. They include the
+    /// image of a kept scratch overlay, which lies elsewhere.
     pub(crate) fn bases(&self) -> Vec<PathBuf> {
         self.below.iter().flat_map(LayerBelow::files).collect()
     }
 
-    /// Whether its files are as they were when it was saved, perhaps but for their times.
+    /// Whether the disk's files are as they were at the save. Without times, their times are ignored.
     fn check(&self, without_times: bool) -> Result<()> {
         let compare = |file: &Path, seen: &Seen| {
             let now = Seen::of(file)?;
@@ -348,7 +345,7 @@ impl UnderWay {
     }
 
     pub(crate) fn write(self, directory: &Path) -> Result<()> {
-        // A full disk leaves the note that was there.
+        // If the storage is full, the old note stays.
         write_json(directory, NEW_UNDER_WAY, &self)?;
         files::replace(directory, NEW_UNDER_WAY, UNDER_WAY)
     }

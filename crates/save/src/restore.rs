@@ -1,4 +1,4 @@
-//! Restoring: which pair is whole, and how the machine goes on from it.
+//! Restoring: finds the pair that is whole, and lets the machine go on from it.
 
 use crate::disks::{Daemon, Disks};
 use crate::machine::Machine;
@@ -20,18 +20,18 @@ use std::process::{Child, Command};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// A pair that is whole.
+/// A saved pair that is whole.
 #[derive(Debug)]
 pub struct Restore {
-    /// What was saved.
+    /// The record of the save.
     pub record: Record,
     /// The machine's state.
     pub state: StateFile,
-    /// Where that is.
+    /// The file of the state.
     pub state_path: PathBuf,
-    /// A save was begun after it and did not end.
+    /// A later save was begun and did not end.
     pub was_broken_off: bool,
-    /// Notes for the user: files with what the machine wrote before, which only the user may still need.
+    /// Notes for the user: files with later writes of the machine, which only the user may still need.
     pub notes: Vec<String>,
 }
 
@@ -78,7 +78,7 @@ fn stands(machine: &Machine) -> bool {
 }
 
 impl Restore {
-    /// The options of each disk as they are before the machine writes to it: the file that was saved is the top.
+    /// Returns the options of each disk before the machine writes to it: the saved file is the top.
     fn drives(&self) -> impl Iterator<Item = (&str, Options)> {
         self.record.disks.iter().map(|disk| {
             let mut options = disk.options.clone();
@@ -93,7 +93,7 @@ impl Restore {
         })
     }
 
-    /// The command that starts the machine, with the arguments that let it take its state.
+    /// Returns the command that starts the machine, with arguments for receiving its state.
     #[must_use]
     pub fn command(&self, machine: &Machine, program: &Path) -> Vec<String> {
         let extract = format!("exec:{} state extract {} -", quoted(program), quoted(&self.state_path));
@@ -101,12 +101,12 @@ impl Restore {
     }
 }
 
-/// A path as a shell takes it.
+/// Quotes a path for a shell.
 fn quoted(path: &Path) -> String {
     format!("'{}'", path.to_string_lossy().replace('\'', "'\\''"))
 }
 
-/// Refuses disks that somebody uses. Without a monitor to ask, it may be the machine itself, which would lose them.
+/// Refuses disks in use. Without a monitor to ask, the machine itself may be the user, and would lose them.
 fn refuse_used<'a>(names: impl IntoIterator<Item = &'a str>, is_used: impl Fn(&str) -> Result<bool>) -> Result<()> {
     for name in names {
         if is_used(name)? {
@@ -118,8 +118,8 @@ fn refuse_used<'a>(names: impl IntoIterator<Item = &'a str>, is_used: impl Fn(&s
     Ok(())
 }
 
-/// Serves the disks as they were saved, each under a new layer for what the machine writes from here on. The daemon
-/// runs. An interruption leaves the pair as it was. With `force`, disks in use are not refused.
+/// Serves the saved disks, each under a new layer for the machine's later writes. The daemon must run. An interruption
+/// leaves the pair as it was. With `force`, disks in use are not refused.
 fn serve_disks(
     machine: &Machine,
     restore: &mut Restore,
@@ -136,14 +136,14 @@ fn serve_disks(
         refuse_used(saved.map(String::as_str), |name| disks.is_used(name))?;
     }
     // Opening an image for writing may change its times, but no byte that a guest sees. So each disk is recorded anew:
-    // a restore that is broken off must not make the pair look changed.
+    // an interrupted restore must not make the pair look changed.
     restore.record.is_being_restored = true;
     restore.record.publish(&machine.state)?;
     let drives: Vec<(String, Options)> = restore.drives().map(|(name, options)| (name.to_owned(), options)).collect();
     for (index, (name, options)) in drives.into_iter().enumerate() {
         let Some(disk) = restore.record.disks.get_mut(index) else { break };
         if let Err(error) = check(cancel) {
-            // Those that were served before were looked at again.
+            // The disks that were served already have new records.
             restore.record.is_being_restored = false;
             restore.record.publish(&machine.state)?;
             return Err(error);
@@ -168,7 +168,7 @@ fn serve_disks(
     restore.record.publish(&machine.state)
 }
 
-/// A file that does not exist, beside the image.
+/// Finds a free name for a layer beside the image.
 fn layer_above(base: &Path) -> Result<PathBuf> {
     let named = |number: u32| {
         let mut name = base.as_os_str().to_owned();
@@ -181,7 +181,7 @@ fn layer_above(base: &Path) -> Result<PathBuf> {
     })
 }
 
-/// Locks the directory, and looks whether the machine may be given its disks.
+/// Locks the directory, and checks that the machine may be given its disks.
 fn begin(machine: &Machine, restore: &Restore) -> Result<File> {
     let lock = lock_directory(&machine.state)?;
     if Record::read(&machine.state)?.as_ref() != Some(&restore.record) {
@@ -195,8 +195,8 @@ fn begin(machine: &Machine, restore: &Restore) -> Result<File> {
     Ok(lock)
 }
 
-/// Lets the daemon serve the saved disks, each under a new layer, and leaves it to the caller to start the machine. The
-/// daemon must run. If no monitor is known, disks that somebody uses are refused, unless `force` takes them away.
+/// Makes the daemon serve the saved disks, each under a new layer, and leaves starting the machine to the caller. The
+/// daemon must run. If no monitor is known, disks in use are refused, unless `force` takes them away.
 pub fn serve(
     machine: &Machine,
     restore: &mut Restore,
@@ -226,9 +226,9 @@ fn connect(child: &mut Child, machine: &Machine, cancel: &AtomicBool) -> Result<
     }
 }
 
-/// Starts the machine again from what was saved. The daemon must run; its disks are put back first. If it is killed,
-/// the pair is as before. The program that it started may still run; end that before the next try. Setting `cancel`
-/// ends the program, and the pair is as before.
+/// Starts the saved machine again. The daemon must run; the machine's disks are put back first. If this program is
+/// killed, the pair is as before. The machine's program may then still run; end it before the next try. Setting
+/// `cancel` ends that program, and the pair is as before.
 pub fn run(
     machine: &Machine,
     restore: &mut Restore,
@@ -272,7 +272,7 @@ pub fn run(
         Ok(())
     })();
     if let Err(error) = begun {
-        // It has taken half a state, so it is of no use.
+        // It has taken only half of the state, so it is useless.
         let _ = child.kill();
         let _ = child.wait();
         return Err(error);

@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How to save.
+/// Options of a save.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct SaveOptions {
@@ -31,14 +31,14 @@ pub struct SaveOptions {
 }
 
 impl SaveOptions {
-    /// What the guest wrote goes into its images, unless it is kept.
+    /// Makes options. The guest's writes go into its images, unless `keep` leaves them in their layers.
     #[must_use]
     pub fn new(keep: bool) -> Self {
         Self { keep, into_image: None }
     }
 }
 
-/// What a save has made.
+/// The result of a save.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Saved {
@@ -46,7 +46,7 @@ pub struct Saved {
     pub record: Record,
     /// Bytes of the machine's state.
     pub state_bytes: u64,
-    /// How long the machine stood still.
+    /// How long the machine was stopped.
     pub paused: Duration,
     /// How long the save took.
     pub total: Duration,
@@ -54,14 +54,14 @@ pub struct Saved {
     pub notes: Vec<String>,
 }
 
-/// How long QEMU's socket is waited for.
+/// How long to wait for QEMU's socket.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// The machine stands still meanwhile: no limit.
+/// No limit, because the machine is stopped meanwhile.
 const UNLIMITED_BYTES_PER_SECOND: u64 = 1 << 50;
 
-/// Saves a running machine, which then goes on. It also goes on after an error, and the pair that was saved before
-/// stays valid. If this program is killed, the machine stays stopped until the next save. If that save cannot finish
-/// the work of the killed one, the machine stays stopped, so that its pair stays whole.
+/// Saves a running machine, which then goes on. It also goes on after an error, and the previous pair stays valid. If
+/// this program is killed, the machine stays stopped until the next save. If that save cannot finish the work of the
+/// killed one, the machine stays stopped, so that its pair stays whole.
 pub fn save(
     machine: &Machine,
     options: &SaveOptions,
@@ -85,7 +85,7 @@ pub(crate) fn save_with(
     let mut own_layers = OwnLayers::read(directory)?;
     let mut before = Record::read(directory)?;
     let names = if machine.disks.is_empty() { disks.names()? } else { machine.disks.clone() };
-    // Refused before the machine stops: all that cannot be saved.
+    // Saves that are impossible are refused before the machine stops.
     let under_way = UnderWay::read(directory)?;
     let checked = match &options.into_image {
         Some(snapshot) => into_image::check(disks, &names, snapshot, before.as_ref()),
@@ -102,7 +102,8 @@ pub(crate) fn save_with(
     let mut progress = Progress::new(Step::SAVE, tell);
     progress.begin(Step::Stop);
     let was_running = under_way.is_some_and(|under_way| under_way.was_running) || qmp.is_running()?;
-    // It has changed nothing if that fails: a machine that an earlier save has stopped stands, and its pair is whole.
+    // If this fails, nothing has changed: a machine that an earlier save has stopped stays stopped, and its pair is
+    // whole.
     finish_commit(disks, &mut qmp, before.as_mut(), directory, &mut own_layers)?;
     UnderWay { was_running }.write(directory)?;
     let stopped = Instant::now();
@@ -117,25 +118,25 @@ pub(crate) fn save_with(
     progress.begin(Step::Resume);
     let resumed = if was_running { go_on(machine, qmp) } else { Ok(()) };
     let paused = stopped.elapsed();
-    // The note stays for the next save, if the machine stands still against its will.
+    // If the machine could not go on, the note stays for the next save.
     let resumed = resumed.and_then(|()| UnderWay::remove(directory));
     saving.end(done, resumed, paused, &mut progress).map(|saved| Saved { total: begun.elapsed(), ..saved })
 }
 
-/// Lets the machine go on, also where its monitor was left in the middle of something.
+/// Lets the machine go on, even if its monitor was left in the middle of a command.
 fn go_on(machine: &Machine, mut qmp: Qmp) -> Result<()> {
     let gone = match qmp.run("cont", json!({})) {
         Ok(_) => return Ok(()),
         Err(error) => error,
     };
     tracing::warn!("{gone}; connects once more");
-    // It talks to one at a time.
+    // QEMU talks to one client at a time.
     drop(qmp);
     let again = Qmp::connect(&machine.qmp, PATIENCE).and_then(|mut qmp| qmp.run("cont", json!({})));
     again.map(drop).map_err(|error| error.in_context("the machine does not go on; save it again"))
 }
 
-/// A file that does not exist, beside the image.
+/// Finds a free name for a layer beside the image.
 fn new_layer(number: u64, base: &Path) -> Result<PathBuf> {
     let named = |more: u32| {
         let mut name = base.as_os_str().to_owned();
@@ -154,7 +155,7 @@ fn freeze_again(disks: &dyn Disks, record: &mut Record, directory: &Path, own_la
     let (mut overlays, mut chains) = (Vec::new(), Vec::new());
     for disk in &mut record.disks {
         let layers = disks.layers(&disk.name)?;
-        // However far taking it back has come, the top shows what was saved.
+        // However far taking it back has come, the top shows the saved contents.
         if !layers.iter().any(|layer| layer.file == disk.file)
             && let Some(top) = layers.first()
         {
@@ -200,7 +201,8 @@ pub(crate) fn stands_since_saved(qmp: &mut Qmp) -> Result<bool> {
     Ok(qmp.status()? == "postmigrate")
 }
 
-/// Ends the migration of a killed save. QEMU may be in the middle of it, or behind its end, where it starts no other.
+/// Ends the migration of a killed save. QEMU may be in the middle of it, or past its end; in both states it starts no
+/// other.
 fn leave_earlier(qmp: &mut Qmp) -> Result<()> {
     let is_under_way = |answer: &Value| {
         let ended = ["none", "completed", "failed", "cancelled"];
@@ -252,7 +254,7 @@ impl Saving<'_> {
             (Err(error), Ok(())) => error,
             (Err(error), Err(second)) => error.in_context(second.to_string()),
         };
-        // A record that cannot be read may be the new one, so its state stays.
+        // A record that cannot be read may be the new one, so the new state stays.
         let published = match Record::read(self.directory) {
             Ok(Some(record)) if record.number == self.record.number => Some(record.is_finished()),
             Ok(_) => None,
@@ -268,7 +270,7 @@ impl Saving<'_> {
         }
     }
 
-    /// Makes the new pair while the machine stands still; returns the bytes of its state.
+    /// Makes the new pair while the machine is stopped; returns the bytes of its state.
     fn pair(&mut self, qmp: &mut Qmp, progress: &mut Progress<'_>) -> Result<u64> {
         progress.begin(Step::State);
         remove_states(self.directory, self.before.as_ref().map(|before| before.state.as_str()))?;
@@ -328,8 +330,8 @@ impl Saving<'_> {
         })
     }
 
-    /// Takes layers of saves and restores back into the layers below them, and freezes those. A layer that somebody
-    /// else has put on stays, because they may want to keep the state below it.
+    /// Takes layers of saves and restores back into the layers below them, and freezes those. A layer of another user
+    /// stays, because that user may want to keep the state below it.
     fn commit(&mut self, progress: &mut Progress<'_>) -> Result<()> {
         let mut counts = Vec::new();
         for disk in &self.record.disks {
@@ -346,7 +348,7 @@ impl Saving<'_> {
         if counts.iter().all(|(_, count)| *count < 2) {
             return Ok(());
         }
-        // From here on, the layers and the image show the same, however far it has come.
+        // From here on, the layers and the image show the same contents, however far taking back has come.
         self.record.disks.iter_mut().for_each(SavedDisk::is_taken_back);
         self.record.publish(self.directory)?;
         let all = counts.iter().filter(|(_, count)| *count >= 2).count() as u64;
@@ -355,7 +357,7 @@ impl Saving<'_> {
             self.record.disks.iter().zip(&counts).filter(|(_, (_, count))| *count >= 2).enumerate()
         {
             let mut told = |done: u64, total: u64| {
-                // Each disk is an equal part, counted in the bytes of this one.
+                // Each disk counts as an equal part, measured in the bytes of this one.
                 progress.moved((index as u64).saturating_mul(total).saturating_add(done), total.saturating_mul(all));
             };
             if let Err(error) = self.disks.commit(&disk.name, *count, self.cancel, &mut told) {
@@ -384,7 +386,7 @@ impl Saving<'_> {
         qmp.run("migrate", json!({ "uri": format!("fd:{NAME}") }))?;
         let path = self.record.state_path(self.directory);
         let written_bytes = AtomicU64::new(0);
-        // QEMU answers nobody while nobody reads its pipe.
+        // QEMU answers no command while its pipe is not read.
         let (written, ended) = std::thread::scope(|scope| {
             let mut told = |bytes| {
                 written_bytes.store(bytes, Ordering::Relaxed);
@@ -393,18 +395,18 @@ impl Saving<'_> {
             let writer = scope.spawn(move || StateFile::write(&path, &mut File::from(source), &mut told));
             let ended = self.watch_migration(qmp, progress, &written_bytes);
             if ended.is_err() {
-                // So that the writer comes to its end, too.
+                // So that the writer ends, too.
                 let _ = qmp.run("migrate_cancel", json!({}));
             }
             let fell_over = |_| Err(Error::new(ErrorKind::Io, "the thread that writes the machine's state has failed"));
             (writer.join().unwrap_or_else(fell_over), ended)
         });
-        // Later migrations by others must not be affected.
+        // Later migrations by other users must not be affected.
         for parameter in [json!({ "mode": "normal" }), json!({ "max-bandwidth": bandwidth })] {
             let _ = qmp.run("migrate-set-parameters", parameter);
         }
         let written = match (written, ended) {
-            // QEMU was told to stop, or it fails because nobody reads what it writes.
+            // QEMU was told to stop, or it fails because its output is not read.
             (_, Err(error)) if error.kind() == ErrorKind::Cancelled => return Err(error),
             (Err(error), _) | (Ok(_), Err(error)) => return Err(error),
             (Ok(written), Ok(())) => written,
@@ -425,7 +427,7 @@ impl Saving<'_> {
                 }
                 _ => {}
             }
-            // These are figures of the machine's memory. Zero pages take next to nothing in the file.
+            // These are figures of the machine's memory. Zero pages take hardly any space in the file.
             let memory = |what: &str| answer.pointer(&format!("/ram/{what}")).and_then(Value::as_u64).unwrap_or(0);
             let total = memory("total");
             let seen = total.saturating_sub(memory("remaining"));
@@ -435,8 +437,8 @@ impl Saving<'_> {
     }
 }
 
-/// Sets how QEMU writes the state. Returns the limit that QEMU had, in bytes a second. Ringdisk keeps no log of the
-/// memory that it writes; a QEMU that knows the mode `cpr-reboot` needs none while the machine stands still.
+/// Sets how QEMU writes the state. Returns QEMU's former limit, in bytes a second. Ringdisk keeps no log of the memory
+/// that it writes; a QEMU that knows the mode `cpr-reboot` needs none while the machine is stopped.
 fn prepare(qmp: &mut Qmp) -> Result<Value> {
     let before = qmp.run("query-migrate-parameters", json!({}))?;
     qmp.run("migrate-set-parameters", json!({ "max-bandwidth": UNLIMITED_BYTES_PER_SECOND }))?;

@@ -1,4 +1,4 @@
-//! A machine's state in a file: QEMU's migration stream, and behind it its length and a checksum.
+//! A machine's state in a file: QEMU's migration stream, followed by its length and a checksum.
 //!
 //! | bytes of the trailer | what |
 //! |---|---|
@@ -29,7 +29,7 @@ pub struct StateFile {
 }
 
 impl StateFile {
-    /// Writes what `source` gives to the new file `path`, durably. `told` hears how many bytes are there.
+    /// Writes all of `source` to the new file `path`, durably. `told` gets the number of bytes written so far.
     pub fn write(path: &Path, source: &mut dyn Read, told: &mut dyn FnMut(u64) -> Result<()>) -> Result<Self> {
         let mut file = NewFile::create(path)?;
         let (mut hash, mut stream_bytes) = (Xxh3::new(), 0u64);

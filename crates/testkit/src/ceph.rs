@@ -14,7 +14,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 const DISK_BYTES: u64 = 4 << 30;
 const POOL: &str = "disks";
 
-/// A cluster with the pool `disks`, of one copy. It ends when this is dropped.
+/// A cluster with the pool `disks`, of one copy. Dropping this ends it.
 #[derive(Debug)]
 pub struct CephNode {
     directory: tempfile::TempDir,
@@ -76,7 +76,7 @@ impl CephNode {
         keyring
     }
 
-    /// Returns the name of one of its images, for its administrator.
+    /// Returns the name of an image of the cluster, for its administrator.
     #[must_use]
     pub fn name(&self, image: &str) -> String {
         format!("rbd:{POOL}/{image}:conf={}", self.conf().display())

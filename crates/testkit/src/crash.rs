@@ -11,14 +11,14 @@ use std::sync::Arc;
 
 /// Opens the disk under test on some storage.
 pub type OpenDisk<'a> = &'a dyn Fn(&SimStorage) -> Result<OpenedDisk>;
-/// Checks the bytes of the image, in whatever format.
+/// Checks the bytes of the image, whatever its format.
 pub type CheckStorage<'a> = &'a dyn Fn(&SimStorage) -> std::result::Result<(), String>;
 
 /// A disk under test, and how to close it properly.
 pub struct OpenedDisk {
     /// The disk.
     pub disk: Arc<dyn Disk>,
-    /// Called when its queues are gone; writes what is still in memory.
+    /// Called when the disk's queues are gone; writes data that are still in memory.
     pub close: Box<dyn FnOnce() -> Result<()>>,
 }
 
@@ -53,11 +53,11 @@ pub struct PowerCutTest<'a> {
 /// The counts of a test.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Summary {
-    /// How often the power was cut, or a fault was injected.
+    /// The number of power cuts or injected faults.
     pub moments: u64,
-    /// How many storages were checked and reopened.
+    /// The number of storages that were checked and reopened.
     pub reopened: u64,
-    /// How many requests failed.
+    /// The number of requests that failed.
     pub errors: u64,
 }
 
@@ -126,7 +126,7 @@ impl PowerCutTest<'_> {
         let contents = session.read_all()?;
         model.check_after_crash(&contents)?;
         if seed.is_multiple_of(4) {
-            // Uses the image further: writes must not land on what the crash left behind.
+            // Uses the image further: writes must not land in space that the crash left in use.
             let mut model = ModelDisk::new(&contents, session.info().volatile_cache);
             let span = self.workload.span_bytes;
             let workload =
@@ -157,7 +157,7 @@ pub struct FaultTest<'a> {
     pub file: &'a str,
     /// The kind of operation that fails.
     pub kind: OpKind,
-    /// What happens to the operation.
+    /// The action on the operation.
     pub action: FaultAction,
     /// Whether all later operations of the kind fail, too.
     pub persistent: bool,
@@ -228,7 +228,7 @@ impl FaultTest<'_> {
         let after = storage.process_killed(nth);
         let mut session = Session::open(&after, self.open, nth, 1)?;
         let contents = session.read_all()?;
-        // A disk that was not closed properly may have lost what was not flushed.
+        // A disk that was not closed properly may have lost unflushed writes.
         let verdict = if closed { model.check_live(&contents) } else { model.check_after_crash(&contents) };
         verdict.map_err(|wrong| format!("after reopening: {wrong}"))?;
         let mut model = ModelDisk::new(&contents, volatile_cache);

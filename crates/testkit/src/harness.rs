@@ -19,7 +19,7 @@ pub type QueueId = u64;
 pub struct Turn {
     /// Requests that completed, on all queues.
     pub replies: Vec<(QueueId, Reply)>,
-    /// Whether nothing more will come: what is still in flight is stalled or lost.
+    /// Whether nothing more will come: requests still in flight are stalled or lost.
     pub idle: bool,
 }
 
@@ -229,7 +229,7 @@ pub struct ThreadHarness {
 
 /// Numbers of queues are unique in the process: several harnesses may share a thread.
 static NEXT_QUEUE: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(1);
-/// After this time a reply counts as lost. It is generous, because the machine may be busy.
+/// After this time a reply counts as lost. Long, because the machine may be busy.
 const LOST_AFTER: Duration = Duration::from_secs(60);
 
 impl ThreadHarness {

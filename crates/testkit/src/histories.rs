@@ -1,4 +1,4 @@
-//! A history of what several threads wrote to the units of a disk, and what a reader may see. For tests under
+//! A history of several threads' writes to the units of a disk, and the values that a reader may see. For tests under
 //! schedules.
 
 use block::{FileIo, FileQueue};
@@ -63,8 +63,8 @@ impl History {
         ends.chain(first.map(Some)).any(|ended| ended.is_none_or(|ended| !outdated(ended)))
     }
 
-    /// Whether a power cut may leave this value if the change with this index is durable. It may be that change's
-    /// value, or that of a change that had not ended when it began.
+    /// Whether a power cut may leave this value if the change with this index is durable. The value may be of that
+    /// change, or of one that had not ended when it began.
     #[must_use]
     pub fn may_outlive(&self, unit: u64, value: u64, index: usize) -> bool {
         let changes = &self.changes[&unit];

@@ -1,4 +1,4 @@
-//! A checker of histories: what a disk's guests wrote, sector by sector, and what each of them may read.
+//! A checker of histories: the writes of a disk's guests, sector by sector, and the data that each of them may read.
 //!
 //! Each write gives its sectors a unique stamp. A read of a sector must return the last write acknowledged before the
 //! read began, or one in flight meanwhile. After a crash, a sector may hold the last write that a flush covered, or any
@@ -41,7 +41,7 @@ pub struct BegunWrite {
 pub struct Moment(u64);
 
 impl SectorHistory {
-    /// Makes the history of a disk of so many sectors of zeros.
+    /// Makes the history of a disk of zeros, with this number of sectors.
     #[must_use]
     pub fn new(sectors: usize) -> Self {
         let first = Change { stamp: 0, begun: 0, ended: Some(0) };

@@ -92,7 +92,7 @@ impl RunningLoad {
         self.work.operations.load(Ordering::Relaxed)
     }
 
-    /// Waits until so many more requests have ended, or there was an error.
+    /// Waits until this many more requests have ended, or there was an error.
     pub fn wait_for_more(&self, operations: u64) {
         let until = self.operations() + operations;
         while self.operations() < until && self.work.faults.lock().expect("no test panics here").is_empty() {
@@ -100,7 +100,7 @@ impl RunningLoad {
         }
     }
 
-    /// Ends the load of a disk that has died, whose requests may never end. Returns the reads that nothing explains.
+    /// Ends the load of a dead disk, whose requests may never end. Returns the reads that no write explains.
     #[must_use]
     pub fn abandon(self) -> Vec<String> {
         self.work.stop.store(true, Ordering::Relaxed);

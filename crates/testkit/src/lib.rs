@@ -2,7 +2,7 @@
 //!
 //! * [`SimStorage`], [`SimFile`], [`SimReactor`]: storage with a volatile cache, seeded completion order, [`Fault`]s
 //!   and power cuts, at one moment or at every write and flush of a [`Recording`].
-//! * [`ModelDisk`]: what a guest may read, now and after a power cut.
+//! * [`ModelDisk`]: the data that a guest may read, now and after a power cut.
 //! * [`Harness`] and [`conformance`]: the suite that every `Disk` must pass, on simulated or real reactors.
 //! * [`Workload`]: seeded requests over several queues, checked against the model as they complete.
 //! * [`PowerCutTest`], [`FaultTest`]: a workload with a power cut at every event, or with a fault in every operation.
@@ -10,8 +10,8 @@
 //! * [`SectorHistory`], [`HistoryLoad`]: checks what each read of a sector returns while several queues work.
 //! * [`WebServer`]: a server of one file, with faults. [`RbdStandIn`]: images without a real cluster, with faults.
 //!   [`CephNode`]: a real cluster on one machine.
-//! * `schedules` and `histories` (with the feature `explore`): the order in which shuttle runs threads, and what a
-//!   reader may see of what they wrote.
+//! * `schedules` and `histories` (with the feature `explore`): the order in which shuttle runs threads, and the values
+//!   that a reader may see.
 
 #![forbid(unsafe_code)]
 

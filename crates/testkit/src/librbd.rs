@@ -40,7 +40,8 @@ impl RbdStandIn {
         format!("rbd:pool/{image}:stand_in={}", self.directory.path().display())
     }
 
-    /// Returns the file with its bytes. With `.lock` and `.watchers` appended: who has its lock, and who has it open.
+    /// Returns the file with the image's bytes. The suffixes `.lock` and `.watchers` name the files with the owner of
+    /// its lock and with its users.
     #[must_use]
     pub fn file(&self, image: &str) -> PathBuf {
         self.directory.path().join("pool").join(image)

@@ -1,4 +1,4 @@
-//! A model of what a guest may read from a disk, sector by sector, now and after a power cut.
+//! A model of the data that a guest may read from a disk, sector by sector, now and after a power cut.
 //!
 //! Each sector has a list of the values written to it, with the times at which each write was submitted and completed.
 //! A later write supersedes a value if it completed, and was submitted after the value's own write had completed. For a
@@ -88,7 +88,8 @@ pub struct ModelDisk {
 const START: u64 = 0;
 
 impl ModelDisk {
-    /// Makes a model of a disk that holds `contents`, durably. Without a volatile cache, what completes is durable.
+    /// Makes a model of a disk that holds `contents`, durably. Without a volatile cache, every completed write is
+    /// durable.
     #[must_use]
     pub fn new(contents: &[u8], volatile_cache: bool) -> Self {
         let sectors = contents.chunks_exact(SECTOR).map(|bytes| vec![Entry { op: START, value: Value::of(bytes) }]);

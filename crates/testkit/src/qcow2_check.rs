@@ -17,7 +17,7 @@ pub struct Qcow2Report {
     pub allocated_clusters: u64,
     /// Compressed guest clusters.
     pub compressed_clusters: u64,
-    /// A digest of the contents of all internal snapshots: equal as long as they hold the same.
+    /// A digest of the contents of all internal snapshots; equal contents give equal digests.
     pub snapshots_digest: u64,
     /// Errors that may cost data.
     pub damage: Vec<String>,
@@ -318,7 +318,7 @@ impl Checker<'_> {
             self.damaged(format!("{what} is compressed and flagged as copied"));
         }
         self.report.compressed_clusters += u64::from(active);
-        // Sectors are counted from the one in which the data begin.
+        // Sectors are counted from the sector in which the data begin.
         let end = (offset & !511) + sectors * 512;
         if !active {
             self.digest(number, entry, offset, end - offset);

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// After this time, something hangs.
+/// A longer wait means that something hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Returns the ranges that a bitmap of a qcow2 image marks, as seen by an NBD client of QEMU. `directory` is for a

@@ -2,10 +2,10 @@
 
 use std::io::Write;
 
-/// The file to which skips go, if somebody counts them: a line for each.
+/// The variable that names a file for skipped tests, a line for each.
 const FILE_VARIABLE: &str = "RINGDISK_SKIPS_FILE";
 
-/// Says why a test is skipped. A test that returns counts as passed, so `cargo xtask ci` counts these lines.
+/// Prints why a test is skipped. A test that returns counts as passed, so `cargo xtask ci` counts these lines.
 pub fn skipped(why: &str) {
     eprintln!("skipped: {why}");
     let Some(file) = std::env::var_os(FILE_VARIABLE) else { return };

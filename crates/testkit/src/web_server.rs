@@ -17,9 +17,9 @@ pub struct Behaviour {
     pub date: Mutex<String>,
     /// The time before each answer.
     pub latency_ms: AtomicU64,
-    /// How many requests end in the middle of their body.
+    /// The number of requests that end in the middle of their body.
     pub cuts: AtomicU64,
-    /// How many requests get status 503.
+    /// The number of requests that get status 503.
     pub refusals: AtomicU64,
     /// Whether connections are closed at once.
     pub is_out: AtomicBool,
@@ -27,7 +27,7 @@ pub struct Behaviour {
     pub has_no_ranges: AtomicBool,
     /// A header line that requests must have.
     pub wanted_line: Mutex<String>,
-    /// Number of requests so far.
+    /// The number of requests so far.
     pub requests: AtomicU64,
     /// Bytes sent in bodies of partial answers.
     pub sent_bytes: AtomicU64,
@@ -38,7 +38,7 @@ pub struct Behaviour {
     pub moved_to: Mutex<String>,
 }
 
-/// A server of one file under every path, on a port of its own. It ends when this is dropped.
+/// A server of one file under every path, on a port of its own. Dropping this ends it.
 pub struct WebServer {
     /// Its faults and counters.
     pub behaviour: Arc<Behaviour>,

@@ -133,7 +133,7 @@ impl Workload {
                 model.complete(&reply).map_err(|wrong| format!("{}: {wrong}", brief(&request)))?;
                 story.events.push((clock(), GuestEvent::Complete(reply)));
             }
-            // For many turns nothing was submitted, and nothing has completed.
+            // For many turns no request was submitted, and none has completed.
             if quiet_turns > QUIET_TURNS {
                 let lost: Vec<_> = pending.values().map(brief).collect();
                 return Err(format!("never completed: {}", lost.join(", ")));

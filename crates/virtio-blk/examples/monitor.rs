@@ -44,8 +44,7 @@ fn serve(
     let features = device.features();
     device.negotiated(features);
     let areas = SplitAreas::at_guest_addresses(Arc::clone(memory), ring, ENTRIES)?.into();
-    let setup = QueueSetup { device, index: 0, areas, features, base: 0, register_memory: false, transport };
-    Ok(RunningQueue::start(reactor, setup)?)
+    Ok(RunningQueue::start(reactor, QueueSetup::new(device, areas, features, transport))?)
 }
 
 fn main() -> Result<()> {

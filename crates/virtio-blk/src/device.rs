@@ -1,5 +1,5 @@
-//! A disk as virtio-blk shows it: the offered features, the configuration space, and what a queue needs for each
-//! request.
+//! A disk as virtio-blk shows it: the offered features, the configuration space, and the properties that queues need
+//! for each request.
 
 use crate::shown::{Overrides, Shown, sectors};
 use crate::write_cache::WriteCache;
@@ -19,10 +19,10 @@ pub const MAX_QUEUES: u16 = 256;
 /// Most ranges in a discard, write-zeroes or secure erase.
 const MAX_RANGES: u32 = 16;
 
-/// Most sectors in a range: a gibibyte. Guests split what is longer.
+/// The most sectors in a range: a gibibyte. Guests split longer ranges.
 const MAX_RANGE_SECTORS: u32 = 1 << 21;
 
-/// Most sectors in a range of a secure erase: each queue that offers it keeps this many zeros to write.
+/// The most sectors in a range of a secure erase: each queue that offers it keeps this many zeros to write.
 pub(crate) const MAX_ERASE_SECTORS: u32 = 512;
 
 /// The options of a device.
@@ -76,7 +76,7 @@ pub struct Device {
     /// `None` after [`Device::let_go`].
     disk: Mutex<Option<Arc<dyn Disk>>>,
     options: DeviceOptions,
-    /// The disk's properties when the device was made. Only changes of its size are followed.
+    /// The disk's properties when the device was made. Later changes count only for its size.
     info: DiskInfo,
     read_only: bool,
     shown: Shown,
@@ -151,7 +151,7 @@ impl Device {
         Ok(device)
     }
 
-    /// Sets `tell`, which is called on any thread when the disk has a new size, and so the configuration space has
+    /// Sets `tell`, which is called on any thread when the disk's size, and with it the configuration space, has
     /// changed. The front end sets it once. `tell` must not wait, and notifies the driver.
     pub fn on_config_change(&self, tell: impl Fn() + Send + Sync + 'static) {
         let _ = self.on_config_change.set(Box::new(tell));
@@ -200,12 +200,12 @@ impl Device {
     }
 
     /// Notes that a queue begins at an entry other than the first. Unless it ran here before, another program served
-    /// this guest, and may know settings that nobody tells us. Called after [`Device::negotiated`].
+    /// this guest, and may know settings that we do not. Called after [`Device::negotiated`].
     pub fn taken_over(&self) {
         self.cache.taken_over();
     }
 
-    /// Notes that queues have run here. Where they go on then says nothing of other programs.
+    /// Notes that queues have run here. Their later positions say nothing about other programs.
     pub fn settle(&self) {
         self.cache.settle();
     }
@@ -255,15 +255,15 @@ impl Device {
 
     /// Returns which requests a queue serves, and their limits.
     pub(crate) fn limits(&self) -> RequestLimits {
-        RequestLimits {
-            discard: self.serves_discard(),
-            write_zeroes: self.serves_write_zeroes(),
-            secure_erase: self.serves_secure_erase(),
-            lifetime: self.lifetime.is_some(),
-            max_ranges: MAX_RANGES,
-            max_range_sectors: MAX_RANGE_SECTORS,
-            max_erase_sectors: MAX_ERASE_SECTORS,
-        }
+        let mut limits = RequestLimits::NONE;
+        limits.discard = self.serves_discard();
+        limits.write_zeroes = self.serves_write_zeroes();
+        limits.secure_erase = self.serves_secure_erase();
+        limits.lifetime = self.lifetime.is_some();
+        limits.max_ranges = MAX_RANGES;
+        limits.max_range_sectors = MAX_RANGE_SECTORS;
+        limits.max_erase_sectors = MAX_ERASE_SECTORS;
+        limits
     }
 
     /// Returns the configuration space at this moment.
@@ -299,7 +299,7 @@ impl Device {
     }
 
     /// Writes to the configuration space, for the driver. It may change only `writeback`. Other bytes that a monitor
-    /// writes along with it must be those that it read. Any other write fails and changes nothing.
+    /// writes along with it must be unchanged. Any other write fails and changes nothing.
     pub fn write_config(&self, offset: usize, bytes: &[u8]) -> Result<()> {
         let mut wanted = vec![0; bytes.len()];
         self.read_config(offset, &mut wanted);

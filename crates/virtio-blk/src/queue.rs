@@ -1,8 +1,8 @@
 //! One virtqueue on its reactor: the data path.
 //!
-//! A turn harvests what the disk has completed, and publishes that with at most one notification. Then it takes a batch
-//! of requests, which the reactor submits. Requests of the batch that end at once are published, too. Nothing here
-//! waits, locks or allocates (after the first requests).
+//! A turn harvests the disk's completions, and publishes them with at most one notification. Then it takes a batch of
+//! requests, which the reactor submits. Requests of the batch that end at once are published, too. Nothing here waits,
+//! locks or allocates (after the first requests).
 
 mod end;
 mod start;
@@ -25,11 +25,11 @@ use virtio::blk::{SECTOR_SHIFT, Status};
 use virtio::ring_access::RingAreas;
 use virtio::{BlkQueue, DeviceRing, FaultReason, PackedDeviceRing, RingFault, RingFeatures, SplitDeviceRing};
 
-/// Most requests that one queue takes in a turn, so that the queues of a reactor share it fairly.
+/// The most requests that one queue takes in a turn, so that the queues of a reactor share it fairly.
 const BATCH: usize = 128;
 
-/// Of more requests than this a turn takes half. The guest goes on when that half is done, while the other half is
-/// served, instead of alternating with us.
+/// If more requests than this are available, a turn takes half of them. The guest goes on when that half is done, while
+/// the other half is served, instead of alternating with us.
 const WHOLE_BATCH: usize = 16;
 
 /// Bytes of data after which a queue takes no further request in a turn. Cached data are copied on the reactor's
@@ -47,10 +47,11 @@ const STEP: usize = 16;
 /// How often an idle ring is looked at if its driver sends no kicks.
 const LOOK_PERIOD: Timespec = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
 
-/// All that a queue needs to begin.
+/// The setup of a queue.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct QueueSetup<T> {
-    /// Its device.
+    /// The device of the queue.
     pub device: Arc<Device>,
     /// Its index among the device's queues, from zero.
     pub index: u16,
@@ -58,13 +59,32 @@ pub struct QueueSetup<T> {
     pub areas: RingAreas,
     /// The features that the driver chose.
     pub features: u64,
-    /// Where the ring begins ([`DeviceRing::base`]): zero for a new split ring, [`PackedDeviceRing::NEW`] for a new packed
-    /// one, [`StoppedQueue::base`] for one that goes on.
+    /// The ring's position ([`DeviceRing::base`]): zero for a new split ring, [`PackedDeviceRing::NEW`] for a new
+    /// packed one, [`StoppedQueue::base`] for one that goes on.
     pub base: u32,
     /// Registers the guest's memory with the reactor's engines, if they can use that. Its pages are then pinned.
     pub register_memory: bool,
     /// The way to the driver.
     pub transport: T,
+}
+
+impl<T> QueueSetup<T> {
+    /// Sets up the first queue of `device` on a new ring; `features` are those that the driver chose.
+    #[must_use]
+    pub fn new(device: Arc<Device>, areas: RingAreas, features: u64, transport: T) -> Self {
+        let base = match &areas {
+            RingAreas::Split(_) => 0,
+            RingAreas::Packed(_) => PackedDeviceRing::NEW,
+        };
+        Self { device, index: 0, areas, features, base, register_memory: false, transport }
+    }
+
+    /// Changes some of it: `QueueSetup::new(...).with(|setup| ...)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
 }
 
 /// Why a queue takes no more requests although nobody stopped it.
@@ -80,9 +100,9 @@ pub enum Halt {
 /// The state of a queue that was stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StoppedQueue {
-    /// Where the ring goes on ([`DeviceRing::base`]). No request is in flight.
+    /// The position at which the ring goes on ([`DeviceRing::base`]). No request is in flight.
     pub base: u32,
-    /// Why it had stopped by itself before, if it had.
+    /// The reason why the queue had halted before, if it had.
     pub halt: Option<Halt>,
 }
 
@@ -92,11 +112,11 @@ pub struct StoppedQueue {
 struct Pending {
     operations: u16,
     failed: Option<Status>,
-    /// A flush is among them. It settles this value of [`Device::durable_writes_begun`]. Zero if there is none.
+    /// The value of [`Device::durable_writes_begun`] that the request's flush settles; zero if it has no flush.
     settles: u32,
-    /// The request writes, and its data may be volatile when it has ended.
+    /// The request writes, and its data may be volatile after its end.
     volatile: bool,
-    /// When it was taken, and its kind ([`Stopwatch::key`]).
+    /// The request's start time and kind ([`Stopwatch::key`]).
     key: u64,
 }
 
@@ -116,7 +136,7 @@ pub(crate) struct DeviceQueue<T, R> {
     /// The queue takes requests.
     taking: bool,
     halt: Option<Halt>,
-    /// Told as soon as no request is in flight.
+    /// Gets a message as soon as no request is in flight.
     on_drained: Option<SyncSender<StoppedQueue>>,
     transport: T,
     /// The zeros that a secure erase writes; empty if none is offered.
@@ -129,17 +149,17 @@ pub(crate) struct DeviceQueue<T, R> {
     registered: Option<Box<dyn Any>>,
 }
 
-/// How a queue is controlled on its reactor, whatever the layout of its ring.
+/// Control of a queue on its reactor, whatever the layout of its ring.
 pub(crate) trait QueueControl<T>: Poller {
-    /// Returns the way to the driver, to change it while the queue runs.
+    /// Returns the transport, to change it while the queue runs.
     fn transport_mut(&mut self) -> &mut T;
 
     /// Takes no more requests, and tells `on_drained` when those in flight have ended and are published.
     fn stop(&mut self, on_drained: SyncSender<StoppedQueue>);
 
-    /// Ends requests in flight with errors although the storage has not ended them: it hangs, and the disk is removed.
-    /// The caller cuts off the returned memory at once ([`GuestMemory::fence`]). Reads whose pages a device may hold
-    /// are not answered.
+    /// Ends requests in flight with errors although the storage hangs, because the disk is removed. The caller cuts off
+    /// the returned memory at once ([`GuestMemory::fence`]). Reads are not answered if a device may still hold their
+    /// pages.
     fn give_up(&mut self) -> Arc<GuestMemory>;
 }
 
@@ -172,7 +192,7 @@ pub(crate) fn open_queue<T: Transport>(
     })
 }
 
-/// What a queue needs besides its ring.
+/// The parts of a queue besides its ring.
 struct Parts<T> {
     device: Arc<Device>,
     index: u16,
@@ -269,7 +289,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         taken
     }
 
-    /// Shows the guest what has ended, and notifies it if it wants that.
+    /// Publishes ended requests, and notifies the guest if it wants that.
     fn publish(&mut self) {
         if self.ended == 0 {
             return;
@@ -288,8 +308,8 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         self.stopwatch.published(end_ns, notified);
     }
 
-    /// Stops the queue because the guest broke the ring's rules, or named addresses outside its memory. It takes
-    /// nothing more until it is reset, or until the memory changes. The request in question counts as not taken.
+    /// Stops the queue because the guest broke the ring's rules, or named addresses outside its memory. It takes no
+    /// more requests until it is reset, or until the memory changes. The request in question counts as not taken.
     #[cold]
     fn stop_for(&mut self, fault: &RingFault) {
         self.taking = false;
@@ -312,7 +332,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         self.transport.stopped(fault);
     }
 
-    /// Whether the peer shrank the guest's memory file. What was read since may be zeros of our own. If so, tells the
+    /// Whether the peer shrank the guest's memory file. Bytes read since then may be zeros of our own. If so, tells the
     /// transport.
     fn look_for_poison(&mut self) -> bool {
         let poisoned = self.queue.memory().is_poisoned();
@@ -389,7 +409,7 @@ impl<T: Transport, R: DeviceRing + 'static> Poller for DeviceQueue<T, R> {
             self.stopwatch.ends_batch(self.queue.ring().in_flight() == 0);
         }
         let worked = taken > 0 || harvested > 0;
-        // If something has ended, publishing looks.
+        // With ended requests, publishing looks for it.
         if worked && self.ended == 0 {
             self.look_for_poison();
         }

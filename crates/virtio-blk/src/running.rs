@@ -64,11 +64,11 @@ impl<T: Transport> RunningQueue<T> {
     }
 }
 
-/// A queue that is stopping: its requests in flight are waited for.
+/// A queue that is stopping: its requests in flight are awaited.
 pub struct StoppingQueue<T> {
     queue: RunningQueue<T>,
     drained: Receiver<StoppedQueue>,
-    /// What was already received; the inner `None` means that the reactor ended.
+    /// The message that was received already; the inner `None` means that the reactor ended.
     stopped: Option<Option<StoppedQueue>>,
 }
 
@@ -99,7 +99,7 @@ impl<T: Transport> StoppingQueue<T> {
         given_up.ok().flatten()
     }
 
-    /// Removes a queue that was given up from its reactor. What the storage ends later is ignored.
+    /// Removes a queue that was given up from its reactor. Later results of the storage are ignored.
     pub fn abandon(self) {
         let (reactor, key) = (self.queue.reactor.as_ref(), self.queue.key);
         // A reactor that has ended has no queue.

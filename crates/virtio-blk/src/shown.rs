@@ -1,4 +1,4 @@
-//! What a guest is shown of its disk: the disk's own properties, or overrides.
+//! The properties that a guest sees of its disk: the disk's own, or overrides.
 
 use block::{DiskInfo, Error, ErrorKind, Result, SECTOR_BYTES};
 use virtio::blk::{BlkConfig, Geometry, SECTOR_SHIFT};
@@ -10,7 +10,7 @@ const SEG_MAX: u16 = 126;
 /// The largest logical block: the most that drivers in user space can copy in one piece.
 const LOGICAL_BLOCK_BYTES_MAX: u32 = 64 << 10;
 
-/// What a guest is told instead of its disk's own properties. Without a value the disk's own counts.
+/// Properties for the guest in place of the disk's own. `None` leaves the disk's own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Overrides {
@@ -20,7 +20,7 @@ pub struct Overrides {
     pub logical_block_bytes: Option<u32>,
     /// Physical block: smaller writes are slow.
     pub physical_block_bytes: Option<u32>,
-    /// Where the first physical block begins.
+    /// The offset of the first physical block.
     pub alignment_offset_bytes: Option<u32>,
     /// Smallest I/O that is efficient.
     pub minimum_io_bytes: Option<u32>,
@@ -108,18 +108,17 @@ impl Shown {
 
     /// Returns the fields of the configuration space, for a disk of `capacity_sectors`.
     pub(crate) fn config(&self, capacity_sectors: u64) -> BlkConfig {
-        BlkConfig {
-            capacity_sectors,
-            size_max_bytes: self.size_max_bytes,
-            seg_max: self.seg_max.into(),
-            geometry: self.geometry.unwrap_or_else(|| usual_geometry(capacity_sectors)),
-            blk_size_bytes: self.block_bytes,
-            physical_block_exp: self.physical_block_exp,
-            alignment_offset: self.alignment_blocks,
-            min_io_blocks: self.min_io_blocks,
-            opt_io_blocks: self.opt_io_blocks,
-            ..BlkConfig::default()
-        }
+        BlkConfig::default().with(|config| {
+            config.capacity_sectors = capacity_sectors;
+            config.size_max_bytes = self.size_max_bytes;
+            config.seg_max = self.seg_max.into();
+            config.geometry = self.geometry.unwrap_or_else(|| usual_geometry(capacity_sectors));
+            config.blk_size_bytes = self.block_bytes;
+            config.physical_block_exp = self.physical_block_exp;
+            config.alignment_offset = self.alignment_blocks;
+            config.min_io_blocks = self.min_io_blocks;
+            config.opt_io_blocks = self.opt_io_blocks;
+        })
     }
 }
 

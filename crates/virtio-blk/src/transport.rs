@@ -1,26 +1,25 @@
-//! What a queue needs from its transport.
+//! The interface between a queue and its transport.
 
 use std::os::fd::BorrowedFd;
 use virtio::RingFault;
 
-/// One queue's way to its driver, and to the front end. Called on the queue's reactor, so nothing here may wait.
-/// [`Transport::notify`] is called at most once a batch; all else is rare.
+/// Connects one queue with its driver and the front end. Called on the queue's reactor, so nothing here may wait.
+/// [`Transport::notify`] is called at most once a batch; all other calls are rare.
 pub trait Transport: Send + 'static {
     /// Raises the driver's interrupt: requests have ended, and the driver wants to be notified. Returns false if it
     /// cannot be.
     fn notify(&self) -> bool;
 
     /// Returns a descriptor that becomes readable when the driver has kicked. Without it, an idle queue is looked at
-    /// every millisecond. It is watched for edges, so nobody has to read it. It must stay the same while the queue
-    /// runs.
+    /// every millisecond. It is watched for edges, so it need not be read. It must stay the same while the queue runs.
     fn kick_fd(&self) -> Option<BorrowedFd<'_>>;
 
-    /// Tells that the queue takes nothing more, because of `fault`.
+    /// Tells that the queue takes no more requests, because of `fault`.
     fn stopped(&self, fault: &RingFault) {
         let _ = fault;
     }
 
-    /// Tells that the file behind the guest's memory was shrunk. The queue takes nothing more, and ends what is in
+    /// Tells that the file behind the guest's memory was shrunk. The queue takes no more requests, and ends those in
     /// flight without telling the driver.
     fn memory_lost(&self) {}
 }

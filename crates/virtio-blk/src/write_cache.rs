@@ -1,21 +1,21 @@
 //! The guest's cache type: with write-back, completed writes may still be lost; with write-through, they are durable.
 //!
-//! It belongs to one device. Another device over the same disk has its own, and neither changes the other's.
+//! The type belongs to one device. Devices over the same disk have types of their own.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use virtio::blk::features as f;
 
-/// One device's cache type, and what its guest chose.
+/// The cache type of a device, and the settings of its guest.
 #[derive(Debug)]
 pub(crate) struct WriteCache {
     /// Completed writes may be lost without a flush. If false, every write is durable anyway.
     volatile: bool,
     /// The features that the driver chose.
     acked: AtomicU64,
-    /// What the `writeback` byte shows: true is write-back.
+    /// The value of the `writeback` byte: true is write-back.
     write_back: AtomicBool,
-    /// The byte that the guest wrote last. It outlives resets: monitors (QEMU) show later drivers a copy of their own,
-    /// which a reset does not change.
+    /// The byte that the guest wrote last. It outlives resets: monitors (QEMU) show later drivers their own copy, which
+    /// a reset does not change.
     last_word: AtomicBool,
     /// The guest was there before this program, and has not yet shown, by a flush or by the byte, how it uses the
     /// cache.
@@ -24,8 +24,8 @@ pub(crate) struct WriteCache {
     settled: AtomicBool,
     /// Each write must be durable before it completes.
     write_through: AtomicBool,
-    /// How often the cache has switched to durable writes. Writes before the last switch may be volatile until a flush
-    /// has ended that began after it. Each queue takes care of that for itself.
+    /// The number of times that the cache has switched to durable writes. Writes before the last switch may be volatile
+    /// until a flush has ended that began after it. Each queue sends that flush for itself.
     begun: AtomicU32,
 }
 
@@ -39,7 +39,7 @@ impl WriteCache {
             last_word: AtomicBool::new(write_back),
             unknown_guest: AtomicBool::new(false),
             settled: AtomicBool::new(false),
-            // Nothing was written yet, so if it stays write-through, no flush is owed.
+            // Nothing was written yet, so if it stays write-through, no flush is needed.
             write_through: AtomicBool::new(volatile),
             begun: AtomicU32::new(0),
         }
@@ -61,7 +61,7 @@ impl WriteCache {
         self.write_through.load(Ordering::Relaxed) || self.unknown_guest.load(Ordering::Relaxed)
     }
 
-    /// Notes what the guest writes to the `writeback` byte.
+    /// Notes a write of the guest to the `writeback` byte.
     pub(crate) fn set_write_back(&self, write_back: bool) {
         self.write_back.store(write_back, Ordering::Relaxed);
         self.last_word.store(write_back, Ordering::Relaxed);
@@ -77,8 +77,8 @@ impl WriteCache {
         self.begun.load(Ordering::Acquire)
     }
 
-    /// Sets how the cache begins after a negotiation (it may begin either way, 5.2.5): as the guest left it. But a
-    /// guest that may choose and cannot flush begins with write-through (5.2.5.2).
+    /// Sets the cache's type after a negotiation (either type is allowed, 5.2.5): as the guest left it. But a guest
+    /// that may choose and cannot flush begins with write-through (5.2.5.2).
     pub(crate) fn negotiated(&self, acked: u64) {
         self.acked.store(acked, Ordering::Relaxed);
         let cannot_flush = acked & (f::CONFIG_WCE | f::FLUSH) == f::CONFIG_WCE;
@@ -86,9 +86,9 @@ impl WriteCache {
         self.apply();
     }
 
-    /// Notes that a queue goes on where this program never was. Another program served this guest before, and may have
-    /// been told to write through. Monitors do not repeat that, so writes are durable until the guest shows what it
-    /// expects.
+    /// Notes that a queue goes on at a position that this program never reached. Another program served this guest
+    /// before, and the guest may have chosen write-through there. Monitors do not repeat that, so writes are durable
+    /// until the guest shows what it expects.
     pub(crate) fn taken_over(&self) {
         let may_choose = self.acked.load(Ordering::Relaxed) & f::CONFIG_WCE != 0;
         if may_choose && self.volatile && !self.settled.load(Ordering::Relaxed) {
@@ -115,8 +115,8 @@ impl WriteCache {
         self.unknown_guest.store(false, Ordering::Relaxed);
     }
 
-    /// Decides from the negotiated features whether writes are durable one by one. A guest with CONFIG_WCE says so in
-    /// the configuration space. One with FLUSH alone sends flushes, and one with neither cannot flush (5.2.6.2).
+    /// Decides from the negotiated features whether each write is durable. A guest with CONFIG_WCE chooses in the
+    /// configuration space. One with FLUSH alone sends flushes, and one with neither cannot flush (5.2.6.2).
     fn apply(&self) {
         let acked = self.acked.load(Ordering::Relaxed);
         let write_back = match acked & f::CONFIG_WCE != 0 {

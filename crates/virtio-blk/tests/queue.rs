@@ -57,15 +57,9 @@ fn setup_at(guest: &Guest, kick: Option<OwnedFd>, [table, avail, used]: [u64; 3]
     let layout = if packed { RingLayout::Packed } else { RingLayout::Split };
     let at = RingAddresses { table, avail, used };
     let disk = Arc::new(image::NullDisk::new(1 << 20, String::new()));
-    QueueSetup {
-        device: Device::new(disk, DeviceOptions::default()).unwrap(),
-        index: 0,
-        areas: RingAreas::at_guest_addresses(layout, Arc::clone(&guest.memory), at, SIZE).unwrap(),
-        features: 0,
-        base: if packed { PackedDeviceRing::NEW } else { 0 },
-        register_memory: false,
-        transport: Wires { kick },
-    }
+    let device = Device::new(disk, DeviceOptions::default()).unwrap();
+    let areas = RingAreas::at_guest_addresses(layout, Arc::clone(&guest.memory), at, SIZE).unwrap();
+    QueueSetup::new(device, areas, 0, Wires { kick })
 }
 
 #[test]
@@ -183,7 +177,7 @@ struct Served<'a> {
 
 impl<'a> Served<'a> {
     fn new(ctx: &Rc<dyn ReactorCtx>, guest: &'a Guest, device: &Arc<Device>, index: u16) -> Self {
-        let setup = QueueSetup { device: Arc::clone(device), index, ..setup(guest, None) };
+        let setup = setup(guest, None).with(|setup| (setup.device, setup.index) = (Arc::clone(device), index));
         Self { queue: open_poller(ctx, setup).unwrap(), driver: driver(guest), next_head: 0 }
     }
 
@@ -307,7 +301,7 @@ fn a_turn_takes_a_bounded_number_of_pieces_of_memory() {
     let theirs = Arc::clone(&guest);
     let test = move |ctx: &_| {
         let kick = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        let setup = QueueSetup { features: features::INDIRECT_DESC, ..setup(&theirs, Some(kick)) };
+        let setup = setup(&theirs, Some(kick)).with(|setup| setup.features = features::INDIRECT_DESC);
         let queue = open_poller(ctx, setup).unwrap();
         let mut queue = queue.borrow_mut();
         let mut driver = Driver::new(&theirs, SIZE);

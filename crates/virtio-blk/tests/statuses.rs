@@ -17,7 +17,6 @@ use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use virtio::PackedDeviceRing;
 use virtio::blk::{RangeSegment, RequestHeader, request_type as kind};
 use virtio::ring_access::{RingAddresses, RingAreas, RingLayout};
 
@@ -112,16 +111,9 @@ impl<'a> Asked<'a> {
         let driver = AnyDriver::new(guest, SIZE, packed);
         let [table, avail, used] = driver.addresses();
         let at = RingAddresses { table, avail, used };
-        let (layout, base) = if packed { (RingLayout::Packed, PackedDeviceRing::NEW) } else { (RingLayout::Split, 0) };
-        let setup = QueueSetup {
-            device: Arc::clone(device),
-            index: 0,
-            areas: RingAreas::at_guest_addresses(layout, Arc::clone(&guest.memory), at, SIZE).unwrap(),
-            features: 0,
-            base,
-            register_memory: false,
-            transport: Silent,
-        };
+        let layout = if packed { RingLayout::Packed } else { RingLayout::Split };
+        let areas = RingAreas::at_guest_addresses(layout, Arc::clone(&guest.memory), at, SIZE).unwrap();
+        let setup = QueueSetup::new(Arc::clone(device), areas, 0, Silent);
         Self { queue: open_poller(ctx, setup).unwrap(), driver }
     }
 

@@ -50,13 +50,7 @@ fn report(name: &str, mut costs: Vec<Duration>) {
 }
 
 const FEATURES: RingFeatures = RingFeatures { indirect: true, event_idx: true };
-const LIMITS: RequestLimits = RequestLimits {
-    discard: true,
-    write_zeroes: true,
-    max_ranges: 16,
-    max_range_sectors: 1 << 21,
-    ..RequestLimits::NONE
-};
+const LIMITS: RequestLimits = RequestLimits::NONE.with_ranges(16, 1 << 21);
 
 /// A driver and a device in one thread: a batch added, published, served, published and popped.
 fn both_halves(layout: RingLayout, indirect: bool) -> Vec<Duration> {

@@ -54,7 +54,7 @@ pub mod features {
     pub const RING_PACKED: u64 = 1 << 34;
 }
 
-/// How a request ended: the last byte that the device writes (5.2.6).
+/// The result of a request: the last byte that the device writes (5.2.6).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Status {
@@ -94,20 +94,20 @@ pub mod request_type {
     pub const FLUSH_OUT: u32 = 5;
     /// The device's serial string.
     pub const GET_ID: u32 = 8;
-    /// How worn the storage is.
+    /// The wear of the storage.
     pub const GET_LIFETIME: u32 = 10;
     /// Drop ranges.
     pub const DISCARD: u32 = 11;
     /// Zero ranges.
     pub const WRITE_ZEROES: u32 = 13;
-    /// Drop ranges so that nobody can restore them.
+    /// Drop ranges so that their data cannot be restored.
     pub const SECURE_ERASE: u32 = 14;
 }
 
 /// Bytes of a [`RequestHeader`].
 pub const HEADER_BYTES: usize = 16;
 
-/// What every request begins with.
+/// The header of every request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RequestHeader {
     /// One of [`request_type`].
@@ -150,7 +150,7 @@ pub const RANGE_SEGMENT_BYTES: usize = 16;
 pub struct RangeSegment {
     /// First sector.
     pub sector: u64,
-    /// Sectors.
+    /// The number of sectors.
     pub sector_count: u32,
     /// [`RangeSegment::UNMAP`]; the other bits are reserved.
     pub flags: u32,
@@ -183,11 +183,12 @@ impl RangeSegment {
 /// zero.
 pub const CONFIG_BYTES: usize = 72;
 
-/// Where the `writeback` byte lies in the configuration space: the only field that a driver may write.
+/// The offset of the `writeback` byte in the configuration space: the only field that a driver may write.
 pub const CONFIG_WRITEBACK_OFFSET: usize = 32;
 
 /// The configuration space (`virtio_blk_config`, 5.2.4). Fields are valid with the feature that names them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct BlkConfig {
     /// Size of the disk in 512-byte sectors.
     pub capacity_sectors: u64,
@@ -201,7 +202,7 @@ pub struct BlkConfig {
     pub blk_size_bytes: u32,
     /// Logical blocks in a physical one, as a power of two.
     pub physical_block_exp: u8,
-    /// First aligned logical block.
+    /// The first aligned logical block.
     pub alignment_offset: u8,
     /// Suggested smallest I/O, in logical blocks.
     pub min_io_blocks: u16,
@@ -243,6 +244,13 @@ pub struct Geometry {
 }
 
 impl BlkConfig {
+    /// Changes some of the fields: `BlkConfig::default().with(|config| ...)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
+
     /// Returns the little-endian bytes, as the specification lays them out.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; CONFIG_BYTES] {
@@ -275,7 +283,7 @@ impl BlkConfig {
         bytes
     }
 
-    /// Reads little-endian bytes. Missing ones at the end are zero, and further ones are ignored.
+    /// Reads little-endian bytes. Missing bytes at the end are zero, and further ones are ignored.
     #[must_use]
     pub fn from_bytes(bytes: &[u8]) -> Self {
         let mut input = Reader { bytes };

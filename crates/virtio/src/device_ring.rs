@@ -8,7 +8,7 @@ use crate::ring_access::{
     descriptor_flags, full_fence, indirect_table,
 };
 
-/// What queue code needs of a ring, whatever its layout.
+/// The interface of a ring for queue code, whatever the ring's layout.
 pub trait DeviceRing {
     /// Returns the number of descriptors. Heads are below it.
     fn size(&self) -> u16;
@@ -20,8 +20,8 @@ pub trait DeviceRing {
     /// Stops the ring, because the chain taken last cannot be a request. The chain counts as not taken.
     fn stop_at(&mut self, head: u16);
 
-    /// Gives a chain back, whose first `written_bytes` writable bytes were written. The driver does not see it before
-    /// [`DeviceRing::publish`].
+    /// Gives a chain back, whose first `written_bytes` writable bytes were written. It is invisible to the driver
+    /// before [`DeviceRing::publish`].
     fn put_used(&mut self, head: u16, written_bytes: u32);
 
     /// Makes the chains that were given back visible. Returns whether the driver wants to be notified. Call it once a

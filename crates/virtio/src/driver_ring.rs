@@ -40,21 +40,21 @@ impl Buffer {
     }
 }
 
-/// Where indirect tables lie: one for each head, `stride_bytes` apart.
+/// The places of indirect tables: one for each head, `stride_bytes` apart.
 #[derive(Debug, Clone, Copy)]
 pub struct IndirectLayout {
     /// Guest physical address of head 0's table, a multiple of 16.
     pub address: u64,
-    /// From one head's table to the next, a multiple of 16.
+    /// The distance from one head's table to the next, a multiple of 16.
     pub stride_bytes: usize,
-    /// Descriptors in each table.
+    /// The number of descriptors in each table.
     pub entries: u16,
 }
 
-/// How the device broke the rules. The ring cannot be used any more.
+/// A broken rule of the device. The ring cannot be used any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum RingError {
-    /// The used index moved past what is in flight, or backwards.
+    /// The used index moved past the requests in flight, or backwards.
     #[error("the device moved its used index from {from} to {to} with {in_flight} requests in flight")]
     UsedIndex {
         /// The used index before.
@@ -67,23 +67,23 @@ pub enum RingError {
     /// The used entry names no descriptor (no buffer, in a packed ring).
     #[error("the device used descriptor {id} of a ring with {size}")]
     UsedId {
-        /// What it named.
+        /// The id in the entry.
         id: u32,
-        /// Entries of the ring.
+        /// The number of the ring's entries.
         size: u16,
     },
     /// The used entry names a descriptor that heads no request.
     #[error("the device used descriptor {head}, which heads no request in flight")]
     NotInFlight {
-        /// What it named.
+        /// The head in the entry.
         head: u16,
     },
 }
 
-/// Why a request was not added. Nothing has changed.
+/// The reason why a request was not added. Nothing has changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum AddError {
-    /// Too few descriptors are free now; they come back with used entries.
+    /// Too few descriptors are free now; used entries free more.
     #[error("the ring is full")]
     Full,
     /// No ring of this size and layout can hold the request.
@@ -99,9 +99,9 @@ pub enum AddError {
 /// A request that the device is done with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Used {
-    /// Its head, as [`DriverRing::add`] returned it. In a packed ring it is the buffer's id.
+    /// Its head, as [`DriverRing::add`] returned it. In a packed ring that is the buffer's id.
     pub head: u16,
-    /// How many bytes the device claims to have written.
+    /// The number of bytes that the device claims to have written.
     pub written_bytes: u32,
 }
 
@@ -149,7 +149,7 @@ macro_rules! either {
 }
 
 impl DriverRing {
-    /// Makes a ring over areas that nobody uses yet. Positions start anew, and callbacks are off.
+    /// Makes a ring over unused areas. Positions start anew, and callbacks are off.
     pub fn new(
         areas: impl Into<RingAreas>,
         event_idx: bool,
@@ -192,7 +192,7 @@ impl DriverRing {
         self.state.in_flight()
     }
 
-    /// Returns what broke the ring, if anything.
+    /// Returns the error that broke the ring, if any.
     #[must_use]
     pub fn broken(&self) -> Option<RingError> {
         self.state.broken
@@ -218,7 +218,7 @@ impl DriverRing {
         low(self.state.added.wrapping_sub(self.state.shown))
     }
 
-    /// Lets a device that polls see what was added so far, in the middle of a batch. The barrier and the kick come with
+    /// Shows a polling device the requests added so far, in the middle of a batch. The barrier and the kick come with
     /// [`DriverRing::publish`] at its end.
     pub fn show(&mut self) {
         either!(&mut self.half, half => half.show(&self.state));
@@ -231,7 +231,7 @@ impl DriverRing {
         self.state.is_unpublished()
     }
 
-    /// Shows the device what was added. Returns whether it must be kicked for it.
+    /// Shows the device the added requests. Returns whether it must be kicked.
     pub fn publish(&mut self) -> bool {
         if !self.is_unpublished() {
             return false;

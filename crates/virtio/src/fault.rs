@@ -1,15 +1,15 @@
-//! Why a queue stopped: things that no correct driver does.
+//! Reasons why a queue stopped: faults of the driver.
 
 use memory::MemoryError;
 use std::fmt;
 use thiserror::Error;
 
-/// A driver broke the ring's rules. The queue stops taking requests until it is reset; what is in flight still ends.
+/// A driver broke the ring's rules. The queue takes no requests until it is reset; requests in flight still end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RingFault {
     /// The chain that the fault is in, if it is in one.
     pub head: Option<u16>,
-    /// What was wrong.
+    /// The fault.
     pub reason: FaultReason,
 }
 
@@ -24,7 +24,7 @@ impl fmt::Display for RingFault {
 
 impl std::error::Error for RingFault {}
 
-/// What was wrong.
+/// A kind of fault.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum FaultReason {
     /// The driver announced more than the ring holds.
@@ -54,7 +54,7 @@ pub enum FaultReason {
     /// More descriptors of a packed ring are available or in flight than it has.
     #[error("more descriptors are available than the ring's {size}")]
     TooManyInFlight {
-        /// Descriptors.
+        /// The number of the ring's descriptors.
         size: u16,
     },
     /// The head was made available again before it was used.
@@ -68,39 +68,39 @@ pub enum FaultReason {
         /// Descriptors in the table.
         size: u32,
     },
-    /// A loop, or a chain longer than allowed.
+    /// The chain has a loop, or is longer than allowed.
     #[error("the chain loops or has more than {limit} descriptors")]
     ChainTooLong {
         /// The limit.
         limit: u32,
     },
-    /// An indirect descriptor, without the negotiated feature.
+    /// An indirect descriptor appeared without the negotiated feature.
     #[error("an indirect descriptor, which was not negotiated")]
     IndirectNotNegotiated,
-    /// INDIRECT and NEXT in one descriptor.
+    /// A descriptor has both INDIRECT and NEXT.
     #[error("an indirect descriptor that also has a next one")]
     IndirectWithNext,
-    /// An indirect descriptor in an indirect table.
+    /// An indirect table has an indirect descriptor.
     #[error("an indirect descriptor inside an indirect table")]
     NestedIndirect,
     /// The length of an indirect table is impossible.
     #[error("an indirect table of {length_bytes} bytes: it must be 1 to {limit} descriptors of 16 bytes")]
     IndirectLength {
-        /// Its length.
+        /// The length in bytes.
         length_bytes: u32,
-        /// Most descriptors in a table.
+        /// The most descriptors in a table.
         limit: u32,
     },
-    /// An address outside guest memory.
+    /// An address lies outside guest memory.
     #[error("{0}")]
     Memory(#[from] MemoryError),
-    /// A descriptor without bytes.
+    /// A descriptor has no bytes.
     #[error("a descriptor of zero bytes")]
     ZeroLength,
     /// A buffer that the device reads follows one that it writes.
     #[error("a readable descriptor behind a writable one")]
     WrongOrder,
-    /// More bytes than a request may have.
+    /// A request has too many bytes.
     #[error("more than {limit} bytes in one request")]
     TooManyBytes {
         /// The limit.

@@ -27,9 +27,9 @@ pub struct PackedDeviceRing {
     /// A batch was published with EVENT_IDX. The first one always notifies.
     notified_once: bool,
     faulted: bool,
-    /// For each buffer id, how many descriptors its chain takes; zero if it is not in flight.
+    /// The number of descriptors in each buffer id's chain; zero if it is not in flight.
     chains: Box<[u16]>,
-    /// Chains in flight.
+    /// The number of chains in flight.
     in_flight: u16,
     /// Descriptors between `next_used` and `next_avail`; never more than the ring has.
     held: u16,
@@ -38,7 +38,7 @@ pub struct PackedDeviceRing {
 }
 
 impl PackedDeviceRing {
-    /// Where a new ring begins, in the format of [`DeviceRing::base`].
+    /// The position of a new ring, in the format of [`DeviceRing::base`].
     pub const NEW: u32 = 0x8000_8000;
 
     /// Starts on a ring, from `base` on. Its upper half may be zero: nothing is in flight then.

@@ -1,8 +1,8 @@
-//! From chains to block requests and back: what a virtio-blk device does with a ring, without the storage.
+//! From chains to block requests and back: virtio-blk on a ring, without the storage.
 //!
-//! A request may be cut into descriptors in any way (VERSION_1 and ANY_LAYOUT). The header is the first sixteen bytes
+//! A request may be split into descriptors in any way (VERSION_1 and ANY_LAYOUT). The header is the first sixteen bytes
 //! that the device may read, and the status is the last byte that it may write. The data are the rest of the readable
-//! or the writable bytes, as the request's type says.
+//! or the writable bytes, depending on the request's type.
 
 use crate::blk::{HEADER_BYTES, ID_BYTES, RANGE_SEGMENT_BYTES, RangeSegment, RequestHeader, Status, request_type};
 use crate::device_ring::DeviceRing;
@@ -18,7 +18,7 @@ pub enum Request {
     Read {
         /// First sector.
         sector: u64,
-        /// Where to.
+        /// The memory to fill.
         data: Window,
         /// The priority field of the header. Linux puts an I/O priority there.
         priority: u32,
@@ -27,7 +27,7 @@ pub enum Request {
     Write {
         /// First sector.
         sector: u64,
-        /// Where from.
+        /// The bytes to store.
         data: Window,
         /// The priority field of the header. Linux puts an I/O priority there.
         priority: u32,
@@ -48,8 +48,9 @@ pub enum Request {
     Refused(Status),
 }
 
-/// What a queue serves beyond reads, writes, flushes and the serial.
+/// The kinds of requests that a queue serves beyond reads, writes, flushes and the serial.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct RequestLimits {
     /// Discards are served.
     pub discard: bool,
@@ -78,17 +79,39 @@ impl RequestLimits {
         max_range_sectors: 0,
         max_erase_sectors: 0,
     };
+
+    /// Adds discards and write-zeroes of at most `max_ranges` ranges, each of at most `max_range_sectors`.
+    #[must_use]
+    pub const fn with_ranges(mut self, max_ranges: u32, max_range_sectors: u32) -> Self {
+        (self.discard, self.write_zeroes) = (true, true);
+        (self.max_ranges, self.max_range_sectors) = (max_ranges, max_range_sectors);
+        self
+    }
+
+    /// Adds secure erases of at most `max_ranges` ranges, each of at most `max_erase_sectors`.
+    #[must_use]
+    pub const fn with_erases(mut self, max_ranges: u32, max_erase_sectors: u32) -> Self {
+        (self.secure_erase, self.max_ranges, self.max_erase_sectors) = (true, max_ranges, max_erase_sectors);
+        self
+    }
+
+    /// Adds questions for the wear of the storage.
+    #[must_use]
+    pub const fn with_lifetime(mut self) -> Self {
+        self.lifetime = true;
+        self
+    }
 }
 
-/// What is kept of a request until its end. Four of them share a cache line.
+/// The state of a request in flight. Four of them share a cache line.
 #[derive(Debug, Default, Clone, Copy)]
 struct Context {
     /// The header's sector, to name the request if it fails.
     sector: u64,
     /// The header's type.
     kind: u32,
-    /// For the used ring: how many bytes at the front of the writable part are written after success. If it is one
-    /// byte, that is the status, which is written after a failure as well.
+    /// The number of bytes for the used ring: those at the front of the writable part that are written after success.
+    /// If it is one byte, that is the status, which is written after a failure as well.
     written_bytes: u32,
 }
 

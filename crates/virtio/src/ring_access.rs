@@ -104,7 +104,7 @@ pub fn full_fence() {
     fence(Ordering::SeqCst);
 }
 
-/// Why a ring's areas cannot be used.
+/// The reason why a ring's areas cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum LayoutError {
     /// The size is not a power of two, is zero, or is too large for a split ring.
@@ -119,35 +119,35 @@ pub enum LayoutError {
         /// Entries asked for.
         size: u32,
     },
-    /// A packed ring cannot go on where its front end says.
+    /// A packed ring cannot go on at the position that its front end names.
     #[error("a packed ring of {size} descriptors cannot go on at {base:#x}")]
     Base {
-        /// As in vhost-user's messages.
+        /// The position, as in vhost-user's messages.
         base: u32,
-        /// Descriptors.
+        /// The number of descriptors.
         size: u16,
     },
     /// An area is not aligned as 2.7 or 2.8 demands.
     #[error("the ring's {area} at {address:#x} is not aligned to {alignment_bytes} bytes")]
     Alignment {
-        /// Which area.
+        /// The name of the area.
         area: &'static str,
         /// Its address.
         address: u64,
-        /// What it must be a multiple of.
+        /// The required alignment.
         alignment_bytes: u64,
     },
     /// An area is not in guest memory.
     #[error("the ring's {area}: {source}")]
     Memory {
-        /// Which area.
+        /// The name of the area.
         area: &'static str,
-        /// Why not.
+        /// The reason.
         source: MemoryError,
     },
 }
 
-/// Where a ring's areas are, in the address space that the constructor names.
+/// The addresses of a ring's areas, in the address space that the constructor names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RingAddresses {
     /// Descriptor table, or the ring of a packed one.
@@ -158,8 +158,7 @@ pub struct RingAddresses {
     pub used: u64,
 }
 
-/// A split ring's areas. Fields behave as virtio 1.2 section 2.7 says. The half that uses them must know which it may
-/// write.
+/// A split ring's areas. Fields behave as in virtio 1.2, section 2.7. Each half writes only its own fields.
 #[derive(Debug)]
 pub struct SplitAreas {
     table: NonNull<u8>,
@@ -202,7 +201,7 @@ fn resolve_area(
     length_bytes: usize,
 ) -> Result<NonNull<u8>, LayoutError> {
     let ptr = find(address, length_bytes as u64).map_err(|source| LayoutError::Memory { area, source })?;
-    // Both addresses are checked: ours for the atomics, and theirs because the specification says so. Theirs implies
+    // Both addresses are checked: ours for the atomics, and theirs because the specification demands it. Theirs implies
     // ours only if the file offsets are aligned too.
     match ptr.as_ptr().addr().is_multiple_of(alignment) && address.is_multiple_of(alignment as u64) {
         true => Ok(ptr),
@@ -332,7 +331,7 @@ impl SplitAreas {
         self.avail_field(2).store(index.to_le(), Ordering::Release);
     }
 
-    /// Returns the head in the available ring at `position` (modulo the size). It may be any number.
+    /// Returns the head in the available ring at `position` (modulo the size), unchecked.
     #[inline]
     #[must_use]
     pub fn avail_entry(&self, position: u16) -> u16 {
@@ -383,7 +382,7 @@ impl SplitAreas {
         self.used_field(2).store(index.to_le(), Ordering::Release);
     }
 
-    /// Returns head and written bytes in the used ring at `position` (modulo the size). They may be any numbers.
+    /// Returns head and written bytes in the used ring at `position` (modulo the size), unchecked.
     #[inline]
     #[must_use]
     pub fn used_entry(&self, position: u16) -> (u32, u32) {
@@ -424,7 +423,7 @@ pub fn indirect_table<'a>(
     Ok(IndirectTable { ptr, count, memory: PhantomData })
 }
 
-/// A table that an indirect descriptor names, resolved.
+/// The resolved table of an indirect descriptor.
 #[derive(Debug, Clone, Copy)]
 pub struct IndirectTable<'a> {
     ptr: NonNull<u8>,

@@ -18,8 +18,7 @@ const DATA: u64 = 0x2_0000;
 const TABLE: u64 = 0x3_0000;
 
 const BOTH: RingFeatures = RingFeatures { indirect: true, event_idx: true };
-const LIMITS: RequestLimits =
-    RequestLimits { discard: true, write_zeroes: true, max_ranges: 4, max_range_sectors: 1000, ..RequestLimits::NONE };
+const LIMITS: RequestLimits = RequestLimits::NONE.with_ranges(4, 1000);
 
 fn device(driver: &Driver<'_>, features: RingFeatures) -> BlkQueue<SplitDeviceRing> {
     let at = RingAddresses { table: driver.table, avail: driver.avail, used: driver.used };

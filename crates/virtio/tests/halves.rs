@@ -177,8 +177,7 @@ fn exchange<R: DeviceRing>(guest: &Guest, case: Case, mut driver: DriverRing, mu
             device.put_used(head, u32::from(head) + 1);
         }
         assert_eq!(usize::from(device.in_flight()), taken.len());
-        let before = driver.has_used();
-        let call = device.publish();
+        let (before, call) = (driver.has_used(), device.publish());
         let news = driver.has_used() && !before;
         assert!(call || !news || !driver_sleeps, "{case:?}, seed {seed}: the driver sleeps and nobody calls it");
         if call || !driver_sleeps {

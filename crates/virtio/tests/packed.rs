@@ -19,8 +19,7 @@ const TABLE: u64 = 0x3_0000;
 const READ: [(u64, u32, bool); 3] = [(HEADER, 16, false), (DATA, 512, true), (STATUS, 1, true)];
 
 const BOTH: RingFeatures = RingFeatures { indirect: true, event_idx: true };
-const LIMITS: RequestLimits =
-    RequestLimits { discard: true, write_zeroes: true, max_ranges: 4, max_range_sectors: 1000, ..RequestLimits::NONE };
+const LIMITS: RequestLimits = RequestLimits::NONE.with_ranges(4, 1000);
 
 fn areas(driver: &PackedDriver<'_>) -> PackedAreas {
     let at = RingAddresses { table: driver.ring, avail: driver.driver_event, used: driver.device_event };

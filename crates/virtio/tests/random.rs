@@ -36,8 +36,7 @@ impl Dice {
     }
 }
 
-const LIMITS: RequestLimits =
-    RequestLimits { discard: true, write_zeroes: true, max_ranges: 4, max_range_sectors: 1000, ..RequestLimits::NONE };
+const LIMITS: RequestLimits = RequestLimits::NONE.with_ranges(4, 1000);
 
 fn ring(driver: &Driver<'_>, features: RingFeatures, next_avail: u16) -> SplitDeviceRing {
     let at = RingAddresses { table: driver.table, avail: driver.avail, used: driver.used };

@@ -1,4 +1,4 @@
-//! The fuzzers without libFuzzer: random inputs from a seed, for so many seconds, on any toolchain.
+//! The fuzzers without libFuzzer: random inputs from a seed, for a number of seconds, on any toolchain.
 //!
 //! `fuzz TARGET SECONDS [SEED]` runs one target, `fuzz all ...` each in turn; `fuzz TARGET FILE...` runs inputs again.
 

@@ -1,6 +1,6 @@
 //! An NBD client, from a file's operations to its socket, with a server that answers anything, in any order and division.
 //!
-//! What must hold: no panic; each operation ends; what a read gives is what the server sent for these bytes.
+//! The checks: no panic; each operation ends; a read returns the bytes that the server sent for it.
 
 use arbitrary::{Result, Unstructured};
 use block::{FileOp, FileQueue, IoResult, PastEnd};
@@ -26,17 +26,17 @@ const BYTES_MAX: u64 = 16 << 10;
 const ALLOCATION: u32 = 7;
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What the server has at an offset. Never zero, which is for holes.
+/// Returns the byte that the server has at an offset. Never zero, which stands for holes.
 fn mark(offset: u64) -> u8 {
     (offset.wrapping_mul(37) >> 3) as u8 | 1
 }
 
-/// What a server does, decided before it runs.
+/// The actions of a server, decided before it runs.
 #[derive(Debug)]
 struct Plan {
     style: Style,
     flags: u16,
-    /// Instead of its part of the handshake, from some byte on.
+    /// Noise in place of the server's part of the handshake, from some byte on.
     noise: Option<(usize, Vec<u8>)>,
     acts: Vec<Act>,
     /// Replies wait for this many requests.
@@ -50,11 +50,11 @@ enum Act {
     /// The data in several parts, some as holes.
     Parts(Vec<(u8, bool)>),
     Fails(u32),
-    /// With another cookie.
+    /// A reply with another cookie.
     Strange(u64),
-    /// Data moved by so many bytes, and of a length that is wrong by so many.
+    /// Data at a wrong offset, and of a wrong length: the differences, in bytes.
     Moved(i16, i16),
-    /// No end follows.
+    /// A reply without an end.
     Endless,
     Noise(Vec<u8>),
     Leaves,
@@ -88,7 +88,7 @@ impl Act {
         })
     }
 
-    /// A reply to `request`.
+    /// Puts a reply to `request`.
     fn put(&self, out: &mut Vec<u8>, style: Style, request: &Request) {
         let extended = style == Style::Extended;
         let Request { cookie, offset, length_bytes, .. } = *request;
@@ -155,7 +155,7 @@ fn part(out: &mut Vec<u8>, extended: bool, cookie: u64, offset: u64, length: u64
     out.extend_from_slice(&(length as u32).to_be_bytes());
 }
 
-/// The server's stream, of which everything behind some byte may be noise.
+/// The server's stream, which may be noise from some byte on.
 struct Noisy<'a> {
     stream: UnixStream,
     plan: &'a Plan,
@@ -222,13 +222,14 @@ impl Noisy<'_> {
         (request.command != command::DISC).then_some(request)
     }
 
-    /// Serves until it is through with what it does, and leaves.
+    /// Serves until its actions are used up, then leaves.
     fn serve(&mut self) -> Option<()> {
         self.shake_hands()?;
         let mut acts = self.plan.acts.iter();
         let (mut waiting, mut silence) = (Vec::new(), PATIENCE);
         loop {
-            // Those that no other request follows are answered as well. Who still waits after an answer got a wrong one.
+            // Requests without a successor are answered as well. A client that still waits after an answer got a wrong
+            // one.
             let patience = if waiting.is_empty() { silence } else { Duration::from_millis(1) };
             self.stream.set_read_timeout(Some(patience)).ok()?;
             let mut peek = [0];
@@ -243,7 +244,7 @@ impl Noisy<'_> {
             if has_more.is_err() || waiting.len() >= self.plan.waits_for {
                 let mut out = Vec::new();
                 silence = Duration::from_millis(10);
-                // The last come first.
+                // Answers the last request first.
                 for request in waiting.drain(..).rev() {
                     let act = acts.next().unwrap_or(&Act::Leaves);
                     act.put(&mut out, self.plan.style, &request);
@@ -258,7 +259,7 @@ impl Noisy<'_> {
     }
 }
 
-/// An operation, and what became of it.
+/// An operation, and its result.
 struct Running {
     offset: u64,
     data: Option<Window>,
@@ -279,7 +280,7 @@ fn start(u: &mut Unstructured<'_>, queue: &Rc<dyn FileQueue>, reactor: &Rc<SimRe
         }
         _ => {
             let window = IoBuf::zeroed(length as usize).whole();
-            // No byte of it may be taken for one of the server's.
+            // No byte of this is one of the server's.
             window.fill(2);
             data = Some(window.clone());
             FileOp::Read { offset, data: window, past_end: PastEnd::Fails }
@@ -294,7 +295,7 @@ fn start(u: &mut Unstructured<'_>, queue: &Rc<dyn FileQueue>, reactor: &Rc<SimRe
     Ok(Running { offset, data, result })
 }
 
-/// All of them end, and reads have what was sent.
+/// Checks that all operations end, and that reads have the sent bytes.
 fn check(running: &[Running], reactor: &Rc<SimReactor>, has_holes: bool) {
     let until = Instant::now() + PATIENCE;
     while running.iter().any(|op| op.result.borrow().is_none()) {
@@ -332,7 +333,7 @@ pub(crate) fn answers(u: &mut Unstructured<'_>) -> Result<()> {
         scope.spawn(|| {
             if let Ok((stream, _)) = listener.accept() {
                 let mut server = Noisy { stream, plan: &plan, said: 0 };
-                // Nobody else comes in.
+                // Nobody else can connect.
                 drop(listener);
                 server.serve();
             }

@@ -1,4 +1,4 @@
-//! What a good client of NBD says and hears.
+//! The messages of a correct NBD client.
 
 use nbd_wire::Reader;
 use nbd_wire::numbers::{BASE_ALLOCATION, answer, chunk, command, handshake, option};
@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 
-/// An export is chosen.
+/// Proof that an export was chosen.
 #[derive(Debug)]
 pub(crate) struct Chosen;
 
@@ -53,7 +53,7 @@ pub(crate) fn choose(stream: &mut UnixStream, style: Style) -> io::Result<Chosen
     Ok(Chosen)
 }
 
-/// A reply, as far as it is known.
+/// A reply, as far as it has arrived.
 #[derive(Debug, Default)]
 pub(crate) struct Told {
     pub(crate) error: u32,
@@ -61,7 +61,7 @@ pub(crate) struct Told {
     pub(crate) is_done: bool,
 }
 
-/// All bytes up to the end of the stream.
+/// Reads all bytes up to the end of the stream.
 pub(crate) fn hear(mut stream: &UnixStream) -> Vec<u8> {
     let mut bytes = Vec::new();
     let read = stream.read_to_end(&mut bytes);
@@ -70,7 +70,7 @@ pub(crate) fn hear(mut stream: &UnixStream) -> Vec<u8> {
     bytes
 }
 
-/// The replies in `bytes`, up to one that is cut off. One that is none panics.
+/// Parses the replies in `bytes`, up to one that is cut off. Panics if one is invalid.
 pub(crate) fn replies(bytes: &[u8], style: Style, asked: &[Request]) -> BTreeMap<u64, Told> {
     let mut all = BTreeMap::new();
     let mut reader = Reader::new(bytes);

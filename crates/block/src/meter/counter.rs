@@ -1,4 +1,4 @@
-//! One counter. One thread writes and any may read, so plain loads and stores do, without a locked instruction.
+//! A counter. One thread writes and any may read, so plain loads and stores suffice, without a locked instruction.
 
 use crate::log_limit::if_logged;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -29,7 +29,7 @@ pub struct RingCounters {
     latency: OnceLock<Arc<Latency>>,
 }
 
-/// What a queue has done since its device was made.
+/// The counts of a queue since its device was made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RingStats {
     /// Requests taken.

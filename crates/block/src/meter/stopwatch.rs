@@ -31,14 +31,14 @@ pub const WRITE_ZEROES: u64 = 4;
 /// Secure erases.
 pub const SECURE_ERASE: u64 = 5;
 
-/// The bits of a request's key that hold its kind. The others hold the time at which it was taken, and two flags.
+/// The bits of a request's key that hold its kind. The others hold its start time, and two flags.
 pub const KIND_BITS: u64 = 7;
 /// Flag: the parts of this request are known.
 const HAS_PARTS: u64 = 8;
 /// Flag: an untimed task carried the request out. The shares of the last timed task of its kind stand for it.
 const AS_BEFORE: u64 = 16;
 const KEY_SHIFT: u32 = 5;
-/// Stands for the time in a turn that is not timed.
+/// Stands for the time in a turn without timing.
 const UNTIMED: u64 = 1 << KEY_SHIFT;
 
 /// One of this many quick turns is timed.
@@ -90,7 +90,7 @@ fn bucket_of(ns: u64) -> usize {
     (u64::BITS.wrapping_sub(whole_us.leading_zeros()) as usize).min(LATENCY_BUCKETS.wrapping_sub(1))
 }
 
-/// A histogram of how long requests took.
+/// A histogram of requests' times.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LatencyHistogram {
     /// Requests in each bucket; see [`LATENCY_BUCKETS`].
@@ -115,7 +115,7 @@ impl LatencyHistogram {
     }
 }
 
-/// How long requests of one kind took.
+/// The times of requests of one kind.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct KindLatency {
     /// `read`, `write`, `flush`, `discard`, `write-zeroes` or `secure-erase`.
@@ -128,12 +128,12 @@ pub struct KindLatency {
     pub parts: [LatencyHistogram; Part::COUNT],
 }
 
-/// How long the requests of a queue take.
+/// The times of the requests of a queue.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct QueueLatency {
     /// One entry for each kind; empty if the queue has never run.
     pub kinds: Vec<KindLatency>,
-    /// How long the oldest request in flight has been in flight, in nanoseconds; zero if there is none.
+    /// The age of the oldest request in flight, in nanoseconds; zero if there is none.
     pub oldest_ns: u64,
 }
 
@@ -214,7 +214,7 @@ fn place_of(key: u64) -> usize {
     ((key & KIND_BITS) | ((key & AS_BEFORE) >> 1)) as usize
 }
 
-/// Returns what a request without known parts spends its time on.
+/// Returns the part that a request without known parts spends its time on.
 fn plain_part(kind: u64) -> Part {
     if kind == FLUSH { Part::Flush } else { Part::Engine }
 }
@@ -224,7 +224,7 @@ fn plain_part(kind: u64) -> Part {
 struct Run {
     key: u64,
     count: u64,
-    /// The head whose parts they are, if the key says that there are some.
+    /// The head that the parts belong to, if the key says that there are some.
     head: u16,
 }
 
@@ -244,7 +244,7 @@ pub struct Stopwatch {
     timings: Vec<(Tag, Parts)>,
     /// The parts of the last request of each kind whose task was timed.
     last: [Parts; KINDS],
-    /// The last turn was quick, and ended all that it took. So the next ones are timed only now and then.
+    /// The last turn was quick, and ended all requests that it took. So only some of the next turns are timed.
     is_quick: bool,
     turn: u32,
     quick_ns: u64,
@@ -310,8 +310,8 @@ impl Stopwatch {
         read.saturating_add(written)
     }
 
-    /// Takes what the disk's last harvest says of the parts of requests. `look_up` is given a head, and calls its
-    /// closure with that request's key.
+    /// Takes the parts of requests from the disk's last harvest. `look_up` gets a head, and calls its closure with that
+    /// request's key.
     #[inline]
     pub fn take_timings(&mut self, disk: &mut dyn DiskQueue, look_up: impl FnMut(u16, &mut dyn FnMut(&mut u64))) {
         disk.take_timings(&mut self.timings);
@@ -408,7 +408,7 @@ impl Stopwatch {
             self.record_ended(end_ns, notify_ns);
         }
         if self.is_quick {
-            // All that was taken before has ended.
+            // All requests taken before have ended.
             self.untimed_since_ns = 0;
         }
     }

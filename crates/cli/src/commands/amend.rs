@@ -1,6 +1,6 @@
 //! `ringdisk amend`: changes options of an existing image, with qemu-img's output and exit codes.
 
-use crate::images::{asks_for_help, image_name, opener, parse_format, switch};
+use crate::images::{BackingArgs, asks_for_help, image_name, opener, parse_format, switch};
 use crate::output::{self, ProgressArgs, Watch};
 use anyhow::bail;
 use drive::{parse_integer, parse_options, parse_size};
@@ -25,9 +25,8 @@ pub(crate) struct Args {
     /// Allow changes that could lose access to an encrypted image (not supported here).
     #[arg(long)]
     force: bool,
-    /// Which backing files the image may open: deny, same-dir, listed, any, anywhere (files of servers, too).
-    #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
-    allow_backing: String,
+    #[command(flatten)]
+    gate: BackingArgs,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
     #[arg(long)]
     image_opts: bool,
@@ -72,9 +71,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let (file, format) = image_name(file, args.format.as_deref(), args.image_opts)?.whole()?;
     let mut options = ImageOptions::new(file);
     options.format = format;
-    options.allow_backing = args.allow_backing.parse()?;
+    options.allow_backing = args.gate.policy()?;
     let image = image::open(&options, &opener(&args.cache)?)?;
-    if asks_for_help || image.format() != Some(Format::Qcow2) {
+    if asks_for_help || !image.format().is_some_and(Format::can_be_amended) {
         return help(image.format());
     }
     let amend = parse(&args.options)?;
@@ -84,7 +83,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 
 fn help(format: Option<Format>) -> anyhow::Result<()> {
     match format {
-        Some(Format::Qcow2) => output::print(HELP),
+        Some(format) if format.can_be_amended() => output::print(HELP),
         _ => bail!("Format driver 'raw' does not support option amendment"),
     }
 }

@@ -93,7 +93,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     drop(file);
     let report = match checked {
         Ok(report) => report,
-        Err(error) if error.kind() == ErrorKind::Unsupported && format != Some(Format::Qcow2) => {
+        Err(error) if error.kind() == ErrorKind::Unsupported && !format.is_some_and(Format::can_be_checked) => {
             output::error(&error.into());
             output::exit(NOTHING_TO_CHECK)
         }

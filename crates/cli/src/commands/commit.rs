@@ -1,6 +1,6 @@
 //! `ringdisk commit`: writes an overlay's data into the image below it, in qemu-img's words.
 
-use crate::images::{image_name, opener};
+use crate::images::{BackingArgs, image_name, opener};
 use crate::output::{self, ProgressArgs, Watch};
 use crate::threads::Reactors;
 use drive::parse_size;
@@ -27,9 +27,8 @@ pub(crate) struct Args {
     /// At most this many bytes a second.
     #[arg(short, long, value_name = "RATE")]
     rate: Option<String>,
-    /// Which backing files an image may open: deny, same-dir, listed, any, anywhere (files of servers, too).
-    #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
-    allow_backing: String,
+    #[command(flatten)]
+    gate: BackingArgs,
     /// Go on although internal snapshots of the overlay will show other contents.
     #[arg(long)]
     change_snapshots: bool,
@@ -49,7 +48,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     options.format = format;
     options.base = args.base.clone();
     options.keep = args.keep || args.base.is_some();
-    options.allow_backing = args.allow_backing.parse()?;
+    options.allow_backing = args.gate.policy()?;
     options.listed = args.base.iter().cloned().collect();
     options.change_snapshots = args.change_snapshots;
     options.rate = args.rate.as_deref().map(parse_size).transpose()?;

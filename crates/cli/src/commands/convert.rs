@@ -2,9 +2,10 @@
 
 use crate::arguments::{integer, name_text};
 use crate::images::{
-    OpenArgs, asks_for_help, backing_name, copy_bitmaps, create_target, file_name, files, holds_old_bytes, image_name,
-    leave_page_cache, open_to_overwrite, open_writable, opened_name, options_help, parse_format, path_of,
-    refuse_misfits, refuse_same_file, refuse_without_bitmaps, remote_name, remove_target, sync_directory,
+    OpenArgs, asks_for_help, backing_name, beside_image, copy_bitmaps, create_target, file_name, files,
+    holds_old_bytes, image_name, leave_page_cache, open_to_overwrite, open_writable, opened_name, options_help,
+    parse_format, path_of, refuse_misfits, refuse_same_file, refuse_without_bitmaps, remote_name, remove_target,
+    sync_directory,
 };
 use crate::output::{self, ProgressArgs, Watch, usage};
 use crate::threads::Reactors;
@@ -12,7 +13,7 @@ use anyhow::{Context, bail};
 use block::{Disk, SECTOR_BYTES};
 use drive::{escape, parse_options, parse_size};
 use engine::CacheMode;
-use image::{FileName, Format, Image, ImageOptions, os_name};
+use image::{BackingPolicy, FileName, Format, Image, ImageOptions, os_name};
 use jobs::{ConvertOptions, JobDisk, Salvage, Unreadable};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -218,16 +219,14 @@ impl Args {
     fn listed(&self, target: &Target, sources: &[PathBuf]) -> anyhow::Result<Vec<PathBuf>> {
         let mut listed = target.data_files();
         let Some(backing) = &target.backing else { return Ok(listed) };
-        let name = backing_name(Some(&target.path), backing, true)?;
-        let beside = || target.path.parent().unwrap_or(Path::new("")).join(os_name(&name));
         let remote = remote_name(backing);
-        let path = if remote.is_some() { PathBuf::from(backing) } else { beside() };
+        let path = beside_image(&target.path, &backing_name(backing, true)?);
         // Without the backing format no image is created.
         if let Some(format) = target.backing_format.filter(|_| !self.no_create) {
             let mut options = ImageOptions::new(remote.unwrap_or_else(|| FileName::from(&path)));
             options.format = Some(format);
             options.read_only = true;
-            options.allow_backing = self.open.allow_backing.parse()?;
+            options.allow_backing = self.open.gate.policy()?;
             options.listed = sources.to_vec();
             let below = image::open(&options, &files())?;
             let is_named = |name: &FileName| name.path().is_some() || name.is_remote();
@@ -329,10 +328,10 @@ fn open_target(
         // New data go to space that its refcounts call free, so they must be right.
         true => {
             let mut goes_on = |_, _| !watch.was_interrupted();
-            open_to_overwrite(name, target.format, cache, &args.open.allow_backing, listed, &mut goes_on)?
+            open_to_overwrite(name, target.format, cache, args.open.gate.policy()?, listed, &mut goes_on)?
         }
         // A new target names the files that the user named; they and those below have passed the gate.
-        false => open_writable(name, target.format, cache, "listed", listed)?,
+        false => open_writable(name, target.format, cache, BackingPolicy::Listed, listed)?,
     };
     if image.info().size_bytes < sources.iter().map(|source| source.info().size_bytes).sum::<u64>() {
         bail!("output file is smaller than input file");

@@ -10,7 +10,7 @@ use anyhow::{anyhow, bail};
 use block::{Disk, SECTOR_BYTES};
 use drive::parse_size;
 use engine::CacheMode;
-use image::{Format, Image};
+use image::{BackingPolicy, Format, Image};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -111,7 +111,7 @@ fn copy(
     watch: &mut Watch,
 ) -> anyhow::Result<()> {
     let target_is_zero = !holds_old_bytes(target, Some(format));
-    let image = open_writable(opened_name(target), Some(format), &args.target_cache, "deny", &[])?;
+    let image = open_writable(opened_name(target), Some(format), &args.target_cache, BackingPolicy::Deny, &[])?;
     let reactors = Reactors::start("dd")?;
     let (from, handles) = (source.into(), reactors.handles());
     let done = watch.run(|control| jobs::dd(&from, part, &(&image).into(), target_is_zero, &handles, control));

@@ -1,7 +1,7 @@
 //! `ringdisk rebase`: gives an overlay another backing file, in qemu-img's words.
 
 use crate::arguments::name_text;
-use crate::images::{backing_name, check_backing_format, image_name, opener};
+use crate::images::{BackingArgs, backing_name, check_backing_format, image_name, opener};
 use crate::output::{ProgressArgs, Watch};
 use crate::threads::Reactors;
 use anyhow::bail;
@@ -39,9 +39,8 @@ pub(crate) struct Args {
     /// Read the new backing file even if another process writes it.
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// Which backing files an image may open: deny, same-dir, listed, any, anywhere (files of servers, too).
-    #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
-    allow_backing: String,
+    #[command(flatten)]
+    gate: BackingArgs,
     /// Go on although internal snapshots of the overlay will show other contents.
     #[arg(long)]
     change_snapshots: bool,
@@ -70,7 +69,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 // An unsupported format is refused before anything is copied.
                 false => drop(format.parse::<image::Format>()?),
             }
-            Some(Backing { file: backing_name(file.path(), name, !args.unsafe_backing)?, format: Some(format.clone()) })
+            Some(Backing { file: backing_name(name, !args.unsafe_backing)?, format: Some(format.clone()) })
         }
     };
     let (writing, reading) = (opener(&args.cache)?, opener(&args.source_cache)?);
@@ -80,7 +79,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     options.backing = backing;
     options.name_only = args.unsafe_backing;
     options.compress = args.compress;
-    options.allow_backing = args.allow_backing.parse()?;
+    options.allow_backing = args.gate.policy()?;
     options.change_snapshots = args.change_snapshots;
     let reactors = Reactors::start("rebase")?;
     let mut watch = Watch::start(&args.progress)?;

@@ -4,7 +4,7 @@ use crate::images::{file_name, open_writable, opened_name};
 use crate::output::{self, ProgressArgs, Watch};
 use crate::threads::Reactors;
 use anyhow::{Context, bail};
-use image::{Format, LogReader, LoggedKind, LoggedRequest};
+use image::{BackingPolicy, Format, LogReader, LoggedKind, LoggedRequest};
 use jobs::JobDisk;
 use std::fmt::Write;
 use std::fs::File;
@@ -79,7 +79,7 @@ fn end_after(mut log: LogReader, start: u64, flushes: u64) -> anyhow::Result<u64
 
 fn play(args: &Args, log: LogReader, entries: std::ops::Range<u64>, disk: &Path) -> anyhow::Result<()> {
     let format = args.format.as_deref().map(str::parse::<Format>).transpose()?;
-    let image = open_writable(opened_name(&file_name(disk)?), format, &args.cache, "deny", &[])?;
+    let image = open_writable(opened_name(&file_name(disk)?), format, &args.cache, BackingPolicy::Deny, &[])?;
     let mut watch = Watch::start(&args.progress)?;
     let reactors = Reactors::start("replay")?;
     let handles = reactors.handles();

@@ -1,6 +1,6 @@
 //! `ringdisk resize`: changes the size of a disk that nobody uses.
 
-use crate::images::{files, image_name};
+use crate::images::{BackingArgs, files, image_name};
 use crate::output::{self, ProgressArgs, Watch};
 use anyhow::{Context, bail};
 use block::Disk;
@@ -25,9 +25,8 @@ pub(crate) struct Args {
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
     #[arg(long)]
     image_opts: bool,
-    /// Which backing files the image may open: deny, same-dir, listed, any, anywhere (files of servers, too).
-    #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
-    allow_backing: String,
+    #[command(flatten)]
+    gate: BackingArgs,
     #[command(flatten)]
     progress: ProgressArgs,
     /// The image.
@@ -48,7 +47,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let (file, format) = image_name(&args.file, args.format.as_deref(), args.image_opts)?.whole()?;
     let mut options = ImageOptions::new(file);
     options.format = format;
-    options.allow_backing = args.allow_backing.parse()?;
+    options.allow_backing = args.gate.policy()?;
     let image = image::open(&options, &files())?;
     let size = new_size(&args.size, image.info().size_bytes)?;
     if size < image.info().size_bytes && !args.shrink {

@@ -9,6 +9,20 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+/// Which files an image may name.
+#[derive(clap::Args, Clone)]
+pub(crate) struct BackingArgs {
+    /// Which backing files an image may open: deny, same-dir, listed, any, anywhere (files of servers, too).
+    #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
+    allow_backing: String,
+}
+
+impl BackingArgs {
+    pub(crate) fn policy(&self) -> anyhow::Result<BackingPolicy> {
+        Ok(self.allow_backing.parse()?)
+    }
+}
+
 /// How a named image is opened.
 #[derive(clap::Args, Clone)]
 pub(crate) struct OpenArgs {
@@ -18,9 +32,8 @@ pub(crate) struct OpenArgs {
     /// Read the image even if another process writes it; the data may be out of date.
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// Which backing files an image may open: deny, same-dir, listed, any, anywhere (files of servers, too).
-    #[arg(long, value_name = "POLICY", env = "RINGDISK_ALLOW_BACKING", default_value = "same-dir")]
-    pub(crate) allow_backing: String,
+    #[command(flatten)]
+    pub(crate) gate: BackingArgs,
     /// FILE is a description of an image: driver=FORMAT,file.filename=FILE.
     #[arg(long, alias = "source-image-opts")]
     pub(crate) image_opts: bool,
@@ -46,7 +59,7 @@ impl OpenArgs {
         options.read_only = true;
         options.is_alone = is_alone;
         options.snapshot = snapshot.map(snapshot_name).transpose()?;
-        options.allow_backing = self.allow_backing.parse()?;
+        options.allow_backing = self.gate.policy()?;
         options.listed = listed.to_vec();
         let opener = opener(&self.source_cache)?;
         let opener = if self.force_share { opener.without_locks() } else { opener };
@@ -76,10 +89,10 @@ pub(crate) fn open_writable(
     file: impl Into<FileName>,
     format: Option<Format>,
     cache: &str,
-    allow: &str,
+    allow: BackingPolicy,
     listed: &[PathBuf],
 ) -> anyhow::Result<Arc<Image>> {
-    let options = writable(file, format, allow, listed)?;
+    let options = writable(file, format, allow, listed);
     Ok(Arc::new(image::open(&options, &opener(cache)?.writing_behind())?))
 }
 
@@ -88,25 +101,25 @@ pub(crate) fn open_to_overwrite(
     file: impl Into<FileName>,
     format: Option<Format>,
     cache: &str,
-    allow: &str,
+    allow: BackingPolicy,
     listed: &[PathBuf],
     watch: &mut EditWatch<'_>,
 ) -> anyhow::Result<Arc<Image>> {
-    let options = writable(file, format, allow, listed)?;
+    let options = writable(file, format, allow, listed);
     Ok(Arc::new(image::open_to_overwrite(&options, &opener(cache)?.writing_behind(), watch)?))
 }
 
 fn writable(
     file: impl Into<FileName>,
     format: Option<Format>,
-    allow: &str,
+    allow: BackingPolicy,
     listed: &[PathBuf],
-) -> anyhow::Result<ImageOptions> {
+) -> ImageOptions {
     let mut options = ImageOptions::new(file);
     options.format = format;
-    options.allow_backing = allow.parse::<BackingPolicy>()?;
+    options.allow_backing = allow;
     options.listed = listed.to_vec();
-    Ok(options)
+    options
 }
 
 /// Returns an opener with this cache mode, which chooses the engine by the file.

@@ -16,7 +16,7 @@ const LINKS_MAX: usize = 40;
 pub(crate) fn holds_old_bytes(target: &Path, format: Option<Format>) -> bool {
     let is_device = || std::fs::metadata(target).is_ok_and(|meta| meta.file_type().is_block_device());
     let is_served = || is_socket(target) && !cluster_image(target).is_ok_and(|image| image.is_some());
-    format == Some(Format::Raw) && (is_served() || is_device())
+    format.is_some_and(|format| !format.has_tables()) && (is_served() || is_device())
 }
 
 /// Refuses to overwrite a file of the source, whether it lies here or at a server.

@@ -58,6 +58,53 @@ impl Curl {
         }
     }
 
+    /// Bitmaps, a backup, and internal snapshots of the first disk.
+    fn take_points(&self, file: &dyn Fn(&str) -> String) {
+        self.post("/v1/disks/first/bitmaps", &json!({ "actions": [{ "action": "add", "bitmap": "daily" }] }));
+        assert_eq!(self.get("/v1/disks/first/bitmaps")["bitmaps"][0]["recording"], true);
+        let backup = json!({ "target": file("backup.qcow2"), "bitmap": "daily", "mode": "full" });
+        self.job("/v1/disks/first/backup", &backup, "done");
+        self.post("/v1/disks/first/bitmaps", &json!({ "actions": [{ "action": "remove", "bitmap": "daily" }] }));
+        self.post("/v1/disks/first/snapshots", &json!({ "name": "one" }));
+        assert_eq!(self.get("/v1/disks/first/snapshots")["snapshots"][0]["name"], "one");
+        self.call("DELETE", "/v1/disks/first/snapshots/one", &Value::Null);
+    }
+
+    /// Layers on the first disk, and jobs on them.
+    fn change_layers(&self, file: &dyn Fn(&str) -> String) {
+        let put_on = |name: &str| {
+            self.post("/v1/snapshots", &json!({ "overlays": [{ "disk": "first", "overlay": file(name) }] }))
+        };
+        put_on("top.qcow2");
+        self.job("/v1/disks/first/commit", &json!({ "within_ms": 30_000 }), "done");
+        put_on("next.qcow2");
+        self.job("/v1/disks/first/rebase", &json!({ "base": file("root.qcow2"), "format": "qcow2" }), "done");
+        self.job("/v1/disks/first/stream", &json!({}), "done");
+        self.job("/v1/disks/first/compact", &json!({}), "done");
+    }
+
+    /// Other disks, and a job that is paused, limited and cancelled.
+    fn steer_jobs(&self, file: &dyn Fn(&str) -> String) {
+        // A disk that no guest uses: its snapshot can be applied, and its jobs can take their time.
+        let other = json!({ "options": { "file": file("backup.qcow2"), "name": "other" }, "export": false });
+        self.post("/v1/disks", &other);
+        self.post("/v1/disks/other/snapshots", &json!({ "name": "two" }));
+        self.post("/v1/disks/other/snapshots/two/apply", &Value::Null);
+        self.post(
+            "/v1/disks",
+            &json!({ "options": { "file": file("data.raw"), "format": "raw", "name": "data" }, "export": false }),
+        );
+        let mirror = json!({ "target": file("copy.raw"), "keep": true, "bytes_per_second": 65536 });
+        let id = self.post("/v1/disks/data/mirror", &mirror)["id"].clone();
+        assert_eq!(self.post(&format!("/v1/jobs/{id}/pause"), &Value::Null)["state"], "paused");
+        assert_eq!(self.post(&format!("/v1/jobs/{id}/resume"), &Value::Null)["state"], "running");
+        self.post(&format!("/v1/jobs/{id}/limit"), &json!({ "bytes_per_second": 32768 }));
+        self.post(&format!("/v1/jobs/{id}/cancel"), &Value::Null);
+        self.wait_for(&id, "cancelled");
+        assert!(self.get("/v1/jobs")["jobs"].as_array().unwrap().len() >= 6);
+        self.call("DELETE", &format!("/v1/jobs/{id}"), &Value::Null);
+    }
+
     /// Names the described calls that were not made.
     fn left(&self) -> Vec<String> {
         let description = self.get("/v1/openapi.json");
@@ -111,42 +158,9 @@ fn every_call_can_be_made_by_curl_while_a_guest_works() {
     assert_eq!(curl.get("/v1/disks")["disks"][0]["name"], "first");
     assert_eq!(curl.get("/v1/disks/first")["exports"][0]["connected"], true);
 
-    curl.post("/v1/disks/first/bitmaps", &json!({ "actions": [{ "action": "add", "bitmap": "daily" }] }));
-    assert_eq!(curl.get("/v1/disks/first/bitmaps")["bitmaps"][0]["recording"], true);
-    let backup = json!({ "target": file("backup.qcow2"), "bitmap": "daily", "mode": "full" });
-    curl.job("/v1/disks/first/backup", &backup, "done");
-    curl.post("/v1/disks/first/bitmaps", &json!({ "actions": [{ "action": "remove", "bitmap": "daily" }] }));
-    curl.post("/v1/disks/first/snapshots", &json!({ "name": "one" }));
-    assert_eq!(curl.get("/v1/disks/first/snapshots")["snapshots"][0]["name"], "one");
-    curl.call("DELETE", "/v1/disks/first/snapshots/one", &Value::Null);
-
-    let put_on =
-        |name: &str| curl.post("/v1/snapshots", &json!({ "overlays": [{ "disk": "first", "overlay": file(name) }] }));
-    put_on("top.qcow2");
-    curl.job("/v1/disks/first/commit", &json!({ "within_ms": 30_000 }), "done");
-    put_on("next.qcow2");
-    curl.job("/v1/disks/first/rebase", &json!({ "base": file("root.qcow2"), "format": "qcow2" }), "done");
-    curl.job("/v1/disks/first/stream", &json!({}), "done");
-    curl.job("/v1/disks/first/compact", &json!({}), "done");
-
-    // A disk that no guest uses: its snapshot can be applied, and its jobs can take their time.
-    let other = json!({ "options": { "file": file("backup.qcow2"), "name": "other" }, "export": false });
-    curl.post("/v1/disks", &other);
-    curl.post("/v1/disks/other/snapshots", &json!({ "name": "two" }));
-    curl.post("/v1/disks/other/snapshots/two/apply", &Value::Null);
-    curl.post(
-        "/v1/disks",
-        &json!({ "options": { "file": file("data.raw"), "format": "raw", "name": "data" }, "export": false }),
-    );
-    let mirror = json!({ "target": file("copy.raw"), "keep": true, "bytes_per_second": 65536 });
-    let id = curl.post("/v1/disks/data/mirror", &mirror)["id"].clone();
-    assert_eq!(curl.post(&format!("/v1/jobs/{id}/pause"), &Value::Null)["state"], "paused");
-    assert_eq!(curl.post(&format!("/v1/jobs/{id}/resume"), &Value::Null)["state"], "running");
-    curl.post(&format!("/v1/jobs/{id}/limit"), &json!({ "bytes_per_second": 32768 }));
-    curl.post(&format!("/v1/jobs/{id}/cancel"), &Value::Null);
-    curl.wait_for(&id, "cancelled");
-    assert!(curl.get("/v1/jobs")["jobs"].as_array().unwrap().len() >= 6);
-    curl.call("DELETE", &format!("/v1/jobs/{id}"), &Value::Null);
+    curl.take_points(&file);
+    curl.change_layers(&file);
+    curl.steer_jobs(&file);
 
     let export = curl.post("/v1/exports", &json!({ "disk": "data", "socket": file("data.nbd"), "nbd": {} }));
     assert!(export["nbd"]["uri"].as_str().unwrap().starts_with("nbd+unix:///data"));

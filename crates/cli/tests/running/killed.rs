@@ -115,22 +115,24 @@ impl Script<'_> {
         served
     }
 
+    /// Adds a disk that is not there.
+    fn add(&mut self, which: usize, mut disks: Disks) -> Call {
+        let (file, socket) = (self.image(which), self.new_path("s"));
+        let filter = if which < 2 { GROUP } else { "throttle" };
+        let (file, size_bytes) = (self.below[which].first().cloned().unwrap_or(file), self.sizes[which]);
+        let mut disk = Served { file, size_bytes, options: BTreeMap::new(), exports: [socket].into() };
+        [("filter", filter), ("on-error", "hold")].into_iter().for_each(|(key, value)| disk.set(key, value));
+        let (name, socket) = (DISKS[which], disk.exports.first().unwrap().display());
+        let drive = format!("file={},name={name},filter={filter},on-error=hold,socket={socket}", disk.file.display());
+        let words = words(&["add", &drive]);
+        disks[which] = Some(disk);
+        Call { words, disks, below: Some((which, Vec::new())) }
+    }
+
     fn next(&mut self, now: &Disks) -> Call {
         let which = self.dice.below(DISKS.len() as u64) as usize;
         let (name, mut disks) = (DISKS[which], now.clone());
-        let Some(disk) = &mut disks[which] else {
-            let (file, socket) = (self.image(which), self.new_path("s"));
-            let filter = if which < 2 { GROUP } else { "throttle" };
-            let (file, size_bytes) = (self.below[which].first().cloned().unwrap_or(file), self.sizes[which]);
-            let mut disk = Served { file, size_bytes, options: BTreeMap::new(), exports: [socket].into() };
-            [("filter", filter), ("on-error", "hold")].into_iter().for_each(|(key, value)| disk.set(key, value));
-            let socket = disk.exports.first().unwrap().display();
-            let drive =
-                format!("file={},name={name},filter={filter},on-error=hold,socket={socket}", disk.file.display());
-            let words = words(&["add", &drive]);
-            disks[which] = Some(disk);
-            return Call { words, disks, below: Some((which, Vec::new())) };
-        };
+        let Some(disk) = &mut disks[which] else { return self.add(which, disks) };
         let mut below = None;
         let words = match self.dice.below(10) {
             0 if which != CONFIGURED => {

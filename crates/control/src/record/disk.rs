@@ -6,7 +6,7 @@ use crate::options::Options;
 use block::{Error, ErrorKind, Result};
 use daemon::TakenOff;
 use drive::{FilterOptions, ThrottleOptions, absolute};
-use image::{FileName, ThrottleLimits};
+use image::{FileName, Format, ThrottleLimits};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -179,13 +179,13 @@ impl RecordedDisk {
         self.kept_in.as_deref().is_none_or(|kept| keep.is_some_and(|keep| is_same_file(kept, keep)))
     }
 
-    /// Records a new qcow2 layer on top.
+    /// Records a new layer on top.
     pub(crate) fn put_on(&mut self, overlay: &str) {
         self.name_kept_overlay();
         let file = self.options.get("file").unwrap_or_default().to_owned();
         self.former_tops.push(Top { file, format: self.options.get("format").map(str::to_owned) });
         self.options.set("file", overlay);
-        self.options.set("format", "qcow2");
+        self.options.set("format", Format::OF_OVERLAYS.to_string());
     }
 
     /// It may rest on these, beside its former tops.
@@ -206,10 +206,12 @@ impl RecordedDisk {
         let below = self.options.get("file").unwrap_or_default().to_owned();
         self.kept_in = self.options.get("keep").map(|keep| whole_name(Path::new(keep)));
         self.moved_from = self.moved_from.take().or_else(|| Some(below.clone()));
-        self.bases.extend([below, format!("{index}.data")]);
+        let data = Format::OF_KEPT.data_file_of(Path::new(&index));
+        self.bases.push(below);
+        self.bases.extend(data.map(|data| data.to_string_lossy().into_owned()));
         self.options.remove(&["snapshot", "keep"]);
         self.options.set("file", index);
-        self.options.set("format", "scratch");
+        self.options.set("format", Format::OF_KEPT.to_string());
     }
 
     /// Removes the layer that was put on last, which nothing was written to.

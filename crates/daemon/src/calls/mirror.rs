@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 /// The options of a copy.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct MirrorOptions {
     /// The new image's file, by its absolute path, or its name in a cluster or at an NBD server.
     pub target: FileName,
@@ -26,6 +27,29 @@ pub struct MirrorOptions {
     pub aim: Aim,
     /// The most bytes that are moved in a second while guests go on.
     pub bytes_per_second: Option<u64>,
+}
+
+impl MirrorOptions {
+    /// Copies all that the guest sees to a new image, which then takes the disk's place.
+    #[must_use]
+    pub fn new(target: FileName) -> Self {
+        Self {
+            target,
+            format: None,
+            existing: false,
+            scope: MirrorScope::Full,
+            end: MirrorEnd::Switch,
+            aim: Aim::default(),
+            bytes_per_second: None,
+        }
+    }
+
+    /// Changes some of the options: `MirrorOptions::new(target).with(|options| ...)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
 }
 
 /// What a disk consists of after it has switched to a copy.
@@ -93,14 +117,14 @@ impl Daemon {
         let (_work, found, image) = self.image_for("a look at its layers".to_owned(), node, None)?;
         let bad = |what: &str| Err(Error::new(ErrorKind::BadOption, format!("'{target}': {what}")));
         let format = match (format, scope, existing) {
-            (Some(format @ (Format::Raw | Format::Qcow2)), ..) => *format,
+            (Some(format), ..) if format.can_be_made() => *format,
             (Some(_), ..) => return bad("a disk is copied to a raw or a qcow2 image"),
-            (None, MirrorScope::Top, false) => Format::Qcow2,
-            (None, _, false) => image.format().filter(|format| *format != Format::Scratch).unwrap_or(Format::Qcow2),
+            (None, MirrorScope::Top, false) => Format::OF_OVERLAYS,
+            (None, _, false) => image.format().filter(|format| format.can_be_made()).unwrap_or(Format::OF_OVERLAYS),
             (None, _, true) => return bad("say the format of an image that exists, which is written over"),
         };
         let below = if *scope == MirrorScope::Top { image.layer_in_header(1)? } else { None };
-        if *scope == MirrorScope::Top && (below.is_none() || format != Format::Qcow2) {
+        if *scope == MirrorScope::Top && (below.is_none() || !format.can_have_backing()) {
             return bad("only the top layer of a disk with several is copied so, to a qcow2 image");
         }
         if *scope == MirrorScope::Top && *existing {
@@ -108,23 +132,19 @@ impl Daemon {
                 "only a new image takes the top layer alone: an existing one may hold data, or rest on another",
             );
         }
-        if !existing && format == Format::Raw && matches!(target, FileName::Nbd(_)) {
+        if !existing && !format.has_tables() && matches!(target, FileName::Nbd(_)) {
             return bad("a raw image is all of a server's disk, which exists: say that it is to be written over");
         }
         let mut made = Made::default();
         if !existing {
-            let length_bytes = if format == Format::Raw { image.info().size_bytes } else { 0 };
+            let length_bytes = if format.has_tables() { 0 } else { image.info().size_bytes };
             made.file(target, length_bytes)?;
             has_made()?;
         }
         let opener = EngineOpener::of_disk(&found.options).with_buffers(image.buffers());
         let file: Arc<dyn File> = opener.open(target, Role::Writable)?;
-        if !existing && format == Format::Qcow2 {
-            let options = format_qcow2::CreateOptions::default().with(|options| {
-                options.size_bytes = image.info().size_bytes;
-                options.rest_on(below);
-            });
-            let options = CreateOptions::Qcow2(options);
+        if !existing && format.has_tables() {
+            let options = CreateOptions::new(format, image.info().size_bytes, below)?;
             check_room(&*file, &options)?;
             image::create(&file, &options)?;
         }

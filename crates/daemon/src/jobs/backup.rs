@@ -39,6 +39,7 @@ pub enum BackupMode {
 
 /// The options of a backup.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct BackupOptions {
     /// The image to copy to.
     pub target: FileName,
@@ -58,6 +59,31 @@ pub struct BackupOptions {
     pub fleece_quota_bytes: Option<u64>,
     /// The most bytes that are copied in each second.
     pub bytes_per_second: Option<u64>,
+}
+
+impl BackupOptions {
+    /// Copies all that the guest sees to a new image of this format.
+    #[must_use]
+    pub fn new(target: FileName, format: Format) -> Self {
+        Self {
+            target,
+            format,
+            existing: false,
+            mode: BackupMode::Full,
+            bitmap: None,
+            base: None,
+            fleece_directory: None,
+            fleece_quota_bytes: None,
+            bytes_per_second: None,
+        }
+    }
+
+    /// Changes some of the options: `BackupOptions::new(target, format).with(|options| ...)`.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
 }
 
 /// A backup that is whole and durable.
@@ -114,7 +140,7 @@ pub(crate) struct Backup {
 /// Refuses impossible options before anything is done.
 pub(crate) fn check(name: &str, image: &Image, options: &BackupOptions) -> Result<()> {
     let bad = |what: String| Err(Error::new(ErrorKind::BadOption, what));
-    if image.said_formats().next().flatten() == Some(Format::Scratch) {
+    if image.format().is_some_and(|format| !format.can_be_copied_live()) {
         let what =
             "its top layer is a scratch overlay (snapshot=on): put a layer on one that is kept first (ctl snapshot)";
         return Err(Error::new(ErrorKind::Unsupported, format!("a disk cannot be backed up while {what}")));
@@ -123,13 +149,15 @@ pub(crate) fn check(name: &str, image: &Image, options: &BackupOptions) -> Resul
         (BackupMode::Incremental | BackupMode::SinceLast, None) => {
             return bad("an incremental backup needs a bitmap (--bitmap)".to_owned());
         }
-        (BackupMode::SinceLast, _) if options.existing || options.base.is_some() || options.format != Format::Qcow2 => {
+        (BackupMode::SinceLast, _)
+            if options.existing || options.base.is_some() || !options.format.can_have_backing() =>
+        {
             return bad(
                 "what was written since the last backup goes to a new qcow2 image, which rests on that one".to_owned()
             );
         }
         (BackupMode::Top, Some(_)) => return bad("a backup of the top layer takes no bitmap".to_owned()),
-        (BackupMode::Top, _) if options.existing || options.base.is_some() || options.format != Format::Qcow2 => {
+        (BackupMode::Top, _) if options.existing || options.base.is_some() || !options.format.can_have_backing() => {
             return bad(
                 "a backup of the top layer makes a new qcow2 image, which rests on what the top rests on".to_owned()
             );
@@ -141,7 +169,7 @@ pub(crate) fn check(name: &str, image: &Image, options: &BackupOptions) -> Resul
         }
         _ => {}
     }
-    if options.base.is_some() && (options.existing || options.format != Format::Qcow2) {
+    if options.base.is_some() && (options.existing || !options.format.can_have_backing()) {
         return bad("only a new qcow2 image can be made to rest on another (--base)".to_owned());
     }
     let Some(bitmap) = &options.bitmap else { return Ok(()) };
@@ -288,7 +316,7 @@ impl Backup {
         };
         // The next backup names the file it rests on by its path.
         let base_of_next = made.and_then(FileName::path);
-        let base_of_next = base_of_next.filter(|_| is_recording && self.options.format == Format::Qcow2);
+        let base_of_next = base_of_next.filter(|_| is_recording && self.options.format.can_have_backing());
         record.is_whole(&WholeBackup { bitmap, base_of_next })?;
         target.made = None;
         Ok(())
@@ -380,7 +408,7 @@ impl Target {
         let name = &options.target;
         let create = if options.existing { None } else { Some(new_target(backup, image)?) };
         if create.is_some() {
-            if options.format == Format::Raw && matches!(name, FileName::Nbd(_)) {
+            if !options.format.has_tables() && matches!(name, FileName::Nbd(_)) {
                 let what = format!("'{name}' exists: a raw image is all of a server's disk (--existing)");
                 return Err(Error::new(ErrorKind::BadOption, what));
             }
@@ -392,7 +420,7 @@ impl Target {
         let opener = direct.as_ref().unwrap_or(&cached);
         if let Some(create) = create {
             let file: Arc<dyn File> = opener.open(name, Role::Writable)?;
-            self.is_blank = !matches!(&create, CreateOptions::Qcow2(new) if new.backing_file.is_some());
+            self.is_blank = !create.has_backing();
             check_room(&*file, &create)?;
             image::create(&file, &create)?;
             if options.mode == BackupMode::Top && !self.is_blank {
@@ -506,17 +534,7 @@ fn new_target(backup: &Backup, image: &Image) -> Result<CreateOptions> {
         }
         _ => None,
     };
-    match backup.options.format {
-        Format::Raw => Ok(CreateOptions::raw(size_bytes)),
-        Format::Qcow2 => {
-            let options = format_qcow2::CreateOptions::default().with(|options| {
-                options.size_bytes = size_bytes;
-                options.rest_on(base);
-            });
-            Ok(CreateOptions::Qcow2(options))
-        }
-        other => Err(Error::new(ErrorKind::Unsupported, format!("no backup can have the format {other}"))),
-    }
+    CreateOptions::new(backup.options.format, size_bytes, base)
 }
 
 #[cfg(test)]
@@ -544,13 +562,9 @@ mod tests {
             image::create(&EngineOpener::default().open(&path.into(), Role::Writable).unwrap(), options).unwrap();
         };
         create(&base, &CreateOptions::raw(1 << 20));
-        let over = format_qcow2::CreateOptions::default().with(|options| {
-            options.size_bytes = 1 << 20;
-            options.backing_file = Some(base.display().to_string());
-            options.backing_format = Some("raw".to_owned());
-        });
-        create(&target, &CreateOptions::Qcow2(over));
-        let options = ImageOptions::new(target.as_path()).with(|options| options.format = Some(Format::Qcow2));
+        let below = Backing { file: base.display().to_string(), format: Some("raw".to_owned()) };
+        create(&target, &CreateOptions::overlay(1 << 20, Some(below)));
+        let options = ImageOptions::new(target.as_path()).with(|options| options.format = Some(Format::OF_OVERLAYS));
         let image = open_target(&options, &Direct(&base), &EngineOpener::default(), None).unwrap();
         assert_eq!(image.layer_file_names().count(), 2);
         image.close().unwrap();

@@ -3,8 +3,8 @@
 use super::layers::top_of;
 use super::made::Made;
 use crate::table::Found;
-use block::{Error, ErrorKind, Result};
-use image::{FileName, Image, OpenedOverlay};
+use block::{Disk, Error, ErrorKind, Result};
+use image::{CreateOptions, FileName, Image, OpenedOverlay};
 use rustix::fs::{FallocateFlags, fallocate, ftruncate, statvfs};
 use rustix::io::Errno;
 use std::fs::{File, OpenOptions};
@@ -15,8 +15,8 @@ use std::time::Duration;
 /// The cluster size of the new file. Small writes copy nothing from below, and take no more space than their length.
 /// They lie one behind the other, so the file has few extents, and is quickly removed.
 const CLUSTER_BYTES: u64 = 4 << 10;
-/// The cluster size for disks whose tables would be too large with small clusters. Its extended L2 entries let small
-/// writes copy nothing.
+/// The cluster size for disks whose tables would be too large with small clusters. They are allocated in parts, so
+/// small writes copy nothing.
 const CLUSTER_BYTES_OF_LARGE: u64 = 128 << 10;
 /// Disks of more bytes are large.
 const LARGE_BYTES: u64 = 1 << 40;
@@ -48,10 +48,10 @@ impl Fleece {
         path: &Path,
         quota_bytes: Option<u64>,
     ) -> Result<(Self, OpenedOverlay)> {
-        let overlay = made.overlay_with(found, image, &FileName::from(path), |options| {
-            options.extended_l2 = options.size_bytes > LARGE_BYTES;
-            options.cluster_size = if options.extended_l2 { CLUSTER_BYTES_OF_LARGE } else { CLUSTER_BYTES };
-        })?;
+        let is_large = image.info().size_bytes > LARGE_BYTES;
+        let cluster_bytes = if is_large { CLUSTER_BYTES_OF_LARGE } else { CLUSTER_BYTES };
+        let in_clusters = |options: CreateOptions| options.in_clusters(cluster_bytes, is_large);
+        let overlay = made.overlay_with(found, image, &FileName::from(path), in_clusters)?;
         let failed = |error| Error::io(format!("cannot open the fleece '{}'", path.display()), error);
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed)?;
         let mut fleece = Self { path: path.to_owned(), file, quota_bytes, watches_space: true };

@@ -19,7 +19,7 @@ impl Made {
     }
 
     pub(crate) fn overlay(&mut self, found: &Found, image: &Image, name: &FileName) -> Result<OpenedOverlay> {
-        self.overlay_with(found, image, name, |_| ())
+        self.overlay_with(found, image, name, |options| options)
     }
 
     /// As [`Made::overlay`], with changed options.
@@ -28,18 +28,12 @@ impl Made {
         found: &Found,
         image: &Image,
         name: &FileName,
-        change: impl FnOnce(&mut format_qcow2::CreateOptions),
+        change: impl FnOnce(CreateOptions) -> CreateOptions,
     ) -> Result<OpenedOverlay> {
-        let below = image.layer_in_header(0)?;
-        let options = format_qcow2::CreateOptions::default().with(|options| {
-            options.size_bytes = image.info().size_bytes;
-            options.rest_on(below);
-            change(options);
-        });
+        let options = change(CreateOptions::overlay(image.info().size_bytes, image.layer_in_header(0)?));
         self.file(name, 0)?;
         let file: Arc<dyn File> =
             EngineOpener::of_disk(&found.options).with_buffers(image.buffers()).open(name, Role::Writable)?;
-        let options = CreateOptions::Qcow2(options);
         check_room(&*file, &options)?;
         image::create(&file, &options)?;
         OpenedOverlay::open(name, file)

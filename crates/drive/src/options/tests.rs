@@ -79,6 +79,10 @@ fn every_key_is_read() {
         },
     };
     assert_eq!(read, expected);
+}
+
+#[test]
+fn keys_are_read_in_each_of_their_spellings() {
     assert!(drive("file=x,snapshot=on").disk.snapshot);
     assert_eq!(drive("file=x,num-queues=3").export.queues, Some(3));
     assert_eq!(drive("format=null,size=4G"), DriveOptions::null(4 << 30));

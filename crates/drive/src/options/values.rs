@@ -20,7 +20,7 @@ const NAME_MAX_BYTES: usize = 32;
 pub(super) const QUEUES_MAX: u16 = 256;
 /// The largest ring that exports serve.
 pub(super) const QUEUE_SIZE_MAX: u16 = 1024;
-/// The longest poll: a second. Whoever wants more wants a reactor that never sleeps.
+/// The longest poll: a second. Beyond that, a reactor that never sleeps is better.
 const POLL_MAX_US: u32 = 1_000_000;
 /// The longest wait: an hour. Storage that takes longer for a write needs a person.
 pub const LOCK_TIMEOUT_MAX_S: u32 = 3600;

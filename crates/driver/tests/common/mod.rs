@@ -44,20 +44,14 @@ pub struct Character {
 
 impl Default for Character {
     fn default() -> Self {
-        let config = BlkConfig {
-            capacity_sectors: 8192,
-            seg_max: 126,
-            blk_size_bytes: 512,
-            num_queues: 1,
-            max_discard_sectors: 64,
-            max_discard_seg: 1,
-            max_write_zeroes_sectors: 64,
-            max_write_zeroes_seg: 1,
-            max_secure_erase_sectors: 64,
-            max_secure_erase_seg: 1,
-            secure_erase_sector_alignment: 8,
-            ..BlkConfig::default()
-        };
+        let config = BlkConfig::default().with(|config| {
+            (config.capacity_sectors, config.blk_size_bytes) = (8192, 512);
+            (config.seg_max, config.num_queues) = (126, 1);
+            (config.max_discard_sectors, config.max_discard_seg) = (64, 1);
+            (config.max_write_zeroes_sectors, config.max_write_zeroes_seg) = (64, 1);
+            (config.max_secure_erase_sectors, config.max_secure_erase_seg) = (64, 1);
+            config.secure_erase_sector_alignment = 8;
+        });
         let features = features::FLUSH
             | features::SEG_MAX
             | features::BLK_SIZE
@@ -98,15 +92,7 @@ impl Started {
             RingAreas::Split(areas) => Box::new(SplitDeviceRing::new(areas, features, self.base as u16)),
             RingAreas::Packed(areas) => Box::new(PackedDeviceRing::new(areas, features, self.base).unwrap()),
         };
-        let limits = RequestLimits {
-            discard: true,
-            write_zeroes: true,
-            secure_erase: true,
-            lifetime: true,
-            max_ranges: 8,
-            max_range_sectors: 1 << 20,
-            max_erase_sectors: 100,
-        };
+        let limits = RequestLimits::NONE.with_ranges(8, 1 << 20).with_erases(8, 100).with_lifetime();
         BlkQueue::new(ring, Arc::clone(&self.memory), limits)
     }
 

@@ -82,7 +82,7 @@ impl Aio {
         })
     }
 
-    /// Returns the workers, who carry out what AIO cannot do without waiting.
+    /// Returns the workers, which carry out requests that AIO would have to wait for.
     pub(crate) fn workers(&self) -> &Workers {
         &self.workers
     }

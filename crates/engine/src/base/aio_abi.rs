@@ -58,7 +58,7 @@ struct Ring {
 
 const RING_MAGIC: u32 = 0xa10a_10a1;
 
-/// An AIO context; destroyed on drop, which waits for what is in flight.
+/// An AIO context. Dropping it destroys it, after waiting for requests in flight.
 #[derive(Debug)]
 pub(crate) struct Context {
     id: usize,

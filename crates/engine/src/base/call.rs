@@ -10,14 +10,14 @@ pub(crate) const MAX_CALL_BYTES: usize = 0x7fff_f000;
 /// The most segments one call takes (`IOV_MAX`).
 pub(crate) const MAX_SEGMENTS: usize = 1024;
 
-/// How often a call is repeated that the kernel cannot serve at once, and the pause between.
+/// How often a call is repeated if the kernel cannot serve it at once, and the pause between tries.
 const RETRIES: usize = 100;
 const RETRY_PAUSE: Duration = Duration::from_millis(1);
 
-/// What an engine does with a file: the primitive steps that operations are made of.
+/// An action of an engine on a file: a primitive step of operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// Fill the memory. The file must have at least `need_bytes` there; what is behind its end reads as zeros.
+    /// Fill the memory. The file must have at least `need_bytes` there; bytes behind its end read as zeros.
     Read { need_bytes: usize },
     /// Store the memory. If `durable`, the data are durable when it ends.
     Write { durable: bool },
@@ -138,7 +138,7 @@ fn discard_blocks(fd: BorrowedFd<'_>, offset: u64, length: u64) -> i32 {
     }
 }
 
-/// Asks the kernel to begin writing. Errors are ignored: the next flush writes what was not begun.
+/// Asks the kernel to begin writing. Errors are ignored: the next flush writes the rest.
 fn begin_writeback(fd: BorrowedFd<'_>) -> i32 {
     // SAFETY: the call takes numbers only.
     let _ = unsafe { libc::sync_file_range(fd.as_raw_fd(), 0, 0, libc::SYNC_FILE_RANGE_WRITE) };

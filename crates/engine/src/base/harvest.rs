@@ -1,7 +1,7 @@
 //! Results on their way to their owners.
 
-/// Results that an engine has taken and hands on one by one. If an owner panics when it is told, the next harvest hands
-/// on the rest. So no request waits for ever for an end that has come.
+/// Results that an engine has taken and hands on one by one. If the owner of a request panics over its result, the next
+/// harvest hands on the others. So no request waits for ever for a result that is here.
 #[derive(Debug)]
 pub(crate) struct Harvest<T> {
     results: Vec<T>,
@@ -14,7 +14,7 @@ impl<T: Copy> Harvest<T> {
         Self { results: Vec::with_capacity(count), next: 0 }
     }
 
-    /// Returns the list for new results. It is empty unless an earlier harvest was broken off.
+    /// Returns the list for new results. It is empty unless an earlier harvest was interrupted.
     pub(crate) fn list(&mut self) -> &mut Vec<T> {
         if self.next == self.results.len() {
             self.results.clear();

@@ -47,7 +47,7 @@ impl IoSubmit {
         mut before_call: impl FnMut(),
         mut alone: impl FnMut(usize),
     ) -> usize {
-        // Only what is used is written: a call mostly has few of them.
+        // Only the used part is written: most calls have few transfers.
         let mut blocks = [const { MaybeUninit::uninit() }; MOST];
         let mut pointers = [std::ptr::null_mut(); MOST];
         let mut count = 0;
@@ -64,8 +64,8 @@ impl IoSubmit {
                     at += some;
                     taken += some;
                 }
-                // The kernel does not take this transfer in this way, or takes nothing at all. A call of its own gives
-                // the real error.
+                // The kernel refuses this transfer in this form, or takes nothing at all. A call of its own gives the
+                // real error.
                 _ => {
                     alone(at);
                     at += 1;
@@ -79,7 +79,7 @@ impl IoSubmit {
         self.0.has_events()
     }
 
-    /// Takes the events of what has ended. Only for the reactor's thread.
+    /// Takes the results of ended transfers. Only for the reactor's thread.
     pub(crate) fn take(&self, mut each: impl FnMut(u32, i32)) {
         self.0.take(|event: Event| each(event.data as u32, event.result as i32));
     }
@@ -107,7 +107,7 @@ pub(crate) fn control_block(data: u64, call: &Call, rw_flags: i32, signal: Optio
         Action::Write { durable: true } => (abi::PWRITE, abi::PWRITEV, libc::RWF_DSYNC),
         Action::Write { durable: false } => (abi::PWRITE, abi::PWRITEV, 0),
         Action::Read { .. } => (abi::PREAD, abi::PREADV, 0),
-        // No other action comes here, see `route`.
+        // `route` sends no other action here.
         _ => return ControlBlock { opcode: abi::FDSYNC, ..block },
     };
     let (opcode, address, count) = match call.buffers {

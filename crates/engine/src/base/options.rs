@@ -50,7 +50,7 @@ impl FromStr for EngineKind {
     }
 }
 
-/// How the host's page cache takes part, and when a write counts as complete.
+/// The use of the host's page cache, and when a write counts as complete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum CacheMode {
     /// Page cache; writes are durable after a flush.
@@ -123,20 +123,20 @@ pub struct OpenOptions {
     pub engine: EngineKind,
     /// The cache mode.
     pub cache: CacheMode,
-    /// Open for reading only. Also decides the lock: others may read a read-only image (a backing file) at the same
-    /// time. An image that is written belongs to one opener.
+    /// Open for reading only. Also decides the lock: a read-only image (a backing file) may have several readers at the
+    /// same time. An image that is written belongs to one opener.
     pub read_only: bool,
     /// Every write is durable when it completes, as with `O_DSYNC`, whatever the cache mode.
     pub sync: bool,
-    /// With io_uring: a kernel thread submits what it finds in the ring, instead of the reactor.
+    /// With io_uring: a kernel thread submits requests from the ring, instead of the reactor.
     pub sqpoll: bool,
-    /// Written data go to the storage soon, not only with the next flush. For a file that is filled at once, so that
+    /// Written data go to the storage soon, not only with the next flush. For a file that is filled in one go, so that
     /// the storage works meanwhile.
     pub write_behind: bool,
     /// Take QEMU's image locks, so that other programs and this one refuse an image in use.
     pub lock: bool,
     /// How long to wait for locks that no living process seems to hold: those of a killed process stay until its last
-    /// write has landed. Locks of a living process are waited for a second at most, because it may be ending.
+    /// write has landed. Locks of a living process, which may be ending, are waited for a second at most.
     pub lock_timeout: Duration,
     /// The buffer account that the file's requests use. Without limit by default.
     pub buffers: BufferAccount,

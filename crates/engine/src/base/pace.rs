@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 /// Decides when an idle reactor stops spinning.
 ///
 /// Spinning pays if work comes within the limit. The length of a sleep says little, because it contains the time for
-/// waking up, on both sides of a ring. So the reactor spins while that catches work more often than not. Then it goes
-/// to sleep at once for a number of sleeps, and tries again. A reactor that nobody wakes tries nothing.
+/// waking up, on both sides of a ring. So the reactor spins while spinning finds work more often than not. Then it
+/// sleeps without spinning a number of times, and tries again. A reactor that is never woken never tries.
 #[derive(Debug)]
 pub(crate) struct Pace {
     limit: Duration,

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// One counter. Only the reactor's thread adds, so no atomic read-modify-write is needed.
+/// A counter. Only the reactor's thread adds, so no atomic read-modify-write is needed.
 #[derive(Debug, Default)]
 pub(crate) struct Counter(AtomicU64);
 
@@ -61,12 +61,12 @@ pub(crate) struct Counters {
     pub(crate) harvest_lengths: HarvestLengths,
 }
 
-/// What a reactor has done so far.
+/// The counts of a reactor since its start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ReactorStats {
     /// Turns of its loop.
     pub turns: u64,
-    /// Times it slept.
+    /// The number of sleeps.
     pub sleeps: u64,
     /// Times it had nothing to do while requests were in flight, and gave up its processor before it looked again.
     pub yields: u64,

@@ -38,7 +38,7 @@ impl Wakeup {
         Box::new(move || wakeup.wake())
     }
 
-    /// Notes that the reactor is going to sleep. It calls this before it looks for work a last time.
+    /// Notes that the reactor is about to sleep. Call it before the last look for work.
     pub(crate) fn about_to_sleep(&self) {
         self.sleeping.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
@@ -49,7 +49,7 @@ impl Wakeup {
         self.sleeping.store(false, Ordering::Relaxed);
     }
 
-    /// Returns the event descriptor. It is watched for edges, so nobody reads it.
+    /// Returns the event descriptor. It is watched for edges, so it is never read.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
     }

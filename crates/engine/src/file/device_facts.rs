@@ -24,7 +24,7 @@ pub(crate) fn topology(device: &Path) -> Topology {
         physical_block_bytes: number("queue/physical_block_size"),
         minimum_io_bytes: number("queue/minimum_io_size"),
         optimal_io_bytes: number("queue/optimal_io_size"),
-        // A partition has its own. A device that is not aligned at all says -1, which counts as unknown.
+        // A partition has an offset of its own. A device without any alignment says -1, which counts as unknown.
         alignment_offset_bytes: number("alignment_offset"),
     }
 }

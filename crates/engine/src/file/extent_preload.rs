@@ -1,8 +1,8 @@
-//! Has the file system read its tables of a file's extents before they are needed.
+//! Makes the file system read its tables of a file's extents before they are needed.
 //!
-//! ext4 reads these tables on demand, in the thread that begins a read or write, even one that must not wait. So a
-//! thread of its own has them read when a reactor first uses the file. Until it is done, workers carry out the
-//! requests. The thread has a file description of its own if possible, and ends early if the file is closed.
+//! ext4 reads these tables on demand, in the thread that begins a read or write, even one that must not wait. So when a
+//! reactor first uses the file, a separate thread makes the file system read them. Until it is done, workers carry out
+//! the requests. The thread has a file description of its own if possible, and ends early if the file is closed.
 
 use rustix::thread::CpuSet;
 use std::fs::File;
@@ -85,8 +85,8 @@ struct Fiemap {
     extents: [FiemapExtent; EXTENTS],
 }
 
-/// Has the file system look up some extents from `start` on, and so keep their tables in memory. Returns where the next
-/// extents begin; `None` at the end, or if it cannot tell.
+/// Makes the file system look up some extents from `start` on, which keeps their tables in memory. Returns where the
+/// next extents begin; `None` at the end, or if the file system cannot tell.
 fn look_up_extents(fd: BorrowedFd<'_>, start: u64) -> Option<u64> {
     /// `_IOWR('f', 11, struct fiemap)`, without the extents.
     const FS_IOC_FIEMAP: libc::Ioctl = 0xc020_660b_u32 as libc::Ioctl;

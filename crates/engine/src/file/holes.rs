@@ -1,4 +1,4 @@
-//! How long a file is, and where its holes are.
+//! The length of a file, and its holes.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -25,7 +25,7 @@ pub(crate) fn hole_at(fd: &OwnedFd, block_device: bool, offset: u64, length: u64
     }
 }
 
-/// As [`hole_at`] for a regular file, but does not look for the end of data. Data count up to the end of their granule,
+/// As [`hole_at`] for a regular file, but does not look for the end of data. Data count up to the end of their granule
 /// and no further.
 pub(crate) fn hole_or_granule_at(
     fd: &OwnedFd,
@@ -43,7 +43,7 @@ pub(crate) fn hole_or_granule_at(
     }
 }
 
-/// What begins at an offset.
+/// The kind of range that begins at an offset.
 enum Begins {
     Hole {
         length: u64,
@@ -59,7 +59,7 @@ fn hole_before_data(fd: &OwnedFd, block_device: bool, offset: u64, length: u64) 
         return Ok(Begins::Unknown);
     }
     match rustix::fs::seek(fd, rustix::fs::SeekFrom::Data(offset)) {
-        // There is only a hole from here to the end of the file.
+        // From here to the end of the file there is only a hole.
         Err(Errno::NXIO) => Ok(Begins::Hole { length }),
         Ok(data) if data > offset => Ok(Begins::Hole { length: length.min(data - offset) }),
         Ok(_) => Ok(Begins::Data),

@@ -1,11 +1,11 @@
 //! QEMU's image locks: open-file-description locks on bytes that stand for permissions.
 //!
-//! Every user of permission i holds a shared lock on byte 100+i. Every opener that does not allow others to use it
-//! holds one on byte 200+i. An opener locks its own bytes first. Then it tests whether an exclusive lock of the
-//! opposite bytes would be possible. If not, another opener's use contradicts its own.
+//! Every user of permission i holds a shared lock on byte 100+i. Every opener that denies it to others holds one on
+//! byte 200+i. An opener locks its own bytes first. Then it tests whether the opposite bytes could be locked
+//! exclusively. If not, another opener's role conflicts with its own.
 
 use super::lock_holders::{self, Holder};
-use block::{Error, ErrorKind, Locks, Result};
+use block::{Error, ErrorKind, Locks, Result, WAITING};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ const WRITE: u8 = 1 << 1;
 const RESIZE: u8 = 1 << 3;
 const BITS: u8 = 4;
 
-/// What an opener does with an image, and what it does not allow others to do meanwhile.
+/// The permissions that an opener uses, and those that it denies to others.
 #[derive(Debug, Clone, Copy)]
 struct Role {
     uses: u8,
@@ -32,12 +32,12 @@ impl Role {
     /// A read-only image or a backing file: any number of readers, no writer.
     const READER: Self = Self { uses: CONSISTENT_READ, refuses: WRITE | RESIZE };
 
-    /// Returns the bytes that it locks.
+    /// Returns the bytes that this role locks.
     fn own_bytes(self) -> impl Iterator<Item = i64> {
         bytes_of(self.uses, USED_BASE).chain(bytes_of(self.refuses, UNSHARED_BASE))
     }
 
-    /// Returns the bytes that nobody else may have locked.
+    /// Returns the bytes that no other opener may have locked.
     fn opposite_bytes(self) -> impl Iterator<Item = i64> {
         bytes_of(self.uses, UNSHARED_BASE).chain(bytes_of(self.refuses, USED_BASE))
     }
@@ -53,7 +53,7 @@ fn bytes_of(bits: u8, base: i64) -> impl Iterator<Item = i64> {
     (0..BITS).filter(move |bit| bits & (1 << bit) != 0).map(move |bit| base + i64::from(bit))
 }
 
-/// How long to wait before looking for the holders: a program that is ending gives up its locks sooner.
+/// How long to wait before looking for the holders: a process that is ending gives up its locks sooner.
 const HAND_OVER: Duration = Duration::from_secs(1);
 const RETRY_SOON: Duration = Duration::from_millis(10);
 const RETRY: Duration = Duration::from_millis(100);
@@ -87,12 +87,14 @@ pub(crate) fn lock(fd: BorrowedFd<'_>, name: &str, read_only: bool, timeout: Dur
             let holders =
                 lock_holders::living(fd, |first, last, for_writing| role.is_hindered(first, last, for_writing));
             if is_over || !holders.is_empty() {
+                let may_read = !read_only && may_read(fd);
                 unlock(fd);
-                return Err(in_use(name, read_only, &holders, waited));
+                return Err(in_use(name, read_only, may_read, &holders, waited));
             }
             if tries == 0 {
                 let limit_s = timeout.as_secs();
                 tracing::warn!(
+                    target: WAITING,
                     "waiting up to {limit_s} s for the lock of '{name}': no living process is seen to hold it. After a \
                      kill it stays until the last write has landed"
                 );
@@ -137,8 +139,15 @@ pub(crate) fn unlock(fd: BorrowedFd<'_>) {
     }
 }
 
-/// Makes the error for an image in use. It names the living processes, because one of them has to end.
-fn in_use(name: &str, read_only: bool, holders: &[Holder], waited: Duration) -> Error {
+/// Whether nobody's lock keeps the image from being read.
+fn may_read(fd: BorrowedFd<'_>) -> bool {
+    let is_taken = |byte| ofd_lock(fd, libc::F_OFD_GETLK, libc::F_WRLCK, byte);
+    Role::READER.opposite_bytes().all(|byte| matches!(is_taken(byte), Ok(false)))
+}
+
+/// Makes the error for an image in use. It names the living processes, because one of them has to end. `may_read` says
+/// whether opening it for reading only would help.
+fn in_use(name: &str, read_only: bool, may_read: bool, holders: &[Holder], waited: Duration) -> Error {
     let who = match holders {
         [] => {
             let message = format!(
@@ -152,9 +161,10 @@ fn in_use(name: &str, read_only: bool, holders: &[Holder], waited: Duration) -> 
         holders => format!("by {}", holders.iter().map(Holder::to_string).collect::<Vec<_>>().join(" and ")),
     };
     let refused = |why: &str| Error::new(ErrorKind::Locked, format!("'{name}' is in use {who}: {why}"));
-    match read_only {
-        true => refused("it is open for writing there. Stop what writes to it"),
-        false => refused("an image that is written belongs to one alone. Stop what uses it").only_for_writing(),
+    match (read_only, may_read) {
+        (true, _) => refused("it is open for writing there. Stop what writes to it"),
+        (false, true) => refused("an image that is written belongs to one alone. Stop what uses it").only_for_writing(),
+        (false, false) => refused("it is written there, and belongs to one alone then. Stop what writes to it"),
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! The mapping is made on the first call, and again when the file has grown beyond it or a page of it was lost. It
 //! shows the page cache, so files with direct I/O are not mapped. In a file on tmpfs, reading a hole through a mapping
-//! allocates a page. So only pages that are there are mapped, and the rest are given as zeros.
+//! allocates a page. So only present pages are mapped, and the others are given as zeros.
 
 mod looking;
 
@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 #[derive(Debug, Default)]
 pub(crate) struct InPlace {
     whole: Mutex<Option<Whole>>,
-    /// This process has cut the file, or is about to. Its length must then be asked each time.
+    /// This process has cut the file, or is about to. Its length must then be read each time.
     was_cut: AtomicBool,
 }
 

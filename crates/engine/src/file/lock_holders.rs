@@ -1,8 +1,8 @@
-//! Finds who holds locks on a file. The kernel lists locks with the open descriptors of each process
+//! Finds the processes that hold locks on a file. The kernel lists locks with the open descriptors of each process
 //! (`/proc/PID/fdinfo`).
 //!
 //! A killed process keeps its locks until the kernel has ended its last request, which takes long on slow storage. Its
-//! writes still land meanwhile, so nobody may use the image yet. But the user need not stop that process.
+//! writes still land meanwhile, so the image must not be used yet. But the user need not stop that process.
 
 use std::fmt;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -99,7 +99,7 @@ fn parse(line: &str) -> Option<Listed<'_>> {
     Some(Listed { file, for_writing, start, last })
 }
 
-/// Returns the kernel's file about each open descriptor of a process, through another of its threads if the first has
+/// Returns the kernel's file about each open descriptor of a process; through another of its threads if the first has
 /// ended.
 fn descriptors_of(process: &Path) -> Vec<PathBuf> {
     let of = |of: &Path| -> Vec<PathBuf> {

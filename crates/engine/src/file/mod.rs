@@ -1,5 +1,5 @@
-//! An open file, shared by all reactors: what it is, what its file system can do, and which of its ranges are being
-//! changed.
+//! An open file, shared by all reactors: its kind, the abilities of its file system, and the ranges of it that are
+//! being changed.
 
 pub(crate) mod alignment;
 pub(crate) mod device_facts;

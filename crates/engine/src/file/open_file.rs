@@ -14,7 +14,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 
-/// What decides who carries out a file's requests (see `route`). It does not change while the file is open.
+/// The properties by which `route` decides who carries out a file's requests. They never change while the file is open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Traits {
     /// Never [`EngineKind::Auto`].
@@ -22,18 +22,18 @@ pub(crate) struct Traits {
     pub(crate) storage: Storage,
 }
 
-/// What lies behind a file.
+/// The storage behind a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Storage {
     /// Memory, on a host without swap: nothing waits, so reactors carry out short requests themselves.
     Memory,
     /// The page cache of a regular file.
     PageCache {
-        /// A read of what it lacks is begun without waiting, and ends later.
+        /// A read of missing data is begun without waiting, and ends later.
         reads_later: bool,
-        /// It takes writes that must not wait.
+        /// The page cache takes writes that must not wait.
         takes_nowait_writes: bool,
-        /// A write by `io_submit` has ended when that returns.
+        /// A write by `io_submit` has ended when the call returns.
         writes_end_in_call: bool,
     },
     /// The page cache of a block device.
@@ -48,10 +48,10 @@ pub(crate) struct OpenFile {
     pub(crate) fd: OwnedFd,
     /// Identifies the file among all that this process has opened.
     pub(crate) id: u64,
-    /// The host's device and inode numbers. They are asked for at the opening: later the storage may hang.
+    /// The host's device and inode numbers, read at the opening: later the storage may hang.
     pub(crate) identity: (u64, u64),
     pub(crate) info: FileInfo,
-    /// What the device behind the file says; zeros for a regular file.
+    /// The topology that the device behind the file reports; zeros for a regular file.
     pub(crate) topology: Topology,
     /// The file holds image locks.
     pub(crate) locked: bool,
@@ -62,10 +62,10 @@ pub(crate) struct OpenFile {
     pub(crate) sqpoll: bool,
     /// The file is not known to refuse all requests that must not wait (`RWF_NOWAIT`).
     pub(crate) takes_nowait: AtomicBool,
-    /// How many changes of a file in memory workers are carrying out, on all reactors. Another change would wait for
-    /// them in the kernel, and so would setting the file's times.
+    /// The number of changes of a file in memory that workers are carrying out, on all reactors. Another change would
+    /// wait for them in the kernel, and so would setting the file's times.
     pub(crate) changes_by_workers: AtomicUsize,
-    /// The kernel finds the end of data page by page.
+    /// Finding the end of data takes the kernel a walk over pages.
     pub(crate) walks_to_holes: bool,
     /// The mapping that copies a file in memory without system calls, where it can.
     pub(crate) mapped: Option<MappedFile>,
@@ -78,10 +78,10 @@ pub(crate) struct OpenFile {
     pub(crate) ignore_flush: bool,
     /// Writes go through the page cache.
     pub(crate) page_cached: bool,
-    /// A sync of the page cache has failed. The kernel may have dropped what it could not write, and report success for
-    /// the next sync. So no sync is believed until the file is opened anew.
+    /// A sync of the page cache has failed. The kernel may have dropped data that it could not write, and report
+    /// success for the next sync. So every later sync fails until the file is opened anew.
     pub(crate) sync_lost: AtomicBool,
-    /// Set if the kernel is asked to write data soon after it took them.
+    /// Set if the kernel is to write data soon after it took them.
     pub(crate) write_behind: Option<WriteBehind>,
     pub(crate) rmw_lock: Arc<RmwLock>,
     pub(crate) extents: ExtentPreload,
@@ -126,7 +126,7 @@ impl OpenFile {
         let mapped = self.mapped.as_ref()?;
         let to_file = match call.action {
             Action::Read { .. } => false,
-            // Guests whose writes are all durable send no flush that would set the file's times.
+            // Guests whose writes are all durable send no flush, which would set the file's times.
             Action::Write { durable } => (!durable).then_some(true)?,
             // There is nothing to make durable.
             Action::Sync => {
@@ -140,7 +140,7 @@ impl OpenFile {
     }
 
     /// Sets the file's times if the kernel has not seen the last writes. While a worker changes the file this would
-    /// wait, so it is left out. The worker's change sets the times, or the next flush does.
+    /// wait, so it is skipped: the worker's change sets the times, or the next flush does.
     pub(crate) fn stamp(&self) {
         if let Some(mapped) = &self.mapped
             && !self.is_changed_by_workers()

@@ -1,9 +1,9 @@
-//! Keeps a read-modify-write from undoing a write beside it.
+//! Keeps a read-modify-write from undoing a concurrent write to the same block.
 //!
 //! A read-modify-write reads whole blocks, changes a part, and writes the blocks back. A write to another part of them
 //! in between would be lost. So it locks its blocks in [`RmwLock::ranges`], and every other change of the file must
-//! lock its range there too. Files that never see a read-modify-write should not pay for that. They are *untracked* at
-//! first: aligned writes go to the engine without a lock, and each reactor only counts its own in a plain cell
+//! lock its range there too. Files without read-modify-writes should not pay for that. They are *untracked* at first:
+//! aligned writes go to the engine without a lock, and each reactor only counts its own in a plain cell
 //! ([`Untracked`]).
 //!
 //! A read-modify-write makes the file *tracked* and waits until no untracked write is left:
@@ -59,7 +59,7 @@ pub(crate) struct RmwLock {
     state: Mutex<State>,
 }
 
-/// A reactor acknowledges, by dropping this, that it has no untracked change in flight.
+/// An acknowledgement that a reactor has no untracked change in flight. It is given by dropping this.
 #[derive(Debug)]
 pub(crate) struct Ack(Arc<RmwLock>);
 
@@ -153,7 +153,7 @@ fn begin(lock: &RmwLock) -> (AtWork<'_>, Option<Reactors>) {
     lock.tracked.store(true, Ordering::Relaxed);
     let is_there = |(thread, reactor): &(ThreadId, Weak<dyn ReactorHandle>)| Some((*thread, reactor.upgrade()?));
     let reactors: Reactors = state.open_on.iter().filter_map(is_there).collect();
-    // One more for the asker, so that nothing is settled before all were asked.
+    // One more for this thread, so that nothing is settled before all reactors were asked.
     lock.acks_missing.store(reactors.len() + 1, Ordering::Relaxed);
     (at_work, Some(reactors))
 }
@@ -163,7 +163,7 @@ fn ask_for_acks(lock: &Arc<RmwLock>, reactors: Reactors) {
     for (thread, reactor) in reactors {
         let (ack, id) = (Ack(Arc::clone(lock)), lock.file_id);
         if thread == thread::current().id() {
-            // A blocking queue on the reactor's own thread waits here: no job would be run meanwhile.
+            // A blocking queue on the reactor's own thread waits here, so the reactor runs no jobs meanwhile.
             acknowledge_here(ack, id);
             continue;
         }

@@ -1,4 +1,4 @@
-//! What a file or block device is: its kind, what direct I/O asks of it, what it can discard.
+//! The properties of a file or block device: its kind, its alignment for direct I/O, its ability to discard.
 
 use super::alignment::Alignment;
 use block::{Error, ErrorKind, Result};
@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 /// The alignment that is assumed if none can be learnt: every storage takes it.
 const SAFE_ALIGNMENT_BYTES: u32 = 4096;
 
-/// What a file can do.
+/// The abilities of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Abilities {
     pub(crate) discard: bool,
@@ -53,8 +53,8 @@ pub(crate) fn direct_alignment(fd: &OwnedFd, block_device: bool, name: &str) -> 
     checked(bytes, bytes, name).map(Some)
 }
 
-/// Interprets what `statx` says. Zero means that the kernel takes the flag but does no direct I/O (an encrypted file,
-/// for instance).
+/// Interprets the alignment from `statx`. Zero means that the kernel takes the flag but does no direct I/O (an
+/// encrypted file, for instance).
 fn as_told(offset_bytes: u32, memory_bytes: u32, name: &str) -> Result<Option<Alignment>> {
     match offset_bytes {
         0 => Ok(None),
@@ -118,7 +118,7 @@ pub(crate) fn walks_to_holes(fd: &OwnedFd) -> bool {
     file_system(fd) == Some(TMPFS_MAGIC)
 }
 
-/// XFS (since Linux 6.0) and btrfs (6.1). Earlier ones refuse each by itself.
+/// XFS (since Linux 6.0) and btrfs (6.1). Older versions refuse each request by themselves.
 const NOWAIT_MAGICS: [Magic; 2] = [0x5846_5342, 0x9123_683e];
 
 /// Whether the page cache of the file takes writes that must not wait.
@@ -142,8 +142,8 @@ pub(crate) fn takes_nowait(fd: &OwnedFd) -> bool {
     read != Err(rustix::io::Errno::OPNOTSUPP)
 }
 
-/// Whether the file system may read its own tables when a read or write begins, even one that must not wait. These
-/// tables can be read before (`extent_preload`).
+/// Whether the file system may read its own tables when a read or write begins, even one that must not wait.
+/// `extent_preload` can read these tables in advance.
 pub(crate) fn waits_for_tables(fd: &OwnedFd) -> bool {
     file_system(fd) == Some(EXT_MAGIC)
 }
@@ -161,7 +161,7 @@ fn file_system(fd: &OwnedFd) -> Option<Magic> {
     rustix::fs::fstatfs(fd).ok().map(|stat| stat.f_type)
 }
 
-/// Returns what a regular file can do.
+/// Returns the abilities of a regular file.
 pub(crate) fn file_abilities(fd: &OwnedFd, read_only: bool, length_bytes: u64) -> Abilities {
     let punches = match file_system(fd) {
         _ if read_only => false,
@@ -176,7 +176,7 @@ pub(crate) fn file_abilities(fd: &OwnedFd, read_only: bool, length_bytes: u64) -
     Abilities { discard: punches, discard_zeroes: punches, fast_zeroes: punches, fallocate_unit_bytes: 1 }
 }
 
-/// Returns what a block device can do, from its queue's limits.
+/// Returns the abilities of a block device, from its queue's limits.
 pub(crate) fn device_abilities(fd: &OwnedFd, stat: &Stat, read_only: bool) -> Abilities {
     let limit = |name: &str| queue_limit(stat, name).is_ok_and(|value| value > 0);
     let zeroes = !read_only && limit("write_zeroes_max_bytes");
@@ -192,7 +192,7 @@ pub(crate) fn device_abilities(fd: &OwnedFd, stat: &Stat, read_only: bool) -> Ab
 fn queue_limit(stat: &Stat, name: &str) -> io::Result<u64> {
     let (major, minor) = (rustix::fs::major(stat.st_rdev), rustix::fs::minor(stat.st_rdev));
     let device = format!("/sys/dev/block/{major}:{minor}");
-    // A partition's queue is its disk's.
+    // A partition has the queue of its disk.
     let text = std::fs::read_to_string(format!("{device}/queue/{name}"))
         .or_else(|_| std::fs::read_to_string(format!("{device}/../queue/{name}")))?;
     text.trim().parse().map_err(io::Error::other)

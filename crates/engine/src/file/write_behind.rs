@@ -1,8 +1,8 @@
-//! Has written data leave the page cache before a flush asks for it. For a file that is filled at once.
+//! Makes written data leave the page cache before a flush asks for it. For a file that is filled in one go.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// How much was written since the kernel was last asked to begin writing.
+/// The bytes written since the kernel was last asked to begin writing.
 #[derive(Debug, Default)]
 pub(crate) struct WriteBehind {
     bytes: AtomicU64,

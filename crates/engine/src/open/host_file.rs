@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// For smaller granules, a call for each takes longer than walking over the pages.
+/// With smaller granules, one call for each takes longer than walking over the pages.
 const GRANULE_BYTES_MIN: u64 = 32 << 10;
 
 /// An open file or block device. See [`crate::open`].
@@ -60,7 +60,7 @@ impl File for HostFile {
         let stat = rustix::fs::fstat(&self.file.fd);
         let stat =
             stat.map_err(|errno| Error::io(format!("cannot look at '{}'", self.file.info.name), errno.into()))?;
-        // In units of 512 bytes. Some file systems say zero for a file that they keep elsewhere.
+        // In units of 512 bytes. Some file systems report zero for a file whose data are kept elsewhere.
         let blocks = u64::try_from(stat.st_blocks).unwrap_or(0);
         Ok((blocks > 0).then(|| blocks.saturating_mul(512)))
     }

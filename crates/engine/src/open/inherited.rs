@@ -9,10 +9,11 @@ use rustix::io::{Errno, FdFlags};
 use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-/// Opens the regular file or block device behind the inherited descriptor `number`. The descriptor itself stays open,
-/// and unchanged if the kernel lets us open its file once more.
+/// Opens the regular file or block device behind the inherited descriptor `number`. The descriptor itself stays open.
+/// It stays unchanged if the kernel allows opening its file once more.
 ///
-/// Refuses a descriptor that was not passed, is no regular file or block device, or is not open for what `options` ask.
+/// Refuses a descriptor that was not passed, is no regular file or block device, or lacks the access that `options`
+/// need.
 pub fn open_inherited(number: RawFd, options: &OpenOptions) -> Result<Arc<dyn File>> {
     options.check()?;
     let name = format!("fd:{number}");
@@ -45,7 +46,7 @@ fn duplicate(number: RawFd, name: &str) -> Result<OwnedFd> {
     // nothing is open there, or something unexpected, the kernel's answer says so.
     let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
     match rustix::io::fcntl_getfd(borrowed) {
-        // Nothing that this program opened by itself survives the start of another.
+        // A descriptor that this program opened itself is always close-on-exec.
         Ok(flags) if flags.contains(FdFlags::CLOEXEC) => Err(not_passed("this program opened that descriptor itself")),
         Ok(_) => rustix::io::fcntl_dupfd_cloexec(borrowed, 0).map_err(|errno| failed(name, errno)),
         Err(Errno::BADF) => Err(not_passed("nothing was passed under that number")),
@@ -71,8 +72,8 @@ fn open_anew(number: RawFd, options: &OpenOptions) -> Option<OwnedFd> {
     rustix::fs::open(format!("/proc/self/fd/{number}"), flags, Mode::empty()).ok()
 }
 
-/// Files whose open file description is shared with the process that passed it: device and inode, and the file while it
-/// lives.
+/// Files whose open file description is shared with the process that passed it: device and inode, and the file as long
+/// as it is open.
 static SHARED: Mutex<Vec<Shared>> = Mutex::new(Vec::new());
 type Shared = ((u64, u64), Weak<dyn File>);
 

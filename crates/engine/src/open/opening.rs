@@ -107,7 +107,7 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
     })
 }
 
-/// What was found out about a file.
+/// The properties of a file that opening has found.
 struct Facts {
     stat: Stat,
     length_bytes: u64,
@@ -121,7 +121,7 @@ struct Facts {
     /// The file lies in memory, but the host has swap: workers make the calls.
     may_be_swapped: bool,
     engine: EngineKind,
-    /// Why this engine.
+    /// The reason for this engine.
     reason: String,
 }
 
@@ -177,7 +177,7 @@ impl Facts {
     }
 }
 
-/// Returns what to tell the user of how a file is served, beside its engine.
+/// Describes for the user how a file is served, beside its engine.
 fn how_served(options: &OpenOptions, facts: &Facts, traits: Traits, is_mapped: bool) -> &'static str {
     let on_ring = facts.engine == EngineKind::IoUring;
     match traits.storage {
@@ -234,8 +234,8 @@ fn set_flags(fd: &OwnedFd, name: &str, options: &OpenOptions) -> Result<()> {
     }
     let mut wanted = flags - OFlags::NONBLOCK;
     wanted.set(OFlags::DIRECT, options.cache.is_direct());
-    // Without `O_NOATIME` reads make the file system journal the access time, again and again on a disk that is written
-    // to. Only the file's owner may set it.
+    // Without `O_NOATIME`, reads make the file system journal the access time, again and again on a disk that is
+    // written to. Only the file's owner may set the flag.
     let quiet = wanted | OFlags::NOATIME;
     match rustix::fs::fcntl_setfl(fd, quiet) {
         Err(Errno::PERM) if wanted == flags => Ok(()),
@@ -271,15 +271,15 @@ pub fn create(path: &Path, length_bytes: u64) -> Result<()> {
     let flags = OFlags::CLOEXEC | OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY;
     let fd = rustix::fs::open(path, flags, Mode::from_raw_mode(0o644)).map_err(fails)?;
     rustix::fs::ftruncate(&fd, length_bytes).map_err(|errno| {
-        // Nobody uses the file yet.
+        // The file is not in use yet.
         let _ = std::fs::remove_file(path);
         let message = format!("cannot make '{}' {length_bytes} bytes long", path.display());
         Error::io(message, errno.into())
     })
 }
 
-/// Makes the names in the directory of `path` durable, if the directory can be synced. If it cannot, a warning says so: it
-/// may be writable but not readable, or its file system has no such call, and nobody could do more.
+/// Makes the names in the directory of `path` durable, if the directory can be synced. If not, a warning says so: the
+/// directory may be writable but not readable, or its file system may lack the call, and nothing more can be done.
 pub fn sync_directory_of(path: &Path) -> Result<()> {
     let directory = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
     match std::fs::File::open(directory).and_then(|directory| directory.sync_all()) {

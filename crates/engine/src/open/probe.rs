@@ -1,4 +1,4 @@
-//! Which engine serves a file, and why.
+//! Chooses the engine of a file, and gives the reason.
 
 use crate::base::options::{CacheMode, EngineKind, OpenOptions};
 use crate::uring::setup::{self, Setup};

@@ -1,6 +1,6 @@
-//! Bounce buffers and read-modify-write, so that a file's queue takes any memory, offset and length although direct I/O
-//! asks for aligned ones. The buffers come from the pool, in a few sizes. Each first finds room in the disk's part of
-//! the budget. A task that holds one waits only for the storage: it takes range locks before.
+//! Bounce buffers and read-modify-write. With them a queue takes any memory, offset and length, although direct I/O
+//! needs aligned ones. The buffers come from the pool, in a few sizes. Each takes room from the disk's part of the
+//! budget first. A task with a buffer waits only for the storage: it takes range locks before.
 
 use super::lane::Lane;
 use crate::base::call::Action;
@@ -32,13 +32,13 @@ fn overlap(step: &Range<u64>, offset: u64, length: u64) -> (usize, usize, usize)
     ((start - step.start) as usize, (start - offset) as usize, end.saturating_sub(start) as usize)
 }
 
-/// Reads through a bounce buffer what direct I/O does not take as it is.
+/// Reads through a bounce buffer when direct I/O does not take the request as it is.
 pub(crate) async fn read(lane: Lane, offset: u64, data: Window, need_bytes: usize) -> IoResult {
     let length = data.length_bytes() as u64;
     for step in steps(&lane, lane.target.file.alignment.widen(offset, length)) {
         let (in_step, in_data, count) = overlap(&step, offset, length);
         let window = buffer_for(&lane, &step).await?;
-        // The file may end within the last unit, behind what was asked for.
+        // The file may end within the last unit, behind the requested range.
         let need_bytes = if need_bytes == 0 { 0 } else { in_step + count };
         lane.start(Action::Read { need_bytes }, step.start, window.clone()).await?;
         window.slice(in_step, count).copy_to(&data.slice(in_data, count));
@@ -68,8 +68,8 @@ pub(crate) async fn write(lane: Lane, offset: u64, data: Window, durable: bool) 
 /// Writes a range that covers only parts of some units. The file is settled.
 ///
 /// If the last unit reaches behind the end of a regular file, writing it makes the file too long, and the file is cut
-/// back afterwards. Until then nobody else may change its length. So the lock covers all that lies behind. Every write
-/// that could make the file longer, and every change of its length, must lock a part of that.
+/// back afterwards. Until then the file's length must not change otherwise. So the lock covers everything behind the
+/// range. Every write that could make the file longer, and every change of its length, must lock a part of that.
 async fn read_modify_write(lane: &Lane, offset: u64, data: &Window, durable: bool) -> IoResult {
     let file = &lane.target.file;
     let end = offset + data.length_bytes() as u64;
@@ -92,8 +92,8 @@ async fn read_modify_write(lane: &Lane, offset: u64, data: &Window, durable: boo
     written
 }
 
-/// Writes through bounce buffers, in whole units. What the request does not cover of its first and last unit is read
-/// first. `file_length` bounds what is worth reading. The caller has locked the units.
+/// Writes through bounce buffers, in whole units. The parts of the first and last unit that the request does not cover
+/// are read first. `file_length` limits that reading. The caller has locked the units.
 async fn write_steps(lane: &Lane, offset: u64, data: &Window, durable: bool, file_length: u64) -> IoResult {
     let alignment = lane.target.file.alignment;
     let (length, unit) = (data.length_bytes() as u64, alignment.unit());
@@ -114,7 +114,7 @@ async fn write_steps(lane: &Lane, offset: u64, data: &Window, durable: bool, fil
     Ok(())
 }
 
-/// Reads the unit at `at` into its place in the step's window. It is zeros behind the end of the file.
+/// Reads the unit at `at` into its place in the step's window; the unit is zeros behind the end of the file.
 async fn fill_unit(lane: &Lane, window: &Window, step: &Range<u64>, at: u64, file_length: u64) -> IoResult {
     let unit = lane.target.file.alignment.unit() as usize;
     let place = window.slice((at - step.start) as usize, unit);

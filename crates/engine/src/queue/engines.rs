@@ -58,8 +58,7 @@ thread_local! {
 
 /// The engines of one reactor, and the files that are open on it.
 pub(crate) struct Engines {
-    /// The engines' own tasks. They are never dropped before their end, because they hold range locks for requests in
-    /// flight.
+    /// The engines' own tasks. They always run to their end, because they hold range locks for requests in flight.
     tasks: Rc<Executor>,
     reactor: Arc<dyn ReactorHandle>,
     counters: Arc<Counters>,
@@ -133,7 +132,7 @@ impl Engines {
         if self.run_tasks() | self.submit() | (self.harvest() > 0) {
             return;
         }
-        // This also looks for results that are not signalled.
+        // This also looks for results without a signal.
         if !self.has_work() {
             std::thread::yield_now();
         }
@@ -238,10 +237,10 @@ impl Engines {
         uring.map_or_else(T::default, |uring| call(&uring))
     }
 
-    /// Submits what was pushed, once for each engine. Returns whether there was anything.
+    /// Submits the pushed requests, once for each engine. Returns whether there were any.
     pub(crate) fn submit(&self) -> bool {
         let _ = self.batch_end.take();
-        // The workers come last: the other engines send them what they cannot do.
+        // The workers come last: the other engines send them requests that they cannot carry out.
         self.with_uring(Uring::submit)
             | self.with_sqpoll(Uring::submit)
             | self.with_aio(Aio::submit)
@@ -293,7 +292,7 @@ impl Engines {
             + self.workers.in_flight()
     }
 
-    /// Has a worker compute something for the file that this number stands for.
+    /// Makes a worker compute something for the file with this number.
     pub(crate) fn run_aside(&self, file: u64, work: Work) {
         self.workers.run_aside(file, work);
     }
@@ -305,7 +304,7 @@ impl Engines {
 
     /// Waits for all requests in flight. Later pushes fail.
     pub(crate) fn shut_down(&self) {
-        // The workers come last: the other engines send them what they cannot do.
+        // The workers come last: the other engines send them requests that they cannot carry out.
         self.with_uring(Uring::shut_down);
         self.with_sqpoll(Uring::shut_down);
         self.with_aio(Aio::shut_down);

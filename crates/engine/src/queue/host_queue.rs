@@ -89,7 +89,7 @@ impl HostQueue {
     fn write(&self, offset: u64, data: Window, fua: bool, priority: Priority, done: Done) {
         let file = &*self.lane.target.file;
         let durable = (fua || file.write_through) && !file.ignore_flush;
-        // In memory there is nothing to make durable.
+        // A file in memory has nothing to make durable.
         let shares_syncs = file.page_cached && file.traits.storage != Storage::Memory;
         if durable && shares_syncs && self.tasks.is_some() {
             let counted = DurableWrite::new(&self.lane.target.group_commit);
@@ -118,7 +118,7 @@ impl HostQueue {
         let Some(tasks) = self.tasks.as_ref().filter(|_| behind.note(length_bytes)) else { return };
         let lane = self.lane.clone();
         tasks.spawn(Task::new(async move {
-            // An error shows again when the file is flushed.
+            // If this fails, the next flush of the file reports the error.
             let _ = lane.start(Action::BeginWriteback, 0, lane.target.no_data.clone()).await;
             if let Some(behind) = &lane.target.file.write_behind {
                 behind.asked();

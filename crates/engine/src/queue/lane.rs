@@ -15,7 +15,7 @@ use std::rc::Rc;
 pub(crate) struct Lane {
     pub(super) engine: Option<Engine>,
     pub(crate) target: Rc<QueueFile>,
-    /// The priority of what is pushed through this lane.
+    /// The priority of the requests that are pushed through this lane.
     pub(super) priority: Priority,
 }
 

@@ -33,7 +33,7 @@ impl Lane {
 /// Gives a range back to the host.
 pub(crate) async fn discard(lane: Lane, offset: u64, length: u64) -> IoResult {
     let file = &lane.target.file;
-    // A device takes whole blocks. The rest may stay.
+    // A device takes only whole blocks. The rest may stay.
     let (offset, length) = inner(offset, length, u64::from(file.fallocate_unit_bytes));
     if length == 0 {
         return Ok(());
@@ -78,7 +78,7 @@ pub(crate) async fn set_length(lane: Lane, length: u64) -> IoResult {
 
 /// Makes a range read as zeros, and the file long enough to hold it.
 pub(crate) async fn write_zeroes(lane: Lane, offset: u64, length: u64, may_unmap: bool) -> IoResult {
-    // A device's `fallocate` takes whole blocks. The rest is written.
+    // A device's `fallocate` takes only whole blocks. The rest is written.
     let (start, middle) = inner(offset, length, u64::from(lane.target.file.fallocate_unit_bytes));
     if middle == 0 {
         write(&lane, offset, length).await?;

@@ -34,7 +34,7 @@ impl Alarm {
     }
 }
 
-/// Makes the timer. It is watched for edges, so nobody reads it.
+/// Makes the timer. It is watched for edges, so it is never read.
 fn make(epoll: &OwnedFd) -> Option<OwnedFd> {
     let timer = rustix::time::timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC).ok()?;
     let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;

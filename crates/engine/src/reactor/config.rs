@@ -1,4 +1,4 @@
-//! What can be set of a reactor.
+//! The settings of a reactor.
 
 /// The default of [`ReactorConfig::poll_max_us`]. A single request to a fast disk takes 50 to 100 us, a batch of thirty
 /// about 250. So spinning catches the former and not the latter, which would gain little for twice the processor time.
@@ -10,12 +10,12 @@ const POLL_MAX_US: u32 = 100;
 pub struct ReactorConfig {
     /// The name in logs and metrics, and of the thread.
     pub name: String,
-    /// How long an idle reactor spins at most before it sleeps, in microseconds; it adapts below this. Zero never
-    /// spins. Its workers spin no longer than that either.
+    /// The longest time that an idle reactor spins before it sleeps, in microseconds; the reactor adapts below this.
+    /// Zero never spins. Its workers do not spin longer either.
     pub poll_max_us: u32,
-    /// The processor that it is bound to, if any.
+    /// The processor that the reactor is bound to, if any.
     pub cpu: Option<usize>,
-    /// The longest transfer, in bytes, that it carries out itself if a file lies in memory. It leaves longer ones to a
+    /// The longest transfer, in bytes, that the reactor itself carries out on a file in memory. Longer ones go to a
     /// worker, so that rings need not wait. A reactor without rings loses by that.
     pub inline_bytes: usize,
     /// Whether a turn that has submitted requests also looks for completions. If false, only turns without new requests

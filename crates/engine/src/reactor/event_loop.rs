@@ -31,20 +31,20 @@ use std::time::{Duration, Instant};
 const TASK_POLLS_PER_TURN: usize = 256;
 /// About how long these polls may take: a task may walk tables, and a guest can make hundreds of tasks ready at once.
 const TASK_TIME_PER_TURN: Duration = Duration::from_micros(500);
-/// How often an idle reactor looks at its rings before it looks at everything else again.
+/// How often an idle reactor polls its rings before its next full turn.
 const POLLS_BETWEEN_TURNS: usize = 8;
-/// The longest sleep before a reactor looks for results that workers have not signalled. It doubles each time that
-/// there are none. So a result is found after at most twice the time that the request took.
+/// The first limit of a sleep before a reactor looks for results that workers have not signalled. It doubles each time
+/// that there are none. So a result is found after at most twice the time that the request took.
 const LOOK_AGAIN: Duration = Duration::from_micros(250);
 const LOOK_AGAIN_MAX: Duration = Duration::from_secs(1);
 /// A busy reactor looks for unsignalled results once in this many turns: usually the worker is about to signal them.
 const LOOK_TURNS: u64 = 64;
-/// How long tasks that are still at work when the reactor is stopped may go on.
+/// How long unfinished tasks may go on after the reactor is stopped.
 const STOP_PATIENCE: Duration = Duration::from_secs(5);
-/// How long a stopping reactor sleeps at most before it looks again.
+/// The longest sleep of a stopping reactor before it looks again.
 const STOP_NAP: Duration = Duration::from_millis(20);
 
-/// Makes reactors.
+/// Starts reactors.
 #[derive(Debug)]
 pub struct Reactor;
 
@@ -115,7 +115,7 @@ impl ReactorThread {
         Arc::clone(&self.shared) as _
     }
 
-    /// Returns what the reactor has done so far.
+    /// Returns the reactor's counts since its start.
     #[must_use]
     pub fn stats(&self) -> ReactorStats {
         self.shared.counters.snapshot()
@@ -135,7 +135,7 @@ impl ReactorThread {
         self.join()
     }
 
-    /// As [`ReactorThread::stop`], but waits for `limit` at most. A thread that has not ended by then is left behind,
+    /// As [`ReactorThread::stop`], but waits for `limit` at most. A thread that has not ended by then is left running,
     /// with the memory of the requests that its storage does not end.
     pub fn stop_within(mut self, limit: Duration) -> Result<()> {
         self.shared.stop.store(true, Ordering::Release);
@@ -185,7 +185,7 @@ struct Jobs {
     closed: bool,
 }
 
-/// What other threads see of a reactor.
+/// The state of a reactor that other threads share.
 #[derive(Debug)]
 struct Shared {
     name: String,
@@ -228,7 +228,7 @@ impl ReactorHandle for Shared {
     }
 }
 
-/// Drops the jobs that are left, however the thread ends, so that nobody waits for a job that never runs.
+/// Drops the remaining jobs, however the thread ends, so that nobody waits for a job that never runs.
 struct CloseOnExit(Arc<Shared>);
 
 impl Drop for CloseOnExit {
@@ -359,7 +359,7 @@ impl Local {
         CURRENT.with_borrow(Weak::upgrade)
     }
 
-    /// Watches a descriptor for edges, so that nobody needs to read it.
+    /// Watches a descriptor for edges, so that it need not be read.
     fn watch(&self, fd: RawFd) -> Result<()> {
         // SAFETY: the caller's poller owns the descriptor and is alive.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
@@ -370,7 +370,7 @@ impl Local {
 
     fn run(self: &Rc<Self>, mut paces: Paces) {
         let ctx: Rc<dyn ReactorCtx> = Rc::clone(self) as _;
-        // Even if a poller panics, the engines' requests are waited for while the thread unwinds.
+        // If a poller panics, requests in flight are still waited for while the thread unwinds.
         let guard = Teardown(self);
         let mut pool_trim = PoolTrim::default();
         let mut look_again = LOOK_AGAIN;
@@ -385,7 +385,7 @@ impl Local {
                 continue;
             }
             if self.engines.in_flight() > 0 {
-                // A request in flight may need this processor, for one of our threads or the kernel's.
+                // A request in flight may need this processor, for one of our threads or one of the kernel's.
                 self.shared.counters.yields.add(1);
                 std::thread::yield_now();
             } else if self.look_for_requests() {
@@ -412,7 +412,7 @@ impl Local {
     /// pollers have been polled and found work.
     fn turn(&self, ctx: &Rc<dyn ReactorCtx>, polled: bool) -> Option<bool> {
         self.shared.counters.turns.add(1);
-        // A poller finds its timer due in the same turn.
+        // If a poller's timer is due, the poller sees that in the same turn.
         let mut woken = self.timers.fire() > 0;
         if !self.fd_watches.is_empty() && self.shared.counters.turns.get().is_multiple_of(LOOK_TURNS) {
             woken |= self.wait(Some(Duration::ZERO)) > 0;
@@ -493,7 +493,7 @@ impl Local {
         let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
         let limit =
             limit.map(|limit| Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) });
-        // An interrupted wait is a spurious wake-up: the turn that follows finds nothing, and sleeps again.
+        // An interrupted wait is a spurious wake-up: the next turn finds nothing, and sleeps again.
         let count = epoll::wait(&self.epoll, &mut events, limit.as_ref()).unwrap_or(0);
         events.iter().take(count).for_each(|event| self.fd_watches.route(*event));
         count
@@ -509,7 +509,7 @@ impl Local {
             self.timers.fire();
             let worked = self.run_tasks() | self.engines.submit() | (self.engines.harvest() > 0);
             self.pollers.clear();
-            // This also looks for results that are not signalled.
+            // This also looks for results without a signal.
             let ready = self.has_pending() || worked;
             let tasks_may_go_on = Instant::now() < deadline;
             if !tasks_may_go_on {
@@ -544,13 +544,13 @@ impl Local {
     }
 }
 
-/// Ends what the reactor holds, in the order that keeps memory alive for the kernel.
+/// Ends what the reactor holds, in an order that keeps memory alive for the kernel.
 struct Teardown<'a>(&'a Local);
 
 impl Drop for Teardown<'_> {
     fn drop(&mut self) {
-        // After a panic requests may be in flight. Queues and tasks hold the ranges that these write, so they are
-        // dropped only when the requests have ended. Otherwise a late write would destroy a newer one.
+        // After a panic requests may be in flight. Queues and tasks hold the ranges that these requests write, so they
+        // are dropped only when the requests have ended. Otherwise a late write would destroy a newer one.
         self.0.drain();
         self.0.pollers.clear();
         drop(self.0.tasks.take());

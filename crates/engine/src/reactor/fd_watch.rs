@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::rc::Rc;
 
-/// What one is watched for: changes only.
+/// Returns the events that a descriptor is watched for: changes only.
 fn flags(room: bool) -> epoll::EventFlags {
     use epoll::EventFlags as Flags;
     let always = Flags::IN | Flags::RDHUP | Flags::ET;
@@ -37,7 +37,7 @@ impl FdWatches {
 
     /// Watches for room to write as well, or no longer.
     pub(crate) fn watch_room(&self, epoll: &OwnedFd, id: WatchId, fd: BorrowedFd<'_>, wanted: bool) {
-        // A descriptor that is watched can be watched for something else: nothing is allocated for that.
+        // Changing the events of a watched descriptor allocates nothing.
         if let Err(error) = epoll::modify(epoll, fd, epoll::EventData::new_u64(id.0), flags(wanted)) {
             tracing::error!("cannot watch a descriptor for room to write: {error}");
         }

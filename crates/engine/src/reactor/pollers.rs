@@ -16,7 +16,7 @@ struct Entry {
 /// The pollers, in the order in which they were added.
 ///
 /// The list is never borrowed while a poller runs, and never gets shorter while it is walked: a poller may add and
-/// remove any, itself included. What was removed is dropped by [`Pollers::sweep`].
+/// remove any, itself included. Removed pollers are dropped by [`Pollers::sweep`].
 #[derive(Default)]
 pub(crate) struct Pollers {
     entries: RefCell<Vec<Entry>>,

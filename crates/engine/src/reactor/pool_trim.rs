@@ -2,15 +2,15 @@
 
 use std::time::{Duration, Instant};
 
-/// How often a reactor looks that alternates between work and sleep.
+/// The interval at which a reactor that alternates between work and sleep looks at its pools.
 const PERIOD: Duration = Duration::from_millis(100);
 
-/// When to look at the pools.
+/// Decides when a reactor looks at its pools.
 #[derive(Debug, Default)]
 pub(crate) struct PoolTrim {
     looked: Option<Instant>,
     worked_since: bool,
-    /// There will be more memory to give back.
+    /// More memory can be given back later.
     again: bool,
 }
 
@@ -20,8 +20,8 @@ impl PoolTrim {
         self.worked_since = true;
     }
 
-    /// Gives back what it can, before the reactor sleeps. Returns how long it may sleep at most; `None` if there is
-    /// nothing to give back later.
+    /// Gives memory back, before the reactor sleeps. Returns the longest time that it may sleep; `None` if nothing is
+    /// to be given back later.
     pub(crate) fn before_sleep(&mut self, now: Instant) -> Option<Duration> {
         let ago = self.looked.map_or(PERIOD, |looked| now.saturating_duration_since(looked));
         let due = if self.worked_since { PERIOD } else { memory::DECAY_PERIOD };

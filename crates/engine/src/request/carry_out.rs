@@ -28,7 +28,7 @@ pub(crate) fn run(mut request: Request) -> u64 {
     calls
 }
 
-/// Carries `request` out if that takes no system call, and tells its owner. Otherwise gives back what is left of it.
+/// Carries `request` out if that takes no system call, and tells its owner. Otherwise returns the rest of it.
 pub(crate) fn run_without_call(mut request: Request) -> Option<Request> {
     let mut iovecs = Vec::new();
     let call = request.call(buffers_of(&request, &mut iovecs));

@@ -1,17 +1,17 @@
 //! Durable writes through the page cache that share their syncs.
 //!
 //! The kernel would carry out durable writes one after the other, each with a sync of its own. So they are written
-//! plainly, all at once. A sync makes all of them durable that were written before it began. Those written meanwhile
-//! wait for the next sync. A durable write that is alone is one request (`RWF_DSYNC`), but only if all writes of the
-//! file are durable. The kernel reports lost data to one sync only. If a plain write's data were lost, a durable write
-//! could take that report from the flush that covers the plain write.
+//! plainly, all at once. A sync makes durable all writes that ended before it began. Later ones wait for the next sync.
+//! A single durable write is one request (`RWF_DSYNC`), but only if all writes of the file are durable. The kernel
+//! reports lost data to one sync only: a durable write could take the report about a plain write's data from the flush
+//! that covers that write.
 
 use block::{IoResult, WaitList};
 use std::cell::Cell;
 use std::future::Future;
 use std::rc::Rc;
 
-/// One reactor's syncs of one file, one after the other.
+/// One reactor's syncs of one file, which run one at a time.
 #[derive(Debug, Default)]
 pub(crate) struct GroupCommit {
     /// Durable writes that were pushed and have not ended.
@@ -21,7 +21,7 @@ pub(crate) struct GroupCommit {
     waiting: WaitList,
 }
 
-/// A durable write. It is counted from its push on, so that the first of a batch knows of the others.
+/// A durable write. It is counted when it is pushed, so that the first of a batch knows of the others.
 pub(crate) struct DurableWrite(Rc<GroupCommit>);
 
 impl DurableWrite {
@@ -53,7 +53,7 @@ impl GroupCommit {
         // A sync that has begun may have missed this task's data.
         let wanted = self.begun.get() + 1;
         if let Turn::Mine = self.waiting.until(|| self.turn(wanted)).await {
-            // The file remembers whether it failed.
+            // The file remembers whether the sync failed.
             let _ = sync().await;
             self.ended.set(self.begun.get());
             self.waiting.wake_all();

@@ -1,4 +1,4 @@
-//! Requests: an action on a file with the memory that it moves, and what the kernel's results mean for it.
+//! Requests: an action on a file with the memory that it moves, and the meaning of the kernel's results for it.
 
 pub(crate) mod carry_out;
 pub(crate) mod group_commit;

@@ -1,4 +1,4 @@
-//! One request: what it is, and what follows from the kernel's result.
+//! A request, and how the kernel's results change it.
 
 use super::queue_file::QueueFile;
 use crate::base::call::{Action, Buffers, Call};
@@ -16,14 +16,14 @@ fn makes_durable(action: Action) -> bool {
 fn loses_data(action: Action, error: IoError) -> bool {
     match action {
         Action::Sync => true,
-        // Lack of space is the write's own failure: the caller knows what was not stored. So is unreadable memory,
-        // which a guest's monitor can take away at any time.
+        // Lack of space is the write's own failure: the caller knows which data were not stored. So is unreadable
+        // memory, which a guest's monitor can take away at any time.
         Action::Write { durable } => durable && error.kind() == IoErrorKind::Io && error.errno() != libc::EFAULT,
         _ => false,
     }
 }
 
-/// One action that an engine carries out.
+/// An action that an engine carries out.
 #[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) target: Rc<QueueFile>,
@@ -39,14 +39,14 @@ pub(crate) struct Request {
     pub(crate) done: Done,
 }
 
-/// What a result means for its request.
+/// The meaning of a result for its request.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     /// The request is over.
     Finished(IoResult),
-    /// Submit what is left.
+    /// Submit the rest.
     Again,
-    /// The kernel would have to block: a worker does the rest.
+    /// The kernel would have to block: a worker carries out the rest.
     ToWorker,
 }
 
@@ -65,7 +65,7 @@ impl Request {
         self.offset + self.progress as u64
     }
 
-    /// Returns the call that moves what is left, with the memory that `buffers` names.
+    /// Returns the call for the rest of the request, with the memory that `buffers` names.
     pub(crate) fn call(&self, buffers: Buffers) -> Call {
         Call { fd: self.target.file.raw_fd(), action: self.action, offset: self.file_offset(), buffers }
     }
@@ -78,8 +78,7 @@ impl Request {
             _ if !self.action.is_transfer() => return false,
             // The file takes no `RWF_NOWAIT`: from now on workers carry out all requests.
             libc::EOPNOTSUPP => self.target.file.nowait_was_refused(),
-            // There may be memory for a caller that can wait. (Some kernels return this for a page cache and mean
-            // `EAGAIN`.)
+            // A caller that can wait may get the memory. (Some kernels return this for a page cache and mean `EAGAIN`.)
             libc::ENOMEM => {}
             _ => return false,
         }
@@ -128,8 +127,8 @@ impl Request {
         if moved > 0 && excess == 0 {
             return Step::Again;
         }
-        // Nothing, or not whole units of direct I/O: this is the end of the file, unless the kernel merely stopped
-        // within a unit. That unit is then read again from its start.
+        // Nothing, or no whole units of direct I/O: this is the end of the file, unless the kernel merely stopped
+        // within a unit. Such a unit is read again from its start.
         if moved > 0 && !self.target.file.ends_by(self.file_offset()) {
             self.progress -= excess;
             return if moved > excess { Step::Again } else { Step::ToWorker };

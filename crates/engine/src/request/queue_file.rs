@@ -1,4 +1,4 @@
-//! What one reactor keeps for an open file.
+//! The state that one reactor keeps for an open file.
 
 use super::group_commit::GroupCommit;
 use crate::file::open_file::{OpenFile, Traits};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 /// A ring's table of registered files.
 pub(crate) trait FileTable {
-    /// Takes back a place that is not used any more.
+    /// Takes back a place that is no longer used.
     fn give_back(&self, index: u32);
 }
 
@@ -76,7 +76,7 @@ impl QueueFile {
         }
     }
 
-    /// Whether the file system can tell where the file lies without reading its own tables.
+    /// Whether the file system can find the file's blocks without reading its own tables.
     #[inline]
     pub(crate) fn are_extents_ready(&self) -> bool {
         if !self.extents_ready.get() {

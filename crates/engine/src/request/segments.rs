@@ -1,10 +1,11 @@
-//! The memory of a request, in the form that one system call takes.
+//! The memory of a request, in the form for one system call.
 
 use super::progress::Request;
 use crate::base::call::{Buffers, MAX_CALL_BYTES, MAX_SEGMENTS};
 use memory::{PoolBox, PoolContext, pooled};
 
-/// A list of the segments of one call, with a fixed room. There are short lists, and long ones that few requests need.
+/// A list of the segments of one call, with a fixed capacity. There are short lists, and long ones for the few requests
+/// that need them.
 pub(super) struct Segments<const ROOM: usize>(Vec<libc::iovec>);
 
 // SAFETY: between requests the list is empty, and its pointers are only passed to the kernel.
@@ -27,7 +28,7 @@ const FEW_SEGMENTS: usize = 64;
 pooled!(Segments<FEW_SEGMENTS>, "list of up to 64 segments");
 pooled!(Segments<MAX_SEGMENTS>, "list of up to 1024 segments");
 
-/// The list of a request whose segments must be cut.
+/// The list of a request whose segments must be split.
 pub(super) enum Scratch {
     None,
     Few(PoolBox<Segments<FEW_SEGMENTS>>),
@@ -35,8 +36,8 @@ pub(super) enum Scratch {
 }
 
 impl Scratch {
-    /// Returns a list with room for `count` segments. It is taken once: what is left of a request never has more
-    /// segments than before.
+    /// Returns a list with room for `count` segments. It is taken once: the rest of a request never has more segments
+    /// than the whole.
     pub(super) fn list(&mut self, count: usize) -> &mut Vec<libc::iovec> {
         if matches!(self, Self::None) {
             *self = if count <= FEW_SEGMENTS { Self::Few(PoolBox::take()) } else { Self::Many(PoolBox::take()) };
@@ -54,7 +55,7 @@ pub(crate) fn buffers_of(request: &Request, iovecs: &mut Vec<libc::iovec>) -> Bu
     listed(request).unwrap_or_else(|| cut(request, iovecs))
 }
 
-/// Returns the memory as the buffer itself lists it, if all of it is left to move.
+/// Returns the buffer's own list of segments, if all of it is left to move.
 pub(super) fn listed(request: &Request) -> Option<Buffers> {
     if request.progress > 0 {
         return None;
@@ -68,7 +69,7 @@ pub(super) fn listed(request: &Request) -> Option<Buffers> {
     Some(Buffers::Vector { ptr: segments.as_ptr().cast(), count: segments.len() })
 }
 
-/// Lists what is left of the memory, as far as one call takes it.
+/// Lists the rest of the memory, as far as one call takes it.
 pub(super) fn cut(request: &Request, iovecs: &mut Vec<libc::iovec>) -> Buffers {
     iovecs.clear();
     request.window.slice(request.progress, request.left_bytes()).for_each_segment(|segment| {

@@ -83,7 +83,7 @@ impl Slab {
 
     /// Returns the memory that is left to move, for one call. The pointers stay valid until the next call for this
     /// slot, or until its request is removed. They point into the buffer's own list, which is not refilled while the
-    /// request holds a handle, or into the context's scratch.
+    /// request holds a handle, or into the context's scratch list.
     pub(crate) fn buffers(&mut self, index: u32) -> Buffers {
         let Some(Some(context)) = self.slots.get_mut(index as usize) else {
             return Buffers::Vector { ptr: std::ptr::null(), count: 0 };

@@ -1,4 +1,4 @@
-//! A request in the form that goes into a ring.
+//! The form of a request for a ring.
 
 use crate::base::call::{Action, Buffers};
 use crate::request::progress::Request;
@@ -6,7 +6,7 @@ use crate::request::queue_file::QueueFile;
 use crate::route::ring_flags;
 use io_uring::{opcode, squeue, types};
 
-/// Makes the entry for what is left of `request`. `slot` names the registered memory that `buffers` lie in, if any.
+/// Makes the entry for the rest of `request`. `slot` names the registered memory that `buffers` lie in, if any.
 pub(crate) fn entry_of(request: &Request, buffers: Buffers, slot: Option<u16>) -> squeue::Entry {
     let QueueFile { file, traits, fixed, .. } = &*request.target;
     let (fd, flags) = match fixed {

@@ -8,7 +8,7 @@ use std::io;
 /// Places in a ring's table: the kernel's own limit.
 pub(crate) const SLOTS: u16 = 1 << 14;
 
-/// One registered piece of memory.
+/// A registered piece of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Piece {
     start: usize,

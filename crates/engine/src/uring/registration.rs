@@ -1,9 +1,9 @@
 //! Registers a guest's memory with a reactor's rings.
 //!
-//! A guest's memory is registered piece by piece, one in each turn, so that nobody waits long for it. Until a piece is
-//! registered, or if that fails, requests name their memory by address. Registered pages stay in memory, and stay the
-//! same pages, until they are unregistered. A guest that returns memory to its host and takes it back (a balloon) would
-//! find other pages than those that the kernel writes to. So this happens only if the user asks for it.
+//! A guest's memory is registered piece by piece, one in each turn, so that other work never waits long. Until a piece
+//! is registered, or if that fails, requests name their memory by address. Registered pages stay in memory, and stay
+//! the same pages, until they are unregistered. A guest that returns memory to its host and takes it back (a balloon)
+//! would find other pages than those that the kernel writes to. So memory is registered only if the user asks for it.
 
 use super::ring::Uring;
 use block::{LogLimit, Poller, PollerId};

@@ -39,7 +39,7 @@ const SUBMISSION_ENTRIES: u32 = 256;
 const COMPLETION_ENTRIES: u32 = 4096;
 const FIXED_FILES: u32 = 1024;
 
-/// How long a failed ring is tried again. Then its requests fail, because the kernel reports no more ends.
+/// How long a failed ring is retried. Then its requests fail, because the kernel reports no more results.
 const PATIENCE: Duration = Duration::from_secs(10);
 const TRY_AGAIN: Duration = Duration::from_millis(100);
 /// How often an ending reactor looks whether a failed ring works again.
@@ -61,7 +61,7 @@ struct State {
     waiting: VecDeque<u32>,
     /// Requests in the submission queue or in the kernel.
     entered: usize,
-    /// Something was put into the submission queue since the last check whether the submission thread must be woken.
+    /// An entry was pushed since the last check whether the submission thread must be woken.
     pushed: bool,
     fixed_buffers: FixedBuffers,
     /// Places in the table of registered files that are free.
@@ -203,7 +203,7 @@ impl Uring {
         }
     }
 
-    /// Returns the workers, who carry out what the ring cannot do without waiting.
+    /// Returns the workers, which carry out requests that the ring would have to wait for.
     pub(crate) fn workers(&self) -> &Workers {
         &self.workers
     }
@@ -256,7 +256,7 @@ impl Uring {
         let pushed = std::mem::take(&mut state.pushed);
         let queue = state.ring.submission();
         // The pusher fills the queue, then looks at the flag. The thread raises the flag, then looks into the queue.
-        // One of the two sees the other (the crate has the fence), so looking once after each push is enough.
+        // One of the two sees the other (the crate has the fence), so one look after each push is enough.
         let wake = if pushed && queue.need_wakeup() { ENTER_SQ_WAKEUP } else { 0 };
         let fetch = if queue.cq_overflow() || want > 0 { ENTER_GETEVENTS } else { 0 };
         drop(queue);
@@ -287,7 +287,7 @@ impl Uring {
         let entered =
             unsafe { state.ring.submitter().enter::<libc::sigset_t>(queued as u32, want, ENTER_GETEVENTS, None) };
         match entered.map_err(|error| error.raw_os_error()) {
-            // Interrupted, out of memory, or completions to take first: what is left is submitted next turn.
+            // Interrupted, out of memory, or completions must be taken first: the rest is submitted in the next turn.
             Ok(_) | Err(Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => true,
             Err(error) => {
                 self.fail(error);
@@ -338,8 +338,8 @@ impl Uring {
         true
     }
 
-    /// Fails all requests and closes the ring. Their writes may still land later. So no flush of these files succeeds
-    /// any more, and nobody is told that the data are durable.
+    /// Fails all requests and closes the ring. Their writes may still land later. So every later flush of these files
+    /// fails, and no data count as durable.
     fn give_up(&self) {
         let Some(mut state) = self.state.borrow_mut().take() else { return };
         let requests = state.slab.abandon();
@@ -417,7 +417,7 @@ impl Uring {
         let has_room = !state.waiting.is_empty() && !state.is_full();
         let queue = state.ring.submission();
         let queued = match state.setup {
-            // The submission thread takes care of what is in the queue.
+            // The submission thread takes the entries in the queue.
             Setup::SubmissionThread => state.pushed,
             _ => !queue.is_empty() || queue.taskrun(),
         };

@@ -1,4 +1,4 @@
-//! Sets up a ring in the best way that this kernel offers, and describes that way.
+//! Sets up a ring in the best way that this kernel offers, and describes that setup.
 
 use io_uring::{IoUring, opcode};
 use std::io;
@@ -6,10 +6,10 @@ use std::io;
 /// How long a kernel submission thread looks for work before it sleeps, in milliseconds.
 const SUBMISSION_THREAD_IDLE_MS: u32 = 20;
 
-/// Who submits, and how completions reach the ring.
+/// The thread that submits, and how completions reach the ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Setup {
-    /// A kernel thread submits what it finds in the ring.
+    /// A kernel thread submits entries from the ring.
     SubmissionThread,
     /// The reactor submits, and completions come when it fetches them (Linux 6.1).
     Deferred,

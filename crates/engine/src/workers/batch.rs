@@ -7,7 +7,7 @@ use crate::route::How;
 use block::Work;
 use std::collections::VecDeque;
 
-/// A batch that moves this many bytes gets no further job, as with a ring's batch.
+/// A batch of this many bytes gets no further job, as with a ring's batch.
 const MOST_BYTES: usize = 128 << 10;
 
 /// A job, or several of one kind that one system call submits. It lies on its worker's stack: workers may start at any
@@ -30,12 +30,12 @@ impl Batch {
         self.jobs.iter().take(self.count).flatten()
     }
 
-    /// Returns the first job, whose kind all others share.
+    /// Returns the first job; all others are of its kind.
     pub(crate) fn first(&self) -> Option<&Job> {
         self.jobs().next()
     }
 
-    /// Returns the calls for one `io_submit`: the index of each request, and what it does.
+    /// Returns the calls for one `io_submit`, each with the index of its request.
     pub(crate) fn calls(&self) -> impl Iterator<Item = (u32, Call)> {
         self.jobs().map(|job| (job.index, job.call))
     }

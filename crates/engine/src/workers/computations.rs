@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 
 /// The computations that wait. A file with many does not keep a file with few waiting.
 pub(crate) struct Computations {
-    /// A list for each file that has any; the next file to be served is first.
+    /// A list for each file with computations; the file to be served next is first.
     files: VecDeque<(u64, VecDeque<Work>)>,
     waiting: usize,
     at_work: usize,

@@ -1,4 +1,4 @@
-//! A request's next call, as a worker sees it.
+//! The next call of a request, for a worker.
 
 use crate::base::call::Call;
 use crate::route::How;
@@ -8,7 +8,7 @@ use crate::route::How;
 pub(crate) struct Job {
     /// The request's index in the reactor's slab.
     pub(crate) index: u32,
-    /// It must not run while another serialized job on the file does.
+    /// The job must not run while another serialized job on the file does.
     pub(crate) serialized: bool,
     pub(crate) how: How,
     pub(crate) length_bytes: usize,

@@ -20,7 +20,7 @@ impl Default for JobList {
 
 /// The store of the jobs of all lists.
 pub(crate) struct JobStore {
-    /// A job, and the place that follows in its list or among the free places.
+    /// A job, and the next place in its list or among the free places.
     places: Vec<(Option<Job>, u32)>,
     free: u32,
 }

@@ -12,7 +12,7 @@ use std::os::fd::RawFd;
 struct Lane {
     fd: RawFd,
     jobs: VecDeque<Job>,
-    /// A worker is carrying one of them out.
+    /// A worker is carrying out one of the jobs.
     busy: bool,
 }
 
@@ -27,9 +27,9 @@ impl Lane {
 pub(crate) enum Spinner {
     #[default]
     None,
-    /// It takes the next job that comes.
+    /// The worker takes the next job that comes.
     Looks,
-    /// It is about to take a job that has come: the next needs another worker.
+    /// The worker is about to take a job that has come: the next job needs another worker.
     HasWork,
 }
 
@@ -44,7 +44,7 @@ pub(crate) struct Wanted {
     pub(crate) to_start: usize,
 }
 
-/// Jobs of a kind (reads and writes, or syncs and the like) that may always be at work on each file. A worker is
+/// The number of jobs of a kind (reads and writes, or syncs and the like) that may always run on each file. A worker is
 /// started for them, however many workers wait for the storage of other files.
 const LEAST_OF_A_FILE: usize = 8;
 /// The most jobs beyond those, over all files. So a file that is alone gets 48 workers for its reads, for example. A
@@ -66,7 +66,7 @@ impl Flow {
         self.at_work == 0 && self.waiting.length == 0
     }
 
-    /// Returns how many jobs may begin whatever other files do, and how many more may if there is room beyond.
+    /// Returns how many jobs may begin whatever other files do, and how many more may if workers are free.
     fn ready(&self) -> (usize, usize) {
         let own = self.waiting.length.min(LEAST_OF_A_FILE.saturating_sub(self.at_work));
         (own, self.waiting.length - own)
@@ -79,7 +79,7 @@ pub(crate) struct Queue {
     flows: Vec<Flow>,
     /// All jobs that wait in flows.
     store: JobStore,
-    /// Jobs at work beyond those that their files may always have.
+    /// Running jobs beyond those that their files may always have.
     beyond: usize,
     /// The flow at which the search for the next job begins.
     next_flow: usize,
@@ -143,7 +143,7 @@ impl Queue {
         self.wanted(ready_before, most_threads)
     }
 
-    /// As [`Queue::add_batch`], for one computation for a file.
+    /// As [`Queue::add_batch`], for a computation for a file.
     pub(crate) fn add_work(&mut self, file: u64, work: Work, most_threads: usize) -> Wanted {
         let ready_before = self.ready();
         self.computations.add(file, work);

@@ -2,21 +2,21 @@
 
 use super::parts::{AtomicBool, Mutex, MutexGuard, Ordering, PoisonError};
 
-/// A flag that is read again and again. It has a cache line of its own, so that a write beside it does not take the
-/// line away.
+/// A flag that is polled. It has a cache line of its own, so that writes to neighbouring fields do not take the line
+/// away.
 #[derive(Default)]
 #[repr(align(64))]
 struct Polled(AtomicBool);
 
-/// The results of what workers have carried out.
+/// Results of jobs that workers have carried out.
 #[derive(Default)]
 pub(super) struct Results {
     pub(super) all: Vec<(u32, i32)>,
-    /// The reactor waits for more. It does so only while it shuts down.
+    /// The reactor waits for more results. It does so only while it shuts down.
     pub(super) awaited: bool,
 }
 
-/// Results, and a flag that tells the reactor to look for results, here and in the kernel's rings.
+/// Results, and a flag that makes the reactor look for results, here and in the kernel's rings.
 ///
 /// A worker signals after its results are there, whether it has added them or the kernel has put them into a ring. The
 /// reactor clears the flag, then looks. Both change the flag by a read-modify-write. So a look after several signals

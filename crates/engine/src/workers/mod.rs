@@ -1,5 +1,5 @@
-//! A reactor's worker threads: an engine of their own, which also carries out what the other engines cannot do without
-//! waiting.
+//! A reactor's worker threads: an engine of their own, which also carries out requests that the other engines would
+//! have to wait for.
 
 pub(crate) mod batch;
 mod computations;

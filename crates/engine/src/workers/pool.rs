@@ -1,4 +1,4 @@
-//! A reactor's worker threads, and how jobs and results pass between them and the reactor.
+//! A reactor's worker threads, and how jobs and results pass between reactor and workers.
 
 use super::batch::Batch;
 use super::job::Job;
@@ -19,24 +19,25 @@ use std::time::{Duration, Instant};
 /// The most workers of one reactor, far more than a few files take (see `job_queue`). Beyond that, jobs wait until a
 /// worker is free.
 const MAX_WORKERS: usize = 512;
-/// How long a worker without work stays.
+/// How long a worker without work lives.
 const IDLE_LIMIT: Duration = Duration::from_secs(10);
-/// How long a worker spins at most. A job that comes later is worth a wake-up.
+/// The longest time that a worker spins. A job that comes later is worth a wake-up.
 const SPIN_MAX: Duration = Duration::from_micros(100);
 /// Enough for system calls, and for computations that need little stack.
 const STACK_BYTES: usize = 256 << 10;
-/// Room in the two contexts of Linux AIO: for what workers only begin, and for what they carry out in batches.
+/// The sizes of the two contexts of Linux AIO: for requests that workers only begin, and for batches that they carry
+/// out.
 const BEGUN: u32 = 1024;
 const BATCHED: u32 = 256;
-/// Stands for the result of a job that the kernel did not carry out in a batch: try it by a call of its own.
+/// Stands for the result of a job that the kernel did not carry out in a batch: it gets a call of its own.
 pub(crate) const ALONE: i32 = i32::MIN;
 
-/// A number that is read again and again. It has a cache line of its own, as the mailbox's flag has.
+/// A number that is polled. It has a cache line of its own, as the mailbox's flag has.
 #[derive(Default)]
 #[repr(align(64))]
 struct Polled(AtomicU64);
 
-/// What the reactor and its workers share.
+/// The state that the reactor and its workers share.
 pub(crate) struct Pool {
     queue: Mutex<Queue>,
     /// Signalled when there are jobs or the pool stops.
@@ -45,7 +46,7 @@ pub(crate) struct Pool {
     /// new number finds the jobs.
     batches: Polled,
     done: Mailbox,
-    /// With `done`: a result came in. The reactor waits on it only while it shuts down.
+    /// With `done`: a result came in. The reactor waits for it only while it shuts down.
     progress: Condvar,
     /// With `queue`: a worker ended because the pool stops.
     stopped: Condvar,
@@ -56,9 +57,9 @@ pub(crate) struct Pool {
     /// Calls that workers have made.
     calls: AtomicU64,
     wakeup: Arc<Wakeup>,
-    /// How long a worker without work spins at most. It adapts below this, as the reactor does.
+    /// The longest time that a worker without work spins. The worker adapts below this, as the reactor does.
     spin_limit: Duration,
-    /// Where workers may run. A reactor that is bound to one processor does not bind its workers.
+    /// The processors that workers may run on. A reactor that is bound to one processor does not bind its workers.
     processors: Option<CpuSet>,
 }
 
@@ -160,7 +161,7 @@ impl Pool {
         self.done.has_signal()
     }
 
-    /// Takes the signalled results, and others that have ended. `results` has room.
+    /// Takes the signalled results, and those of batches. `results` has room.
     pub(crate) fn take_results(&self, results: &mut Vec<(u32, i32)>) {
         let mut batched = None;
         if self.done.take_signal() {
@@ -195,7 +196,7 @@ impl Pool {
     pub(crate) fn wait_for_results(&self) {
         let mut done = self.done.results();
         done.awaited = true;
-        // The end of what was submitted to the kernel does not notify this condition variable.
+        // The kernel's results do not notify this condition variable, so the wait is short.
         let is_given = self.io_submit(How::Begin).or(self.io_submit(How::Batch)).is_some();
         let limit = if is_given { Duration::from_millis(1) } else { IDLE_LIMIT };
         drop(self.progress.wait_timeout_while(done, limit, |done| !self.has_unsignalled(done)));
@@ -293,10 +294,10 @@ impl Pool {
         }
     }
 
-    /// Carries out a batch, and what follows it on the same file.
+    /// Carries out a batch, then the jobs that follow it on the same file.
     fn carry_out(&self, batch: &mut Batch) {
         if let Some(work) = batch.take_work() {
-            // A task that waits for a computation that panicked gets an error, because the closure is dropped.
+            // If a computation panics, its closure is dropped, and the task that waits for it gets an error.
             if catch_unwind(AssertUnwindSafe(work)).is_err() {
                 tracing::error!("a computation on an I/O worker panicked");
             }
@@ -336,7 +337,7 @@ impl Pool {
         done.awaited
     }
 
-    /// Takes what the same worker goes on with, if anything, after `job` has ended.
+    /// Takes the jobs that the same worker carries out after `job`, if any.
     fn take_after(&self, job: &Job, batch: &mut Batch) {
         let mut queue = locked(&self.queue);
         if !job.serialized {

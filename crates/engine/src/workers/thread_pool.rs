@@ -1,13 +1,14 @@
-//! The thread pool: an engine of its own, which also carries out what the other engines cannot do without waiting.
+//! The thread pool: an engine of its own, which also carries out requests that the other engines would have to wait
+//! for.
 //!
 //! A worker gets only numbers and raw pointers. The request, with its file and memory, stays in the reactor's slab
 //! until the worker's result has come back. The pool is shut down before the slab is dropped.
 //!
 //! Files in memory are an exception: copying their bytes takes less time than waking a worker. The reactor carries out
-//! their short requests itself, without a system call if possible (see `file::mapped`). It does so when it submits or,
-//! if a task awaits the end, at once. Then the task goes on without being woken, and finds what it read in the
-//! processor's cache. What tasks may copy in a turn is limited, so that rings and other tasks get their turn. Transfers
-//! that take a call wait for the end of the turn, where one call carries them all out.
+//! their short requests itself, without a system call if possible (see `file::mapped`). It does so when it submits, or
+//! at once if a task awaits the result. Then the task goes on without being woken, and finds the data in the
+//! processor's cache. The bytes that tasks may copy in a turn are limited, so that rings and other tasks get their
+//! turn. Transfers that take a call wait for the end of the turn, where one call carries them all out.
 
 use super::batch::Batch;
 use super::job::Job;
@@ -31,7 +32,8 @@ use std::time::Duration;
 
 /// The least room of the lists, in requests.
 const LEAST_ROOM: usize = 256;
-/// Bytes that tasks may copy at once between two submits, and what each request adds to its length in that count.
+/// The bytes that tasks may copy at once between two submits, and the bytes that each request adds to its length in
+/// that count.
 const AT_ONCE_BYTES: usize = 4 << 20;
 const CALL_BYTES: usize = 4 << 10;
 
@@ -58,7 +60,7 @@ pub(crate) struct Workers {
     at_once_bytes: Cell<usize>,
     /// Jobs that workers carry out one after the other, and may not signal at once.
     in_turn: Cell<usize>,
-    /// How many requests all lists have room for.
+    /// The number of requests that all lists have room for.
     room: Cell<usize>,
     pool: Arc<Pool>,
     counters: Arc<Counters>,
@@ -103,8 +105,8 @@ impl Workers {
         }
     }
 
-    /// Carries out a request on a file in memory that a task awaits, if it is short and need not wait for others. Gives
-    /// it back otherwise.
+    /// Carries out a request that a task awaits, if it is short, on a file in memory, and need not wait for others.
+    /// Otherwise returns it.
     fn carry_out_at_once(&self, request: Request) -> Option<Request> {
         let length_bytes = self.length_of(&request);
         let cost_bytes = length_bytes.saturating_add(CALL_BYTES);
@@ -179,7 +181,7 @@ impl Workers {
         grow(&mut self.taken.borrow_mut(), count);
         let mut inline = self.inline.borrow_mut();
         grow(&mut inline.jobs, count);
-        // Both harvest's lists get results of both kinds.
+        // The lists of both harvests get results of both kinds.
         grow(&mut inline.done, count);
         if let Ok(mut harvested) = self.harvested.try_borrow_mut() {
             grow(harvested.list(), count);
@@ -188,14 +190,14 @@ impl Workers {
         self.pool.make_room(count);
     }
 
-    /// Queues a request for the reactor or for workers. If not `may_batch`, it is carried out by a call of its own.
+    /// Queues a request for the reactor or for workers. Without `may_batch`, it gets a call of its own.
     fn queue(&self, slab: &mut Slab, index: u32, may_batch: bool) {
         let buffers = slab.buffers(index);
         let Some(request) = slab.get(index) else { return };
         let (call, length_bytes) = (request.call(buffers), request.left_bytes());
         let job = Job { index, serialized: false, how: How::Call, length_bytes, call };
         let now = Now { io_submit: may_batch, ..self.now(request, false) };
-        // Only for files in memory does the length take a system call to learn.
+        // Only for files in memory does learning the length take a system call.
         let in_memory = request.target.traits.storage == Storage::Memory;
         let length_bytes = if in_memory { self.length_of(request) } else { length_bytes };
         match route(request.target.traits, request.action, length_bytes, now) {
@@ -358,7 +360,7 @@ impl Workers {
         self.slab.borrow().live()
     }
 
-    /// Has a worker compute something for the file that this number stands for. After shutdown the work is dropped.
+    /// Makes a worker compute something for the file with this number. After shutdown the work is dropped.
     pub(crate) fn run_aside(&self, file: u64, work: Work) {
         if !self.closed.get() {
             Pool::give_work(&self.pool, file, work);
@@ -408,7 +410,7 @@ fn carry_out_batch(batch: &mut Batch, io_submit: &OnceCell<Option<IoSubmit>>, do
             // SAFETY: the slab's requests keep memory and files until their results have come.
             let mut left = unsafe { context.submit(batch.calls(), None, || calls += 1, alone) };
             calls += refused;
-            // For files in memory, all have ended when that returns.
+            // For files in memory, all transfers have ended when the call returns.
             while left > 0 {
                 context.take(|index, result| {
                     left -= 1;

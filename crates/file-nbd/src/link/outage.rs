@@ -1,4 +1,4 @@
-//! What a link does when its server has gone: it drains what is left, waits, connects again, or gives up.
+//! The link after its server has gone: it drains the other connections, waits, connects again, or gives up.
 
 use super::{Link, NO_LANE};
 use crate::handshake::{Agreed, connect, end_of_patience};
@@ -11,11 +11,11 @@ use std::io;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
-/// Between two tries to connect.
+/// The pause between two tries to connect.
 const RETRY_MIN: Duration = Duration::from_millis(20);
 const RETRY_MAX: Duration = Duration::from_secs(1);
 
-/// What the server gets to answer on its other connections when one is gone.
+/// The time that the server gets to answer on its other connections when one is lost.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Keeps the log short if a server leaves again and again.
@@ -28,13 +28,13 @@ pub(super) struct Times {
     over: LogLimit,
 }
 
-/// Where the link is until a server carries out calls again.
+/// The state of the link from the loss of its connections until a server carries out calls again.
 #[derive(Debug)]
 pub(super) struct Outage {
-    /// How long calls are kept without a connection, from its loss on: what the outage has left of the time. None is all of
-    /// it: there was nothing to do when the server was there.
+    /// How long calls are kept when a connection is lost: the rest of this outage's time. `None` means the full time,
+    /// since nothing was to be done while the server was there.
     pub(super) left: Option<Duration>,
-    /// While there is no connection: until then calls are kept.
+    /// Without a connection, calls are kept until then.
     pub(super) deadline: Instant,
     pub(super) next_try: Instant,
     pub(super) pause: Duration,
@@ -50,7 +50,7 @@ impl Outage {
 }
 
 impl Link {
-    /// A connection is gone.
+    /// Handles the loss of a connection.
     pub(super) fn lose(&mut self, lane: usize, error: &io::Error) {
         if let Some(times) = self.times.gone.admit() {
             tracing::warn!("'{}': the server has gone ({error}), connecting again (time {times})", self.uri);
@@ -58,21 +58,21 @@ impl Link {
         self.part(lane);
     }
 
-    /// Ends all connections. All but this one, which is gone, are drained.
+    /// Ends all connections. All but `lane`, which is lost, are drained.
     fn part(&mut self, lane: usize) {
         self.is_stale = self.making.is_some();
-        // Whoever wants a new connection gets the next one.
+        // A waiting renewal is answered by the next connection.
         self.renewal = None;
         let asked = self.joining.take().map(|(cookie, _)| cookie);
         self.drain(lane);
         self.lanes.clear();
         asked.map(|cookie| self.active.remove(&cookie));
         self.active.retain(|_, active| !active.replays);
-        // Until they are sent again, no reply can name them.
+        // No reply can name these calls until they are sent again.
         self.active.values_mut().for_each(|active| active.lane = NO_LANE);
         let now = Instant::now();
         let outage = match self.outage.take() {
-            // It let us in and went again, so it has a pause, as if it had not.
+            // The server accepted a connection and went again: pause as after a failed try.
             Some(outage) => outage.with_a_pause(),
             None => Outage { left: None, deadline: now, next_try: now, pause: RETRY_MIN, has_given_up: false },
         };
@@ -80,7 +80,7 @@ impl Link {
         self.outage = Some(Outage { deadline, ..outage });
     }
 
-    /// While a server is there and there is nothing to do, no time goes by for calls.
+    /// Gives calls their full time again, if a server is there and nothing is to be done.
     pub(super) fn rest(&mut self) {
         if let Some(outage) = &mut self.outage
             && self.active.is_empty()
@@ -91,7 +91,7 @@ impl Link {
         }
     }
 
-    /// Throws a connection away that was being made when the server went.
+    /// Throws away a connection that was being made when the server went.
     pub(super) fn drop_stale(&mut self) {
         let is_made = |making: &Receiver<_>| !matches!(making.try_recv(), Err(TryRecvError::Empty));
         if self.is_stale && self.making.take_if(|making| is_made(making)).is_some() {
@@ -99,8 +99,8 @@ impl Link {
         }
     }
 
-    /// Lets what went over the other connections end: the server may still be at it, and would carry it out after what is
-    /// sent again, and after what follows that.
+    /// Lets calls on the other connections end. Otherwise the server might carry them out after they are sent again,
+    /// and after later calls.
     fn drain(&mut self, gone: usize) {
         let begun = Instant::now();
         let mut open: Vec<usize> = (0..self.lanes.len()).filter(|lane| *lane != gone).collect();
@@ -135,12 +135,13 @@ impl Link {
             return;
         }
         if now >= outage.next_try {
-            // Calls that wait have an end of their own. When that is over nobody waits.
+            // Waiting calls fail at the deadline, so a try must not last longer. After it no call waits.
             let deadline = outage.deadline;
             let until = if has_time { deadline.min(end_of_patience()) } else { end_of_patience() };
             match connect(&self.uri, until) {
                 Ok((stream, agreed)) if self.is_same(&agreed) => {
-                    // What is written again may take long. That counts for nothing if the server goes once more.
+                    // The limit does not run while writes are repeated. If the server goes again, the rest of it
+                    // counts.
                     let left = Some(deadline.saturating_duration_since(Instant::now()));
                     self.outage = self.outage.take().map(|outage| Outage { left, ..outage });
                     if let Some(times) = self.times.back.admit() {
@@ -163,7 +164,7 @@ impl Link {
         }
     }
 
-    /// Whether what was agreed on lets everything go on that was begun.
+    /// Whether everything that was begun can go on with the new agreement.
     pub(super) fn is_same(&self, new: &Agreed) -> bool {
         let old = &self.agreed;
         let lost = old.flags & !new.flags;

@@ -1,8 +1,8 @@
-//! How a link learns that the disk has grown: a server tells the size when somebody connects, and then no more.
+//! How a link learns that the disk has grown: a server tells the size only when a client connects.
 //!
-//! It connects on the side, and keeps what it has: some servers end with their last client. If the disk is longer, that
-//! connection takes the place of all others, as soon as nothing goes over them. What was sent again while the server still has
-//! it could be carried out after what follows.
+//! The link makes another connection, and keeps those that it has: some servers end with their last client. If the disk
+//! is longer, the new connection takes the place of all others, once no calls are in flight. If calls were sent again
+//! while the server still has them, it could carry them out after later ones.
 
 use super::Link;
 use crate::calls::Answer;
@@ -13,19 +13,19 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError, sync_channel};
 use std::time::{Duration, Instant};
 
-/// How long new calls are kept until the server has ended those that it has.
+/// How long new calls are held until the server has ended those that it has.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How far a renewal is.
+/// The state of a renewal.
 pub(super) enum Renewal {
-    /// A connection is being made on the side.
+    /// A thread is making another connection.
     Asks(Receiver<Result<(Lane, Agreed)>>),
-    /// It leads to a longer disk. No call is begun until it is used, or the time is over.
+    /// The new connection has a longer disk. No call is begun until the connection is used, or the time is over.
     Waits { lane: Box<Lane>, agreed: Agreed, until: Instant },
 }
 
 impl Renewal {
-    /// When to look again, if nothing happens.
+    /// Returns when to look again if nothing happens.
     pub(super) fn deadline(&self) -> Option<Instant> {
         match self {
             Self::Asks(_) => None,
@@ -40,7 +40,7 @@ impl Link {
         matches!(self.renewal, Some(Renewal::Waits { .. }))
     }
 
-    /// Goes on with a renewal. Returns whether that may let others go on.
+    /// Goes on with a renewal. Returns whether other calls may go on because of it.
     pub(super) fn renew(&mut self) -> bool {
         match self.renewal.take() {
             None if self.renewals.is_empty() => false,
@@ -68,7 +68,7 @@ impl Link {
                 }
             },
             Some(Renewal::Waits { lane, agreed, .. }) if self.active.is_empty() && self.replay.is_none() => {
-                // It may be made from here on, and knows the old size.
+                // A connection that is being made may know the old size.
                 self.is_stale = self.making.is_some();
                 let extended = self.is_extended();
                 self.lanes.drain(..).for_each(|lane| lane.end(extended));
@@ -94,7 +94,7 @@ impl Link {
         let (uri, calls) = (self.uri.clone(), Arc::clone(&self.calls));
         let work = move || {
             let made = connect(&uri, end_of_patience());
-            // Nobody may wait for it any more.
+            // Perhaps the link no longer waits for it.
             let _ = sender.send(made.map(|(stream, agreed)| (Lane::new(stream), agreed)));
             calls.ring();
         };
@@ -115,7 +115,7 @@ impl Link {
         }
     }
 
-    /// Goes on over a new connection, where there is no other.
+    /// Takes over a new connection when there is no other.
     pub(super) fn take_up(&mut self, lane: Lane, agreed: Agreed) {
         self.lanes.push(lane);
         self.calls.has_size(agreed.size_bytes);

@@ -7,7 +7,7 @@ use block::IoResult;
 /// An entry whose flag "refcount is exactly one" is wrong.
 #[derive(Debug)]
 pub(crate) struct WrongFlag {
-    /// Where the entry lies in the file.
+    /// The offset of the entry in the file.
     pub(crate) at: u64,
     pub(crate) entry: u64,
     pub(crate) what: String,
@@ -60,7 +60,7 @@ impl Walk<'_, '_> {
 
     async fn refcount_for_flag(&mut self, offset: u64, predict: bool) -> Option<u64> {
         let cluster = self.geometry.cluster_of(offset);
-        // Its refcount is lower than its references. With the flag, guests would overwrite what else lies there.
+        // The cluster has more references than its refcount can say. With the flag, guests would overwrite shared data.
         if self.repairs && self.overcounted.contains(&cluster) {
             return None;
         }

@@ -4,6 +4,7 @@
 //! here uses what an open image keeps in memory.
 
 mod compare;
+mod count;
 mod flags;
 mod rebuild;
 mod references;

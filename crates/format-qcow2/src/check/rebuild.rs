@@ -24,9 +24,9 @@ pub(crate) struct Rebuilt {
     own: BTreeSet<u64>,
     /// Clusters that damaged tables name: not referred to, but not to be overwritten.
     claimed: BTreeSet<u64>,
-    /// Clusters of the file that matter. Grows by what the plan puts behind its end.
+    /// The number of clusters to be counted. Grows when the plan takes space behind the file's end.
     clusters: u64,
-    /// Where each block lies.
+    /// The place of each block.
     blocks: BTreeMap<u64, u64>,
     table_entries: u64,
     table_first: u64,

@@ -7,7 +7,7 @@ use std::ops::Range;
 /// Bits of a cluster's number within a piece: references are counted in pieces of 4096 clusters.
 const CHUNK_BITS: u32 = 12;
 
-/// A piece lists its clusters in use up to so many; with more, it has a count for each cluster.
+/// The most clusters in use that a piece lists. With more, the piece has a count for each cluster.
 const LISTED_MAX: usize = 512;
 /// Roughly the bytes of a piece beside its counts.
 const CHUNK_BYTES: usize = 96;
@@ -106,7 +106,7 @@ impl References {
         Some(place)
     }
 
-    /// Limits the memory of the counts. What does not fit is not counted.
+    /// Limits the memory of the counts. References beyond it are not counted.
     pub(crate) fn set_memory_bytes(&mut self, bytes: usize) {
         self.bytes_max = bytes.max(1);
     }
@@ -198,10 +198,10 @@ pub(crate) enum Kind {
     Other = 4,
 }
 
-/// Something other than a table also lies there.
+/// Marks a table whose cluster something else refers to as well.
 const SHARED: u8 = 8;
 
-/// The contents of a host cluster, according to what refers to it.
+/// What refers to a host cluster.
 #[derive(Debug, Clone, Copy, Default)]
 struct Held {
     /// The kinds of tables, as bits.
@@ -243,8 +243,8 @@ impl Kinds {
         }
     }
 
-    /// Whether an entry in this cluster may be changed. All that refers to the cluster must take it for an L1 table, or
-    /// all for an L2 table. A cluster that is data for somebody is never rewritten.
+    /// Whether an entry in this cluster may be changed: everything that refers to the cluster must take it for an L1
+    /// table, or everything for an L2 table. A cluster that anything takes for data is never rewritten.
     pub(crate) fn may_change(&self, cluster: u64) -> bool {
         self.0.get(&cluster).is_some_and(|held| held.kinds == Kind::L1 as u8 || held.kinds == Kind::L2 as u8)
     }

@@ -26,7 +26,7 @@ use block::{Error, ErrorKind, FileOp, IoResult, MetaIo, PastEnd, Result};
 use memory::AlignedBuf;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What to repair.
+/// The extent of a repair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Repair {
     /// Only free clusters that are counted but not referred to.
@@ -38,8 +38,8 @@ pub enum Repair {
 /// The autoclear features whose structures we keep valid: bitmaps, and raw external data.
 const AUTOCLEAR_KNOWN: u64 = 3;
 
-/// Repairs the image in a file of `file_bytes`. The report counts what was found, what was repaired, and what is left.
-/// After an error the image is no worse than before.
+/// Repairs the image in a file of `file_bytes`. The report counts the errors that were found, were repaired, and are
+/// left. After an error the image is no worse than before.
 pub async fn repair(
     io: &MetaIo,
     file_bytes: u64,
@@ -70,6 +70,7 @@ pub async fn repair(
     walk.go_on().map_err(|error| error.in_context(format!("'{name}'")))?;
     walk.lift_limits();
     if walk.needs_rebuild && what == Repair::Leaks {
+        walk.find("ERROR need to rebuild refcount structures".to_owned());
         let text = format!("'{name}': its refcounts must be rebuilt; 'check -r all' does it");
         return Err(Error::new(ErrorKind::BadImage, text));
     }
@@ -218,6 +219,7 @@ impl<'a, 'w> Job<'a, 'w> {
             let block = usize::try_from(header.geometry().block_of(cluster)).unwrap_or(usize::MAX);
             table.get(block).is_some_and(|offset| *offset != 0)
         };
+        self.tell_refcounts(mismatches.iter().filter(|mismatch| is_counted(mismatch.cluster)));
         let too_low = mismatches.iter().filter(|m| m.references > m.refcount && !is_counted(m.cluster)).count() as u64;
         let left = after.corruptions.saturating_add(too_low);
         self.walk.table = table;
@@ -285,11 +287,14 @@ impl<'a, 'w> Job<'a, 'w> {
     async fn set_refcounts(&mut self, mismatches: &[Mismatch]) -> IoResult {
         let table = self.walk.table.clone();
         self.set_refcounts_in(&table, mismatches).await?;
-        for mismatch in mismatches {
-            let Mismatch { cluster, refcount, references } = mismatch;
+        self.tell_refcounts(mismatches.iter());
+        Ok(())
+    }
+
+    fn tell_refcounts<'m>(&mut self, repaired: impl Iterator<Item = &'m Mismatch>) {
+        for Mismatch { cluster, refcount, references } in repaired {
             self.walk.find(format!("Repairing cluster {cluster} refcount={refcount} reference={references}"));
         }
-        Ok(())
     }
 
     /// Sets refcounts to the numbers of references, block by block, durably. After a power cut, any part of the writes
@@ -318,9 +323,9 @@ impl<'a, 'w> Job<'a, 'w> {
         self.io.flush().await
     }
 
-    /// Prepares the first write. Makes durable what was read: a program that died, or a sync that failed, may have left
-    /// tables or a header that are not durable, and the writes rely on them. Clears the autoclear bits of structures
-    /// that we do not keep valid.
+    /// Prepares the first write. Makes durable what was read: a killed program or a failed sync may have left tables or
+    /// a header that are not durable, and the writes rely on them. Clears the autoclear bits of structures that we do
+    /// not keep valid.
     async fn begin_writing(&mut self) -> IoResult {
         if self.started {
             return Ok(());
@@ -337,8 +342,8 @@ impl<'a, 'w> Job<'a, 'w> {
         self.change_header(|sector| put(sector, OFFSET_AUTOCLEAR, &known.to_be_bytes())).await
     }
 
-    /// Clears the marks "dirty" and "corrupt" of an image that has no errors left but leaks. Whatever was wrong, the header
-    /// is durable then.
+    /// Clears the marks "dirty" and "corrupt" of an image that has no errors left but leaks. Also makes the header
+    /// durable.
     async fn say_clean(&mut self) -> IoResult {
         if !self.started {
             settle_header(self.io).await?;
@@ -375,8 +380,8 @@ impl<'a, 'w> Job<'a, 'w> {
     }
 }
 
-/// Makes the header that is read the one that is there. After a sync that failed the storage may have another one than the
-/// page cache shows, and no later sync would write it unless it is written again.
+/// Writes the header that was read once more, durably. After a failed sync the storage may have another header than the
+/// page cache, and no later sync writes it unless it is written again.
 pub(crate) async fn settle_header(io: &MetaIo) -> IoResult {
     let sector = io.read(0, HEADER_SECTOR_BYTES, PastEnd::Fails).await?;
     io.write(0, sector).await?;

@@ -1,7 +1,7 @@
 //! Repairing an image that was left dirty, before it is written to.
 //!
 //! This is the repair of `check -r all`, so a power cut at any moment leaves an image that is no worse, and still
-//! dirty. But nobody asked for it: so it takes a bounded amount of memory, and begins only if wrong refcounts explain
+//! dirty. But no user asked for it, so it takes a bounded amount of memory, and begins only if wrong refcounts explain
 //! all errors.
 
 use crate::check::repair::{Job, settle_header};
@@ -22,8 +22,8 @@ const TABLES_MAX: usize = 4 << 20;
 /// The most entries with a wrong flag that a repair at open corrects. Each takes some 150 bytes.
 const WRONG_FLAGS_MAX: usize = 1 << 20;
 
-/// Repairs an image that is not open, if it was left dirty, before it is written to. In any case the header that is read is
-/// durable then.
+/// Repairs an image that is not open, if it was left dirty, before it is written to. In any case, makes the header that
+/// is read durable.
 pub(crate) async fn repair_if_dirty(io: &MetaIo, file: &dyn File, name: &str) -> Result<()> {
     let failed = |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot read the header"), error);
     let cluster = read_first_cluster(io).await.map_err(failed)?;
@@ -36,8 +36,8 @@ pub(crate) async fn repair_if_dirty(io: &MetaIo, file: &dyn File, name: &str) ->
         .map_err(|error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot make its header durable"), error))
 }
 
-/// Repairs an image that was left dirty, and returns the new length of the file. Without locks it may be dirty because
-/// somebody is using it, so it is refused.
+/// Repairs an image that was left dirty, and returns the new length of the file. Without locks the image is refused: it
+/// may be dirty because another process uses it.
 pub(crate) async fn repair_at_open(io: &MetaIo, locks: Locks, file_bytes: u64, name: &str) -> Result<u64> {
     if locks == Locks::Lacking {
         let what = format!(

@@ -30,9 +30,9 @@ pub struct CheckReport {
 pub enum CheckEvent {
     /// An error, described.
     Finding(String),
-    /// Steps done, and all steps.
+    /// The steps done, and their total.
     Progress(u64, u64),
 }
 
-/// Told of events; returns false to stop the check.
+/// A callback for events; it returns false to stop the check.
 pub type CheckWatch<'a> = dyn FnMut(CheckEvent) -> bool + 'a;

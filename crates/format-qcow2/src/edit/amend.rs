@@ -26,7 +26,7 @@ const OFFSET_HEADER_BYTES: usize = 100;
 const OFFSET_COMPRESSION: usize = 104;
 const MAX_DATA_FILE_NAME_BYTES: usize = 1023;
 
-/// What to change; what is `None` stays.
+/// The options to change; those that are `None` stay.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct AmendOptions {
@@ -45,7 +45,7 @@ pub struct AmendOptions {
 }
 
 impl AmendOptions {
-    /// Changes some of them: `AmendOptions::default().with(|options| options.version = Some(3))`.
+    /// Changes some options: `AmendOptions::default().with(|options| options.version = Some(3))`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
@@ -53,7 +53,7 @@ impl AmendOptions {
     }
 }
 
-/// Changes options of an image. Nobody else may use it. For a disk that becomes shorter see [`super::resize::resize`].
+/// Changes options of an image that is not in use. A disk becomes shorter as by [`super::resize::resize`].
 pub async fn amend(
     io: &MetaIo,
     file: &dyn File,
@@ -207,8 +207,8 @@ impl Edit<'_, '_> {
         Ok(())
     }
 
-    /// Version 2 cannot say that a cluster reads as zeros. If nothing lies below, a cluster that is not allocated reads
-    /// as zeros. Above a backing file, a cluster of zeros is needed. One such cluster serves many entries.
+    /// Replaces flags "reads as zeros", which version 2 lacks. Without a layer below, the cluster becomes unallocated.
+    /// Above a backing file, a cluster of zeros is needed; one such cluster serves many entries.
     async fn write_zeros_out(&mut self) -> Result<()> {
         let mut l1s = vec![(self.header.l1_offset, self.header.l1_entries)];
         l1s.extend(self.rows.iter().map(|row| (row.l1_offset, row.l1_entries)));
@@ -242,7 +242,7 @@ impl Edit<'_, '_> {
                 Some(_) => {}
             }
         }
-        // A cluster of zeros that serves one entry only is that entry's own.
+        // A cluster of zeros with only one reference gets the flag "refcount is exactly one".
         self.retag(&mut active, 1, &mut steps).await?;
         let done = async {
             self.set_l1(&active).await?;
@@ -262,7 +262,8 @@ impl Edit<'_, '_> {
         Ok(())
     }
 
-    /// An L2 table without the flags that version 2 does not know. Returns its place.
+    /// Writes a copy of an L2 table without the flags that version 2 lacks, if it has any. Returns the place of the
+    /// table.
     async fn without_zero_flags(&mut self, offset: u64, zeros: &mut Option<u64>) -> IoResult<u64> {
         let mut l2 = self.read_l2(offset).await?;
         let references = self.refs.get(self.geometry.cluster_of(offset)).await?;
@@ -287,7 +288,7 @@ impl Edit<'_, '_> {
         Ok(place)
     }
 
-    /// A cluster of zeros, with `references` more references to it.
+    /// Returns a cluster of zeros, with `references` more references to it.
     async fn zero_cluster(&mut self, references: u64, zeros: &mut Option<u64>) -> IoResult<u64> {
         if let Some(cluster) = *zeros {
             let count = self.refs.get(cluster).await?;

@@ -1,4 +1,4 @@
-//! Making, changing and removing persistent bitmaps: all that was asked for at once, or nothing.
+//! Creating, changing and removing persistent bitmaps: all requested changes at once, or none.
 
 use super::{Edit, EditWatch};
 use crate::layout::bitmap::{
@@ -10,7 +10,7 @@ use block::{Error, ErrorKind, File, IoResult, MetaIo, Result};
 /// One change to a bitmap.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum BitmapAction {
-    /// Makes it, enabled and empty.
+    /// Creates it, enabled and empty.
     Add {
         /// Bytes of the disk for each bit. The default is the cluster size, but at least 4 KiB and at most 64 KiB.
         granularity_bytes: Option<u64>,
@@ -19,13 +19,13 @@ pub enum BitmapAction {
     Remove,
     /// Clears all bits.
     Clear,
-    /// Writes are noted from now on.
+    /// Notes writes from now on.
     Enable,
-    /// Writes are not noted any more.
+    /// Notes no more writes.
     Disable,
     /// Adds the bits of another bitmap of the image.
     MergeOwn(String),
-    /// Adds bits that come from elsewhere.
+    /// Adds bits from elsewhere.
     Merge(BitmapBits),
 }
 
@@ -42,8 +42,7 @@ impl BitmapAction {
     }
 }
 
-/// Carries out changes to bitmaps, each named, in order. Either all of them are made or none. Nobody else may use the
-/// image.
+/// Carries out changes to named bitmaps, in order: either all of them or none. The image must not be in use.
 pub async fn edit_bitmaps(
     io: &MetaIo,
     file: &dyn File,
@@ -56,8 +55,9 @@ pub async fn edit_bitmaps(
     edit.end(done).await
 }
 
-/// As [`edit_bitmaps`], of an image that the caller has had open for writing, and has just closed. New tables go where it
-/// would have put data: so its references are not looked at first, which takes long in a large image.
+/// As [`edit_bitmaps`], for an image that the caller has had open for writing and has just closed. References are not
+/// checked first, which takes long in a large image: new tables go to space that the open image would have used for
+/// data.
 pub async fn edit_bitmaps_just_closed(
     io: &MetaIo,
     file: &dyn File,
@@ -70,12 +70,12 @@ pub async fn edit_bitmaps_just_closed(
     edit.end(done).await
 }
 
-/// A bitmap as it will be.
+/// The planned state of a bitmap.
 struct Draft {
     bitmap: Bitmap,
-    /// Its bits, if they are not those in the file.
+    /// Its new bits; `None` if the bits in the file stay.
     bits: Option<BitmapBits>,
-    /// What it has in the file now.
+    /// Its row in the file, if it is there already.
     old: Option<Bitmap>,
 }
 
@@ -241,7 +241,7 @@ impl Edit<'_, '_> {
         self.drop_table(found.offset, found.bytes).await.map_err(|error| self.failed(error))
     }
 
-    /// The bits of a bitmap that is in use mean nothing, and do not go with another size.
+    /// Refuses images with a bitmap in use: its bits mean nothing, and do not go with another size.
     pub(super) async fn refuse_bitmaps_in_use(&self) -> Result<()> {
         let found = directory(self.io, &self.header, &self.first_cluster, self.name).await?;
         match found.bitmaps.iter().find(|bitmap| bitmap.in_use) {
@@ -268,10 +268,10 @@ impl Edit<'_, '_> {
         Ok(())
     }
 
-    /// Frees what a bitmap has in the file.
+    /// Frees the space of a bitmap in the file.
     async fn drop_bits(&mut self, bitmap: &Bitmap) -> Result<()> {
         let entries = match table(self.io, &self.geometry, bitmap, self.name).await {
-            // Nobody knows where its table leads, so that space has leaked.
+            // Its table cannot be read, so the space of its bits leaks.
             Err(error) if error.kind() == ErrorKind::BadImage => Vec::new(),
             read => read?,
         };
@@ -282,7 +282,7 @@ impl Edit<'_, '_> {
         self.drop_table(bitmap.table_offset, bitmap.table_bytes()).await.map_err(|error| self.failed(error))
     }
 
-    /// Has the header name a new directory, or none if there are no bitmaps.
+    /// Makes the header name a new directory, or none if there are no bitmaps.
     async fn set_directory(&mut self, rows: &[u8], count: usize) -> Result<()> {
         let extension = match count {
             0 => None,

@@ -1,16 +1,16 @@
-//! After a disk has become shorter, or its data have moved down: tables at the end of the file move to its start, so that
-//! the file can end before them.
+//! Moves tables from the end of the file to its start, so that the file can end before them. This happens after a disk
+//! has become shorter, or after its data have moved down.
 //!
-//! This is a change of its own, after the one that made room, because space counts as free only once the image says so.
-//! Data stay where they are, and so do the tables of snapshots.
+//! This is an edit of its own, after the one that made room: space counts as free only once the image says so. Data
+//! stay where they are, and so do the tables of snapshots.
 
 use super::{Edit, EditWatch};
 use block::{File, IoResult, MetaIo, Result};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// Makes the file as short as moving tables can make it, after the disk has become shorter. Nobody else may use the
-/// image. The contents do not change, even if this fails. `freed` is what the change before has freed.
+/// Makes the file as short as moving tables can make it, after the disk has become shorter. The image must not be in
+/// use. The contents do not change, even if this fails. `freed` holds the clusters that the edit before has freed.
 pub(super) async fn compact(
     io: &MetaIo,
     file: &dyn File,
@@ -24,10 +24,10 @@ pub(super) async fn compact(
     })
 }
 
-/// Cuts off the end of the file, as far as nothing is in use there, after tables at the end have moved to the front. Nobody
-/// uses the image, and whoever has used it last has closed it: its references are not looked at again. Clusters that count
-/// as free and hold data stay, except those of `looked_at`: the caller has seen that nothing leads to what counts as free
-/// there. The contents do not change, even if this fails.
+/// Moves tables from the end of the file to the front, and cuts off the unused end. The image must not be in use, and
+/// its last user must have closed it: references are not checked again. Clusters that count as free but hold data stay,
+/// except in `looked_at`, where the caller has made sure that nothing refers to free clusters. The contents do not
+/// change, even if this fails.
 pub async fn shorten_just_closed(
     io: &MetaIo,
     file: &dyn File,
@@ -62,7 +62,7 @@ async fn move_to_start(
             Ok(()) => edit.give_back().await.map_err(|error| edit.failed(error)),
             Err(failed) => edit.not_switched(failed).await,
         },
-        // Nothing is won: there was no room for all of them in front.
+        // Not all tables found room in front, so the file would not become shorter.
         Ok(_) => {
             edit.undo().await;
             Ok(())
@@ -75,13 +75,13 @@ async fn move_to_start(
 }
 
 impl Edit<'_, '_> {
-    /// The change before this one was shown to be complete. Fails once the user gave up.
+    /// Reports no new steps, since the change before this one was reported as complete. Fails once the user gave up.
     fn listen(&mut self) -> Result<()> {
         let bytes = self.geometry.size_bytes;
         self.tell(bytes, bytes)
     }
 
-    /// Moves all tables behind the last thing that stays; returns where the last of them lay.
+    /// Moves all tables that lie behind everything else; returns where the last of them lay.
     async fn move_tables(&mut self) -> Result<Option<u64>> {
         if !self.can_grow {
             return Ok(None);
@@ -113,7 +113,8 @@ impl Edit<'_, '_> {
         self.move_l2(offset, &l2).await
     }
 
-    /// If any refcount block moves, the refcount table moves too. If none must move, the table moves with the first.
+    /// Moves refcount blocks. If any of them moves, the refcount table moves too. If the table must move alone, the
+    /// first block moves with it.
     async fn move_refcounts(&mut self, tail: &Range<u64>) -> Result<()> {
         let mut table_moves = tail.contains(&self.geometry.cluster_of(self.header.refcount_table_offset));
         for block in 0..self.refs.table_entries() {
@@ -124,7 +125,7 @@ impl Edit<'_, '_> {
         Ok(())
     }
 
-    /// Where the disk's own tables and the refcounts lie.
+    /// Returns the clusters of the disk's own tables and of the refcounts.
     async fn movable_tables(&mut self, l1: &[u64]) -> Result<BTreeSet<u64>> {
         let geometry = self.geometry;
         let clusters = |offset: u64, bytes: u64| {
@@ -147,7 +148,7 @@ impl Edit<'_, '_> {
         Ok(tables)
     }
 
-    /// The end of the last cluster that is in use and does not move.
+    /// Returns the end of the last cluster that is in use and does not move.
     async fn tail_of(&mut self, tables: &BTreeSet<u64>) -> Result<Range<u64>> {
         let mut start = self.geometry.clusters_for(self.file_bytes);
         let end = start;

@@ -30,7 +30,7 @@ const FEATURES: [(u8, u8, &str); 8] = [
     (2, 1, "raw external data"),
 ];
 
-/// What to make.
+/// Options for a new image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CreateOptions {
@@ -44,17 +44,17 @@ pub struct CreateOptions {
     pub refcount_bits: u32,
     /// The layer below, as the image shall name it.
     pub backing_file: Option<String>,
-    /// Its format.
+    /// The format of the layer below.
     pub backing_format: Option<String>,
-    /// For clusters that other tools will compress.
+    /// The type for clusters that other tools will compress.
     pub compression: Compression,
     /// Allows writers to postpone refcounts, under the dirty bit (version 3).
     pub lazy_refcounts: bool,
     /// The file that holds the guest's data instead of the image, as the image shall name it (version 3).
     pub data_file: Option<String>,
-    /// That file stays valid as a raw image.
+    /// The data file stays valid as a raw image.
     pub data_file_raw: bool,
-    /// Made by [`crate::preallocate`], once the image is there.
+    /// Carried out by [`crate::preallocate`] after the image is created.
     pub preallocation: Preallocation,
     /// Clusters are allocated in 32 parts (version 3).
     pub extended_l2: bool,
@@ -84,20 +84,20 @@ fn bad(what: impl Into<String>) -> Error {
 }
 
 impl CreateOptions {
-    /// Changes some of them: `CreateOptions::default().with(|options| options.size_bytes = 1 << 30)`.
+    /// Changes some options: `CreateOptions::default().with(|options| options.size_bytes = 1 << 30)`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
         self
     }
 
-    /// It will rest on this image, or on none.
+    /// Sets the backing file, or none.
     pub fn rest_on(&mut self, below: Option<Backing>) {
         (self.backing_file, self.backing_format) = below.map_or((None, None), |below| (Some(below.file), below.format));
     }
 
-    /// What does not go together, in qemu's words.
-    fn check_combinations(&self) -> Result<()> {
+    /// Refuses options about the data file that do not go together, in qemu's words.
+    fn check_data_file(&self) -> Result<()> {
         let data_file = self.data_file.as_deref().map(os_name);
         let is_no_name = |name: OsString| name.is_empty() || name.len() > 1023 || name.as_bytes().contains(&0);
         if data_file.is_some_and(is_no_name) {
@@ -109,13 +109,11 @@ impl CreateOptions {
         if self.data_file_raw && self.backing_file.is_some() {
             return Err(bad("Backing file and data-file-raw cannot be used at the same time"));
         }
-        if self.backing_file.is_some() && self.preallocation != Preallocation::Off && !self.extended_l2 {
-            return Err(bad("Backing file and preallocation can only be used at the same time if extended_l2 is on"));
-        }
-        Ok(())
+        self.needs_version_3(self.data_file.is_some(), "External data files are only supported with")
     }
 
-    /// What is preallocated. In a raw external data file every cluster has its place from the start.
+    /// Returns the preallocation that the image needs. In a raw external data file every cluster has its place from the
+    /// start.
     #[must_use]
     pub fn effective_preallocation(&self) -> Preallocation {
         match self.preallocation {
@@ -129,7 +127,7 @@ impl CreateOptions {
         self.check().map(drop)
     }
 
-    /// Refuses what only version 3 has, in qemu's words.
+    /// Refuses an option that only version 3 has, in qemu's words.
     fn needs_version_3(&self, is_wanted: bool, what: &str) -> Result<()> {
         match is_wanted && self.version == 2 {
             false => Ok(()),
@@ -137,11 +135,23 @@ impl CreateOptions {
         }
     }
 
-    /// What changes how large the file becomes.
+    /// Checks the options that determine the size of the file.
     pub(super) fn check_sizes(&self) -> Result<()> {
+        self.check_clusters()?;
+        self.check_refcounts()
+    }
+
+    fn check_clusters(&self) -> Result<()> {
         if !self.cluster_size.is_power_of_two() || !(512..=2 << 20).contains(&self.cluster_size) {
             return Err(bad("Cluster size must be a power of two between 512 and 2048k"));
         }
+        if self.extended_l2 && self.cluster_size < 1 << EXTENDED_L2_CLUSTER_BITS_MIN {
+            return Err(bad("Extended L2 entries are only supported with cluster sizes of at least 16384 bytes"));
+        }
+        Ok(())
+    }
+
+    fn check_refcounts(&self) -> Result<()> {
         if !self.refcount_bits.is_power_of_two() || self.refcount_bits > 64 {
             return Err(bad("Refcount width must be a power of two and may not exceed 64 bits"));
         }
@@ -150,23 +160,24 @@ impl CreateOptions {
                         greater)";
             return Err(bad(what));
         }
-        if self.extended_l2 && self.cluster_size < 1 << EXTENDED_L2_CLUSTER_BITS_MIN {
-            return Err(bad("Extended L2 entries are only supported with cluster sizes of at least 16384 bytes"));
-        }
         Ok(())
     }
 
+    /// Checks in qemu's order: of several faults the same one is told.
     fn check(&self) -> Result<Geometry> {
         if !(2..=3).contains(&self.version) {
             return Err(bad(format!("qcow2 version {} does not exist: 2 and 3 do", self.version)));
         }
-        self.check_sizes()?;
         self.needs_version_3(self.extended_l2, "Extended L2 entries are only supported with")?;
+        self.check_clusters()?;
+        if self.backing_file.is_some() && self.preallocation != Preallocation::Off && !self.extended_l2 {
+            return Err(bad("Backing file and preallocation can only be used at the same time if extended_l2 is on"));
+        }
         self.needs_version_3(self.lazy_refcounts, "Lazy refcounts only supported with")?;
-        self.needs_version_3(self.data_file.is_some(), "External data files are only supported with")?;
+        self.check_refcounts()?;
+        self.check_data_file()?;
         let packs_otherwise = self.compression != Compression::Zlib;
         self.needs_version_3(packs_otherwise, "Non-zlib compression type is only supported with")?;
-        self.check_combinations()?;
         if self.backing_file.as_ref().is_some_and(|name| name.is_empty() || name.len() > 1023 || name.contains('\0')) {
             return Err(bad("the backing file's name must have 1 to 1023 bytes"));
         }
@@ -192,7 +203,7 @@ impl CreateOptions {
     }
 }
 
-/// Where things lie in a new image, in clusters: header, refcount table, refcount blocks, L1 table.
+/// The places in a new image, in clusters: header, refcount table, refcount blocks, L1 table.
 struct Layout {
     table_clusters: u64,
     blocks: u64,
@@ -244,7 +255,7 @@ pub async fn create(io: &MetaIo, options: &CreateOptions) -> Result<()> {
     io.flush().await.map_err(failed)
 }
 
-/// What the L1 table takes, in whole sectors.
+/// Returns the size of the L1 table, in whole sectors.
 fn l1_bytes(geometry: &Geometry) -> u64 {
     geometry.l1_entries().saturating_mul(8).next_multiple_of(512)
 }

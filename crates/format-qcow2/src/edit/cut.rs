@@ -1,7 +1,7 @@
-//! Gives back to the host what an edit has freed, and cuts off the end of the file.
+//! Gives freed space back to the host, and cuts off the end of the file.
 //!
-//! In a damaged image, data may lie where the refcounts say that nothing does. So only two things are cut off: what
-//! this edit has freed, and what reads as zeros, as the space behind the end of the file does.
+//! In a damaged image, data may lie where the refcounts say that nothing does. So only two kinds of space are cut off:
+//! what this edit has freed, and what reads as zeros, as space behind the end of the file does.
 
 use super::Edit;
 use block::{IoError, IoResult, PastEnd};
@@ -10,7 +10,7 @@ use std::ops::Range;
 /// The end of the file is looked at in pieces of this size.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// In order, neighbours as one.
+/// Sorts ranges and joins neighbours.
 pub(super) fn joined(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     ranges.sort_unstable_by_key(|range| range.start);
     ranges.dedup_by(|next, last| {
@@ -24,8 +24,7 @@ pub(super) fn joined(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
 }
 
 impl Edit<'_, '_> {
-    /// Gives back to the host what the image no longer uses. Returns whether the file ends where it can. Space within
-    /// the file that the host cannot take stays.
+    /// Gives unused space back to the host, and cuts off the end of the file. Failing to punch holes is no error.
     pub(super) async fn give_back(&mut self) -> IoResult {
         let freed = self.refs.freed();
         if freed.is_empty() {
@@ -60,13 +59,13 @@ impl Edit<'_, '_> {
         }
     }
 
-    /// Goes down from `end` over what can be cut off, within what one refcount block counts. Returns where that leads,
-    /// and whether it is the end: of what must stay, or of the file.
+    /// Goes down from `end` over unused clusters, within one refcount block. Returns where that leads, and whether to
+    /// stop there: at something that must stay, or at the start of the file.
     pub(super) async fn skip_unused(&mut self, end: u64) -> IoResult<(u64, bool)> {
         let (lower, is_found) = self.refs.skip_free(end).await?;
         let mut at = end;
         while at > lower {
-            // They are in order and apart, so the last one that starts in front of `at` is the one that may hold it.
+            // The ranges are sorted and apart, so only the last one that starts before `at` can hold it.
             let count = self.nobodys.partition_point(|range| range.start < at);
             let last = count.checked_sub(1).and_then(|index| self.nobodys.get(index)).cloned().unwrap_or(0..0);
             if last.end >= at {
@@ -83,7 +82,7 @@ impl Edit<'_, '_> {
         Ok((lower, is_found))
     }
 
-    /// The end of the last of these clusters that does not read as zeros; their start if all do.
+    /// Returns the end of the last of these clusters that does not read as zeros; their start if all do.
     async fn end_of_content(&self, clusters: Range<u64>) -> IoResult<u64> {
         let start = self.geometry.start_of(clusters.start);
         let mut end = self.geometry.start_of(clusters.end);
@@ -97,7 +96,7 @@ impl Edit<'_, '_> {
         Ok(clusters.start)
     }
 
-    /// The last byte that is not zero in a piece of the file.
+    /// Returns the offset of the last byte that is not zero in a piece of the file.
     async fn last_content(&self, piece: Range<u64>) -> IoResult<Option<u64>> {
         let (mut at, mut found) = (piece.start, None);
         while at < piece.end {

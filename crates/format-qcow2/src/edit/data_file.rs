@@ -1,24 +1,24 @@
 //! The external data file of an image that changes its size.
 //!
-//! Each cluster has its place in that file for good, so nothing can be prepared beside it. But nobody uses what the
-//! file holds behind the end of the disk. That part is made zeros, as long as the disk will be, before the header
-//! changes. What a shorter disk loses is cut off after the new header is durable.
+//! Each cluster has its place in that file for good, so nothing can be prepared beside it. But nothing uses the part of
+//! the file behind the end of the disk. That part is made zeros, as far as the disk will reach, before the header
+//! changes. The end that a shorter disk loses is cut off after the new header is durable.
 
 use super::Edit;
 use super::resize::{GrowBy, ResizeOptions, Sizes};
 use block::{FileOp, IoResult, Result};
 
-/// What becomes of the data file.
+/// The change of the data file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct DataChange {
-    /// Its length before it was changed, if it was.
+    /// The length before the change, if there was one.
     before: Option<u64>,
-    /// Its length once the change is durable.
+    /// The length once the change is durable.
     after: Option<u64>,
 }
 
 impl Edit<'_, '_> {
-    /// A data file that can be read as a raw image holds what the guest sees, so its clusters must be mapped.
+    /// Maps the clusters of a raw data file: such a file holds what the guest sees.
     pub(super) fn with_raw_data_mapped(&self, options: &ResizeOptions) -> ResizeOptions {
         let preallocation = match options.preallocation {
             GrowBy::Nothing if self.header.data_file_is_raw() => GrowBy::Tables,
@@ -43,14 +43,14 @@ impl Edit<'_, '_> {
         self.fill(data, old_bytes.min(length)..new_bytes, how).await
     }
 
-    /// The disk will be shorter.
+    /// Plans to cut the data file off, because the disk becomes shorter.
     pub(super) fn shrink_data_file(&mut self, size_bytes: u64) {
         if self.io.data().is_some() {
             self.data_change.after = Some(size_bytes);
         }
     }
 
-    /// Called before the header changes.
+    /// Makes the data file durable. Called before the header changes.
     pub(super) async fn flush_data_file(&self) -> IoResult {
         match (self.io.data(), self.data_change.before) {
             (Some(data), Some(_)) => data.start(FileOp::Flush).await,
@@ -58,7 +58,7 @@ impl Edit<'_, '_> {
         }
     }
 
-    /// Called after the header has changed. A data file that cannot be cut off is only longer than it has to be.
+    /// Cuts the data file off, after the header has changed. If that fails, the file is only longer than necessary.
     pub(super) async fn cut_data_file(&self) {
         if let (Some(data), Some(length)) = (self.io.data(), self.data_change.after)
             && let Err(error) = data.start(FileOp::SetLength { length }).await
@@ -67,7 +67,7 @@ impl Edit<'_, '_> {
         }
     }
 
-    /// Called if the change is given up.
+    /// Restores the data file's length. Called if the change is given up.
     pub(super) async fn undo_data_file(&self) {
         if let (Some(data), Some(length)) = (self.io.data(), self.data_change.before) {
             // Only space is lost.

@@ -1,8 +1,8 @@
-//! Changing the header of an image that nobody has open: extensions, the backing file's name, single fields.
+//! Changing the header of an image that is not open: extensions, the backing file's name, single fields.
 //!
 //! The header and all its extensions are laid out in the first sector. Only that sector is overwritten, so a power cut
-//! leaves the old header or the new one. What does not fit (the backing file's name) goes to a place in the first
-//! cluster that the old header does not use. It is durable there before the first sector leads to it.
+//! leaves the old header or the new one. A backing file's name that does not fit goes to a place in the first cluster
+//! that the old header does not use. It is durable there before the first sector refers to it.
 
 use crate::check::repair_at_open::repair_if_dirty;
 use crate::edit::header_switch::switch_header;
@@ -20,21 +20,21 @@ use std::ops::Range;
 use std::os::unix::ffi::OsStringExt;
 
 const MAX_BACKING_NAME_BYTES: usize = 1023;
-/// Autoclear bits whose meaning does not depend on what is changed here: bitmaps, raw external data.
+/// Autoclear bits that the changes here do not invalidate: bitmaps, raw external data.
 const AUTOCLEAR_KNOWN: u64 = 0b11;
 
 /// The backing file as the header names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Backing {
-    /// Its name.
+    /// The name of the file.
     pub file: String,
-    /// Its format.
+    /// The format of the file.
     pub format: Option<String>,
 }
 
-/// Names another backing file, or none, in an image that is not open; durable when this returns. What the guest sees
-/// changes with it unless the caller has seen to that. After a power cut it is the old name or the new one. An image that
-/// was left dirty is repaired first.
+/// Names another backing file, or none, in an image that is not open; durable when this returns. The guest sees other
+/// data unless the caller has provided for that. A power cut leaves the old name or the new one. A dirty image is
+/// repaired first.
 pub async fn set_backing(io: &MetaIo, file: &dyn File, name: &str, backing: Option<&Backing>) -> Result<()> {
     repair_if_dirty(io, file, name).await?;
     let mut edit = HeaderEdit::read(io, name).await?;
@@ -52,7 +52,8 @@ pub async fn set_backing(io: &MetaIo, file: &dyn File, name: &str, backing: Opti
 /// A name outside the first sector: its place, and whole sectors that begin with it.
 type FarName = (usize, Vec<u8>);
 
-/// Where QEMU puts an extension among the others: those that it does not know come last, in their own order.
+/// Returns the position of an extension in QEMU's order: extensions that QEMU does not know come last, in their own
+/// order.
 fn place_of(kind: u32) -> usize {
     const ORDER: [u32; 5] = [
         EXTENSION_BACKING_FORMAT,
@@ -64,7 +65,7 @@ fn place_of(kind: u32) -> usize {
     ORDER.iter().position(|known| *known == kind).unwrap_or(ORDER.len())
 }
 
-/// A header taken apart.
+/// A parsed header that can be changed.
 pub(crate) struct HeaderEdit {
     name: String,
     cluster_bytes: usize,
@@ -87,7 +88,7 @@ impl HeaderEdit {
         Self::of_cluster(&cluster, header.version, name)
     }
 
-    /// The header in a first cluster that was parsed.
+    /// Reads the header in a first cluster that was checked before.
     pub(crate) fn of_cluster(cluster: &[u8], version: u32, name: &str) -> Result<Self> {
         let damaged = || Error::new(ErrorKind::BadImage, format!("'{name}': the header does not fit its cluster"));
         let header_bytes = header_bytes(cluster, version);
@@ -111,8 +112,8 @@ impl HeaderEdit {
         })
     }
 
-    /// As [`HeaderEdit::of_cluster`], for a first cluster that was changed since it was read. The header on disk is the
-    /// one in `on_disk`, and what that one uses stays.
+    /// As [`HeaderEdit::of_cluster`], for a first cluster that was changed since it was read. The header on disk is
+    /// that of `on_disk`, and the bytes that it uses must not change.
     pub(crate) fn of_changed(cluster: &[u8], on_disk: &[u8], version: u32, name: &str) -> Result<Self> {
         let Self { in_use, on_disk, .. } = Self::of_cluster(on_disk, version, name)?;
         Ok(Self { in_use, on_disk, ..Self::of_cluster(cluster, version, name)? })
@@ -146,7 +147,7 @@ impl HeaderEdit {
         }
     }
 
-    /// The autoclear feature bits; none in version 2.
+    /// Returns the autoclear feature bits; none in version 2.
     pub(crate) fn autoclear(&self) -> u64 {
         if self.fields.len() < OFFSET_AUTOCLEAR.saturating_add(8) {
             0
@@ -163,7 +164,7 @@ impl HeaderEdit {
         self.put(OFFSET_AUTOCLEAR, &bits.to_be_bytes());
     }
 
-    /// Puts the changes into a first cluster that will be written: first what lies behind its first sector.
+    /// Puts the changes into a first cluster in memory.
     pub(crate) fn put_into(mut self, cluster: &mut [u8]) -> Result<()> {
         let (sector, far_name) = self.lay_out()?;
         for (offset, bytes) in far_name.into_iter().chain([(0, sector)]) {
@@ -176,7 +177,7 @@ impl HeaderEdit {
 
     /// Makes the changes durable, all or none.
     pub(crate) async fn write(mut self, io: &MetaIo) -> Result<()> {
-        // Whoever changes an image clears the autoclear bits that it does not know (specification, "Feature bits").
+        // A writer clears the autoclear bits that it does not know (specification, "Feature bits").
         self.set_autoclear(self.autoclear() & AUTOCLEAR_KNOWN);
         let (sector, far_name) = self.lay_out()?;
         let name = &self.name;
@@ -189,7 +190,8 @@ impl HeaderEdit {
         switch_header(io, name, &self.on_disk, &sector).await.map_err(|failed| failed.error)
     }
 
-    /// The new first sector. If the backing file's name does not fit there, also the name and its place.
+    /// Lays out the new first sector. If the backing file's name does not fit there, also returns the name and its
+    /// place.
     fn lay_out(&mut self) -> Result<(Vec<u8>, Option<FarName>)> {
         self.extensions.sort_by_key(|(kind, _)| place_of(*kind));
         // The names of features help people who see an image from the future. Everything else is more important.
@@ -241,7 +243,7 @@ impl HeaderEdit {
         area
     }
 
-    /// Whole sectors behind the first that the header on disk does not use.
+    /// Finds whole sectors behind the first that the header on disk does not use.
     fn free_place(&self, length_bytes: usize) -> Option<usize> {
         let length = length_bytes.next_multiple_of(HEADER_SECTOR_BYTES);
         let is_free = |start: usize| {

@@ -1,6 +1,6 @@
 //! The first cluster in another version: other fields, then the extensions, then the backing file's name.
 //!
-//! What lies behind the first sector is written before that sector is. So nothing there that the old header uses may
+//! The bytes behind the first sector are written before that sector. So bytes there that the old header uses must not
 //! change.
 
 use crate::edit::create::feature_names;
@@ -16,7 +16,8 @@ fn number(bytes: &[u8], offset: usize, length: usize) -> usize {
     field.iter().fold(0usize, |value, byte| value.wrapping_shl(8) | usize::from(*byte))
 }
 
-/// The extensions of a header, each with its head and padding, without the table of feature names; and where they end.
+/// Returns the extensions of a header, each with its head and padding, without the table of feature names; and the end
+/// of all extensions.
 fn extensions(cluster: &[u8], header_bytes: usize, end: usize) -> (Vec<u8>, usize) {
     let (mut kept, mut at) = (Vec::new(), header_bytes);
     while at.saturating_add(8) <= end {
@@ -34,8 +35,8 @@ fn extensions(cluster: &[u8], header_bytes: usize, end: usize) -> (Vec<u8>, usiz
     (kept, at)
 }
 
-/// The first cluster with `fields` as its whole fixed header, followed by what the old one has. `None` if that needs
-/// space behind the first sector that the old header uses.
+/// Returns the first cluster with `fields` as its whole fixed header, followed by the old extensions and name. `None`
+/// if that needs space behind the first sector that the old header uses.
 pub(super) fn relaid(old: &[u8], old_header_bytes: usize, fields: &[u8]) -> Option<Vec<u8>> {
     let name_at = number(old, OFFSET_BACKING, 8);
     let name = old.get(name_at..name_at.saturating_add(number(old, 16, 4))).filter(|_| name_at > 0).unwrap_or_default();
@@ -64,7 +65,7 @@ pub(super) fn relaid(old: &[u8], old_header_bytes: usize, fields: &[u8]) -> Opti
 }
 
 fn assembled(old: &[u8], header: &[u8], name: &[u8], place: usize) -> Option<Vec<u8>> {
-    // Behind the first sector, what neither of them uses stays as it is.
+    // Behind the first sector, bytes that neither header uses stay as they are.
     let mut cluster = old.to_vec();
     cluster.get_mut(..HEADER_SECTOR_BYTES)?.fill(0);
     cluster.get_mut(..header.len())?.copy_from_slice(header);
@@ -77,7 +78,7 @@ fn assembled(old: &[u8], header: &[u8], name: &[u8], place: usize) -> Option<Vec
     Some(cluster)
 }
 
-/// Whether all that the old header uses behind its first sector stays the same.
+/// Whether all bytes that the old header uses behind its first sector stay the same.
 fn keeps(old: &[u8], new: &[u8], used: &Range<usize>) -> bool {
     let rest = HEADER_SECTOR_BYTES..used.end.max(HEADER_SECTOR_BYTES);
     old.get(rest.clone()) == new.get(rest)

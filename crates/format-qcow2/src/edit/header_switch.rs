@@ -1,10 +1,10 @@
-//! Writing the one sector that makes an image another one, and what to do where nobody can say which of both it is.
+//! Overwriting the header's first sector, and what to do when it is unknown which header the storage has.
 //!
-//! When a sync fails, the storage may have the old header or the new one, and the page cache shows the new one for as long
-//! as it likes. Whoever went on with what is shown would take clusters that the other header refers to. So the old header
-//! is put back. If that is durable, the image is as before. Otherwise it is marked, for other programs: the dirty bit makes
-//! the next writer repair it. Our own writers make the header durable that they read, marked or not, before they take
-//! anything.
+//! When a sync fails, the storage may have the old header or the new one, while the page cache shows the new one. A
+//! writer that trusted the page cache would take clusters that the other header refers to. So the old header is put
+//! back. If that is durable, the image is as before. Otherwise the old header gets the dirty bit, so that the next
+//! writer of another program repairs the image. Our own writers always make the header that they read durable before
+//! they take space.
 
 use crate::layout::extensions::{field_u32, field_u64};
 use crate::layout::header::{HEADER_SECTOR_BYTES, INCOMPATIBLE_DIRTY, OFFSET_INCOMPATIBLE};
@@ -13,16 +13,16 @@ use memory::AlignedBuf;
 
 const OFFSET_VERSION: usize = 4;
 
-/// How a switch ended that failed.
+/// The error of a switch that failed.
 #[derive(Debug)]
 pub(crate) struct Failed {
     pub(crate) error: Error,
-    /// The old header is there again, durably. If not, nothing may be given back that either of them refers to.
+    /// The old header is back, durably. If not, space that either header refers to must not be freed.
     pub(crate) is_undone: bool,
 }
 
-/// Overwrites the header's first sector, durably. Everything that `new` leads to is durable already, and what `old` leads to
-/// is still there.
+/// Overwrites the header's first sector, durably. Everything that `new` refers to must be durable already, and
+/// everything that `old` refers to must still be there.
 pub(crate) async fn switch_header(io: &MetaIo, name: &str, old: &[u8], new: &[u8]) -> Result<(), Failed> {
     let written = async {
         put(io, new).await?;
@@ -30,7 +30,7 @@ pub(crate) async fn switch_header(io: &MetaIo, name: &str, old: &[u8], new: &[u8
     };
     let Err(error) = written.await else { return Ok(()) };
     let is_marked = put(io, &marked(old)).await.is_ok();
-    // From here on the storage has the old header, marked or not.
+    // Once this flush succeeds, the storage has the old header, marked or not.
     let is_old = is_marked && io.flush().await.is_ok();
     let is_undone = is_old && put(io, old).await.is_ok() && io.flush().await.is_ok();
     let now = match (is_old, is_marked) {
@@ -52,7 +52,7 @@ async fn put(io: &MetaIo, sector: &[u8]) -> IoResult {
     io.write(0, AlignedBuf::copy_of(sector)).await
 }
 
-/// The header with its dirty bit. Version 2 has none.
+/// Returns the header with its dirty bit. Version 2 has none.
 fn marked(sector: &[u8]) -> Vec<u8> {
     let mut marked = sector.to_vec();
     if field_u32(sector, OFFSET_VERSION) >= 3 && sector.len() >= HEADER_SECTOR_BYTES {

@@ -1,4 +1,4 @@
-//! The last cluster of a disk that ended within it and grows. What follows the old end becomes part of the disk, and
+//! The last cluster of a growing disk that ended within it. The bytes behind the old end become part of the disk, and
 //! must be zeros.
 
 use super::Edit;
@@ -10,23 +10,23 @@ use crate::layout::geometry::Geometry;
 use block::{ErrorKind, FileOp, IoError, IoErrorKind, IoResult, PastEnd, Result};
 use memory::{AlignedBuf, IoBuf};
 
-/// What becomes of the cluster's entry.
+/// How the cluster's entry changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Plan {
-    /// It becomes this entry.
+    /// The entry is replaced by this one.
     Entry(Words),
-    /// The cluster is written once more, with zeros behind the disk's old end, and the entry leads there. In an
-    /// external data file the cluster has its place, so only what is missing is written: from this byte of the cluster
-    /// on.
+    /// The cluster is written again, with zeros behind the disk's old end, and the entry refers to the copy. In an
+    /// external data file the cluster has its place, so it is written only from byte `from` of the cluster on.
     Rewritten { bitmap: u64, from: u64 },
 }
 
-/// The parts from `first` on, as a mask; none behind the last.
+/// Returns the parts from `first` on, as a mask; none behind the last.
 fn from_part(first: u32) -> u32 {
     if first >= PARTS { 0 } else { mask(first, PARTS) }
 }
 
-/// `rest`: how many bytes of the cluster belong to the disk. `shows`: the layer below has data behind them.
+/// Plans the entry's change. `rest` is how many bytes of the cluster belong to the disk; `shows` says that the layer
+/// below has data behind them.
 fn plan(geometry: &Geometry, old: Words, rest: u64, shows: bool) -> std::result::Result<Plan, BadEntry> {
     if geometry.extended_l2 {
         return plan_parts(geometry, old, rest, shows);
@@ -55,7 +55,7 @@ fn plan_parts(geometry: &Geometry, old: Words, rest: u64, shows: bool) -> std::r
         Part::Zero | Part::Compressed => false,
     };
     if !is_rewritten {
-        // A disk that once became shorter may have left bytes behind its end. They are dropped with their parts.
+        // A disk that once became shorter may have left bytes behind its end. Their parts are dropped.
         let hidden = if shows { behind } else { behind & entry.alloc };
         let new = Extended { alloc: entry.alloc & !behind, zero: entry.zero | hidden, ..entry };
         return Ok(Plan::Entry(Words { bitmap: new.bitmap(), ..old }));
@@ -98,7 +98,7 @@ impl Edit<'_, '_> {
         self.change_entries(l1, only, &mut |_, _| new).await.map_err(|error| self.failed(error))
     }
 
-    /// What the disk holds in its last cluster.
+    /// Returns the disk's bytes in its last cluster: those that the caller gave, or those in the file.
     async fn kept_bytes(&self, old: Words, rest: u64, options: &ResizeOptions) -> Result<Vec<u8>> {
         let mut kept = options.last_cluster.clone();
         if kept.is_empty()
@@ -112,7 +112,7 @@ impl Edit<'_, '_> {
         }
     }
 
-    /// The same, read from the file, if all of it is there.
+    /// Returns the disk's bytes in its last cluster, read from the file; `None` if the file does not have all of them.
     async fn read_kept(&self, old: Words, rest: u64) -> IoResult<Option<Vec<u8>>> {
         let geometry = &self.geometry;
         let Cluster::Data { host, .. } = self.decode(old.descriptor)? else { return Ok(None) };
@@ -134,7 +134,7 @@ impl Edit<'_, '_> {
         Ok(Some(bytes))
     }
 
-    /// Writes it to new space in the image's own file. Returns the descriptor.
+    /// Writes the bytes to new space in the image's own file. Returns the descriptor.
     async fn write_elsewhere(&mut self, old: Words, kept: &[u8]) -> IoResult<u64> {
         let place = self.add_table(kept, 1).await?;
         let hosts = self.decode(old.descriptor)?.host_clusters(&self.geometry);
@@ -142,7 +142,8 @@ impl Edit<'_, '_> {
         Ok(place | COPIED)
     }
 
-    /// Writes it to an external data file, where nothing leads yet. What follows there was made zeros.
+    /// Writes the bytes to an external data file, where no entry refers to them yet. The space behind them is zeros
+    /// already.
     async fn write_in_place(&self, cluster: u64, kept: &[u8], from: u64) -> IoResult<u64> {
         let place = self.geometry.start_of(cluster);
         let bytes = kept.get(usize::try_from(from).unwrap_or(usize::MAX)..).ok_or(CORRUPT)?;

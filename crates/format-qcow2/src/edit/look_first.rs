@@ -1,15 +1,15 @@
 //! Before an edit: a look at all references.
 //!
-//! An edit puts new tables into space that the refcounts call free, and gives back to the host what they call unused.
-//! If the refcounts deny data that are there, the edit would destroy them. So such an image is refused.
+//! An edit puts new tables into space that the refcounts call free, and frees clusters that they call unused. If
+//! refcounts are too low, the edit would destroy data. So such an image is refused.
 
 use super::{Edit, EditWatch};
 use crate::check::report::CheckEvent;
 use crate::check::walk::Walk;
 use block::{Error, ErrorKind, File, MetaIo, Result};
 
-/// Refuses an image whose refcounts deny data that are there, for whoever is going to write to it otherwise than by an edit.
-/// One that was left dirty is repaired first.
+/// Refuses an image whose refcounts are too low, before a caller writes to it in other ways than by an edit. A dirty
+/// image is repaired first.
 pub async fn look_before_writing(io: &MetaIo, file: &dyn File, name: &str, watch: &mut EditWatch<'_>) -> Result<()> {
     Edit::open(io, file, name, watch).await.map(drop)
 }

@@ -1,4 +1,4 @@
-//! How large the file of an image would become.
+//! The size that the file of a new image would have.
 
 use super::create::CreateOptions;
 use super::preallocate::Preallocation;
@@ -14,9 +14,9 @@ const L1_BYTES_MAX: u64 = 32 << 20;
 /// File sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Measure {
-    /// With what the source holds now.
+    /// The size with the data that the source holds now.
     pub required_bytes: u64,
-    /// With every cluster allocated.
+    /// The size with every cluster allocated.
     pub fully_allocated_bytes: u64,
 }
 
@@ -29,14 +29,14 @@ struct Tables {
 }
 
 impl CreateOptions {
-    /// Whether the file's size depends on how much data there are. With a backing file it does not: nobody knows how
+    /// Whether the file's size depends on how much data there are. With a backing file it does not: it is unknown how
     /// much the new image shares with it, so everything counts.
     #[must_use]
     pub fn measure_depends_on_data(&self) -> bool {
         self.backing_file.is_none() && !self.has_all_space()
     }
 
-    /// The file's size with so many bytes in clusters that hold data. Checks only those options that change it.
+    /// Returns the file's size with `needed_bytes` in clusters that hold data. Checks only the options that change it.
     pub fn measure(&self, needed_bytes: u64) -> Result<Measure> {
         let bad = |what| Error::new(ErrorKind::BadOption, what);
         self.check_sizes()?;
@@ -63,7 +63,7 @@ impl CreateOptions {
         matches!(self.preallocation, Preallocation::Falloc | Preallocation::Full)
     }
 
-    /// What copies of these bitmaps would take in an image of this kind; `None` if it keeps none.
+    /// Returns the size of copies of these bitmaps in an image of this kind; `None` if such an image has no bitmaps.
     #[must_use]
     pub fn measure_bitmaps(&self, bitmaps: &[Bitmap]) -> Option<u64> {
         let round_up = |bytes: u64| bytes.div_ceil(self.cluster_size.max(1)).saturating_mul(self.cluster_size);
@@ -72,7 +72,7 @@ impl CreateOptions {
             let bits = round_up(bitmap.bits_bytes(self.size_bytes));
             let table = round_up(div(bits, self.cluster_size).saturating_mul(ENTRY_BYTES));
             total = total.saturating_add(bits).saturating_add(table);
-            // Without what another program may have added to the row.
+            // Extra data that another program has added to a row are not copied.
             rows = rows.saturating_add(Bitmap { extra: Vec::new(), ..bitmap.clone() }.row().len() as u64);
         }
         (self.version >= 3).then(|| total.saturating_add(round_up(rows)))
@@ -80,7 +80,8 @@ impl CreateOptions {
 }
 
 impl Tables {
-    /// Header, L1, L2 and refcounts of a full image (qcow2 specification, "Host cluster management", "Cluster mapping").
+    /// Returns the size of header, L1, L2 and refcounts of a full image (qcow2 specification, "Host cluster
+    /// management", "Cluster mapping").
     fn bytes(&self) -> u64 {
         let entries = div(self.cluster_bytes, ENTRY_BYTES).max(1);
         let l1_clusters = self.l2_tables.div_ceil(entries);

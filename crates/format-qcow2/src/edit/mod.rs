@@ -1,8 +1,8 @@
-//! Changes to an image that nobody uses, each made by one write of the header's first sector.
+//! Changes to an image that is not in use, each made by one write of the header's first sector.
 //!
-//! Everything that a change needs is written beside what is there: new tables, new refcount blocks, a new refcount
-//! table. The image does not know of it. Then one sector of the header is written, and the image is the new one. A power
-//! cut leaves the image before or the image after, and not even a leak.
+//! An edit writes all that it needs to unused space: new tables, new refcount blocks, a new refcount table. Nothing in
+//! the image refers to them. Then one sector of the header is written, and it refers to the new structure. A power cut
+//! leaves the image before or the image after, without even a leak.
 
 pub(crate) mod amend;
 pub(crate) mod bitmaps;
@@ -45,11 +45,11 @@ const AUTOCLEAR_BITMAPS: u64 = 1;
 /// The external data file reads as a raw image.
 const AUTOCLEAR_RAW_DATA: u64 = 2;
 
-/// Told of steps done, and of how many there are. Returns false to give up. Then the image is as it was. If the disk
-/// has become shorter already, its file is only longer than it has to be.
+/// A callback that gets the steps done and their total. It returns false to give up. Then the image is unchanged; but
+/// if the disk has become shorter already, only its file is longer than necessary.
 pub type EditWatch<'a> = dyn FnMut(u64, u64) -> bool + 'a;
 
-/// Before the change, or when all of it is there except the refcounts' own place.
+/// A moment in an edit: before all changes, or after all but those of the refcounts' own places.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum When {
     Before,
@@ -76,14 +76,14 @@ pub(crate) struct Edit<'a, 'w> {
     file: &'a dyn File,
     /// Clusters that edits have freed, so that nothing leads there: in order and apart.
     nobodys: Vec<Range<u64>>,
-    /// As the look at all references found it.
+    /// Whether the check of all references has found compressed clusters.
     pub(crate) has_compressed: bool,
     watch: &'a mut EditWatch<'w>,
 }
 
 impl<'a, 'w> Edit<'a, 'w> {
-    /// Reads what every change needs, and looks at all references first. Writes nothing, unless the image's refcounts have
-    /// to be repaired (dirty bit).
+    /// Reads the structures that every change needs, and checks all references first. Writes nothing, unless the image
+    /// is dirty and its refcounts have to be repaired.
     pub(crate) async fn open(
         io: &'a MetaIo,
         file: &'a dyn File,
@@ -95,7 +95,7 @@ impl<'a, 'w> Edit<'a, 'w> {
         Ok(edit)
     }
 
-    /// As [`Edit::open`], after an edit that has looked at all references.
+    /// As [`Edit::open`], after an edit that has checked all references.
     pub(crate) async fn open_again(
         io: &'a MetaIo,
         file: &'a dyn File,
@@ -153,7 +153,7 @@ impl<'a, 'w> Edit<'a, 'w> {
         Ok(edit)
     }
 
-    /// What a failed step means to a person.
+    /// Turns the error of a step into words for a person.
     pub(crate) fn failed(&self, error: IoError) -> Error {
         let name = self.name;
         match error.kind() {
@@ -173,9 +173,9 @@ impl<'a, 'w> Edit<'a, 'w> {
         Err(Error::new(kind, format!("'{}': {what}", self.name)))
     }
 
-    /// No table may lie in space that counts as free. Before the change, new tables would be put there. After it, the
-    /// space would be given back to the host with what became free. Such an image is damaged: the refcounts lie, or
-    /// data lead into a table.
+    /// Fails if a table lies in space that counts as free. Before the change, new tables would be put there. After it,
+    /// that space would be given back to the host. Such an image is damaged: refcounts are wrong, or data refer to a
+    /// table.
     async fn check_tables(&mut self, when: When) -> Result<()> {
         let header = match when {
             When::Before => self.header.clone(),
@@ -210,7 +210,7 @@ impl<'a, 'w> Edit<'a, 'w> {
         l1s.extend(self.rows.iter().map(|row| (row.l1_offset, row.l1_entries)));
         l1s.sort_unstable();
         l1s.dedup();
-        // One after the other: an image may claim many tables, and they may all be the same one.
+        // One table at a time: an image may claim many tables, and all may be the same one.
         for (offset, count) in l1s {
             let mut tables = vec![clusters(offset, u64::from(count).saturating_mul(8))];
             let l1 = self.read_l1(offset, count).await?;
@@ -234,7 +234,7 @@ impl<'a, 'w> Edit<'a, 'w> {
         Ok(())
     }
 
-    /// We do not keep up to date what we do not know (specification, "Feature bits").
+    /// Structures that we do not know are not kept up to date (specification, "Feature bits").
     fn clear_unknown_autoclear(&mut self) {
         if self.header.version >= 3 {
             let kept = self.header.autoclear_features & (AUTOCLEAR_BITMAPS | AUTOCLEAR_RAW_DATA);
@@ -260,12 +260,12 @@ impl<'a, 'w> Edit<'a, 'w> {
         self.put(offset, &value.to_be_bytes());
     }
 
-    /// The first cluster as it will be, for changes that reach beyond its fields.
+    /// Returns an edit of the new first cluster, for changes that reach beyond its fields.
     pub(crate) fn header_edit(&self) -> Result<HeaderEdit> {
         HeaderEdit::of_changed(&self.first_cluster, &self.old_cluster, self.header.version, self.name)
     }
 
-    /// The disk will have this size.
+    /// Sets the size that the disk will have.
     pub(crate) fn set_size(&mut self, size_bytes: u64) {
         self.put_u64(OFFSET_SIZE, size_bytes);
     }
@@ -290,7 +290,7 @@ impl<'a, 'w> Edit<'a, 'w> {
         Ok(offset)
     }
 
-    /// A table of `bytes` at `offset` loses a reference.
+    /// Drops one reference to a table of `bytes` at `offset`.
     pub(crate) async fn drop_table(&mut self, offset: u64, bytes: u64) -> IoResult {
         let first = self.geometry.cluster_of(offset);
         self.refs.lower(first..first.saturating_add(self.geometry.clusters_for(bytes)), 1).await
@@ -317,8 +317,7 @@ impl<'a, 'w> Edit<'a, 'w> {
         Ok(())
     }
 
-    /// Makes the prepared change durable, and gives back what the image no longer uses. Returns the clusters that are
-    /// unused.
+    /// Makes the prepared change durable, and frees unused space. Returns the clusters that are unused.
     pub(crate) async fn commit(mut self) -> Result<Vec<Range<u64>>> {
         let prepared = self.prepare().await;
         if let Err(error) = prepared {
@@ -334,14 +333,14 @@ impl<'a, 'w> Edit<'a, 'w> {
         Ok(self.nobodys)
     }
 
-    /// Writes the one sector that makes the prepared image the image.
+    /// Writes the sector of the header that refers to the prepared structure.
     async fn switch(&mut self) -> Result<(), Failed> {
         let [old, new] = [&self.old_cluster, &self.first_cluster]
             .map(|cluster| cluster.get(..HEADER_SECTOR_BYTES).unwrap_or_default());
         switch_header(self.io, self.name, old, new).await
     }
 
-    /// Gives back what was prepared, unless the header may refer to it.
+    /// Frees the prepared space, unless the header may refer to it.
     async fn not_switched<T>(&self, failed: Failed) -> Result<T> {
         if failed.is_undone {
             self.undo().await;
@@ -357,7 +356,7 @@ impl<'a, 'w> Edit<'a, 'w> {
             self.put_u64(OFFSET_REFCOUNT_TABLE, table.offset);
             self.put_u32(OFFSET_REFCOUNT_TABLE.saturating_add(8), table.clusters);
         }
-        // Make sure that we would open what we switch to.
+        // Make sure that we could open the new image.
         Header::parse(&self.first_cluster, self.name, true)?;
         let rest = (self.old_cluster.get(HEADER_SECTOR_BYTES..), self.first_cluster.get(HEADER_SECTOR_BYTES..));
         if let (Some(old), Some(new)) = rest
@@ -370,7 +369,7 @@ impl<'a, 'w> Edit<'a, 'w> {
         self.io.flush().await.map_err(|error| self.failed(error))
     }
 
-    /// Gives back what was written behind the file's end. The image is as it was.
+    /// Cuts off the space that was added behind the file's end. The image is unchanged.
     pub(crate) async fn undo(&self) {
         self.undo_data_file().await;
         if self.can_grow {

@@ -7,15 +7,15 @@ use block::{Error, ErrorKind, FileInfo, FileOp, IoError, IoResult, MetaIo, Resul
 use memory::IoBuf;
 use std::str::FromStr;
 
-/// How much is made in advance.
+/// How much a new image allocates in advance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Preallocation {
     /// Nothing.
     #[default]
     Off,
-    /// All tables, and a place for each cluster, which takes no space yet.
+    /// All tables, and a place for each cluster that takes no space yet.
     Metadata,
-    /// Space for each cluster too.
+    /// As `Metadata`, and space for each cluster.
     Falloc,
     /// Space for each cluster, by writing zeros.
     Full,
@@ -41,8 +41,8 @@ impl FromStr for Preallocation {
 /// Zeros that are written at once.
 const ZERO_BYTES: u64 = 1 << 20;
 
-/// Gives every cluster of a new image its place; durable when this returns. `file` is the image's file as it is now.
-/// `watch` is told of bytes of the disk. If it gives up, half an image is left.
+/// Allocates every cluster of a new image; durable when this returns. `file` describes the image's file in its present
+/// state. `watch` gets bytes of the disk. If it gives up, an incomplete image is left.
 pub async fn preallocate(io: &MetaIo, file: &FileInfo, mode: Preallocation, watch: &mut EditWatch<'_>) -> Result<()> {
     if mode == Preallocation::Off {
         return Ok(());
@@ -56,7 +56,7 @@ pub async fn preallocate(io: &MetaIo, file: &FileInfo, mode: Preallocation, watc
     qcow2.trim(io).await.map_err(failed)
 }
 
-/// False: `watch` gave up.
+/// Gives every cluster its place. Returns false if `watch` gave up.
 async fn give_places(
     qcow2: &Qcow2,
     io: &MetaIo,
@@ -65,7 +65,7 @@ async fn give_places(
     watch: &mut EditWatch<'_>,
 ) -> IoResult<bool> {
     let size = qcow2.size_bytes();
-    // A device would show what it held before. A data file may be one.
+    // A device, which a data file may be, would show its former contents.
     let stale = file.block_device || io.data().is_some();
     let mut at = 0;
     while at < size {

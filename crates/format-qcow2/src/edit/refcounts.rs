@@ -1,8 +1,8 @@
-//! The refcounts of an image that is being edited: what they were, and what they will be.
+//! The refcounts of an image that is being edited: the old ones and the new ones.
 //!
-//! Nothing of the old structure is overwritten. A block that changes gets a new place, and so does the table. The
-//! switch of the header makes them the image's. Space counts as free only if it was also free before, so the image
-//! before the switch stays whole.
+//! Nothing of the old structure is overwritten. A changed block gets a new place, and so does the table; the switch of
+//! the header makes them valid. Space counts as free only if it was free before, too, so the old image stays whole
+//! until the switch.
 
 use crate::layout::entry::decode_refcount_table;
 use crate::layout::geometry::{Geometry, MAX_FILE_BYTES};
@@ -15,11 +15,10 @@ use std::ops::Range;
 
 /// Changed blocks are kept in memory up to this size together, then written to their new places.
 const BLOCKS_BYTES: u64 = 64 << 20;
-/// How many blocks of the old structure are kept: the ones that counts are read from, and that are searched for free
-/// space.
+/// The most blocks of the old structure in memory: for reading counts, and for finding free space.
 const OLD_BLOCKS: usize = 16;
-/// How much of the new structure is kept that could be read again: this much, but at least a few blocks, and in between
-/// as much as has changed.
+/// The memory for blocks of the new structure that could be read again: this many bytes, but at least a few blocks, and
+/// until the next cleanup as many as have changed.
 const CLEAN_BYTES: u64 = 4 << 20;
 const CLEAN_BLOCKS_MIN: usize = 16;
 
@@ -27,7 +26,7 @@ const CLEAN_BLOCKS_MIN: usize = 16;
 const TOO_NARROW: IoError = IoError::new(IoErrorKind::OutOfRange);
 const CORRUPT: IoError = IoError::new(IoErrorKind::Corrupt);
 
-/// Where the new structure lies.
+/// The place of the new structure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NewTable {
     pub(crate) offset: u64,
@@ -37,7 +36,7 @@ pub(crate) struct NewTable {
 pub(crate) struct Refs<'a> {
     io: &'a MetaIo,
     old: Geometry,
-    /// As `old`, but the refcounts may have another width.
+    /// As `old`, perhaps with another refcount width.
     new: Geometry,
     old_table: Vec<u64>,
     old_table_offset: u64,
@@ -46,31 +45,31 @@ pub(crate) struct Refs<'a> {
     blocks_bytes: u64,
     /// Blocks of the new structure in memory.
     blocks: BTreeMap<u64, Vec<u8>>,
-    /// How many blocks were loaded since blocks that can be read again were last dropped.
+    /// How many blocks were loaded since re-readable blocks were last dropped from memory.
     loaded: usize,
     /// See [`CLEAN_BYTES`].
     clean_bytes: u64,
     /// Blocks that differ from the old structure.
     changed: BTreeSet<u64>,
-    /// Those of them that have no new place yet.
+    /// Changed blocks that have no new place yet.
     homeless: BTreeSet<u64>,
-    /// Their new places.
+    /// The new places of changed blocks.
     homes: BTreeMap<u64, u64>,
     /// Blocks whose present contents are in their new places.
     stored: BTreeSet<u64>,
-    /// Below these there is nothing free: for single clusters, and for runs.
+    /// No cluster before these is free: `single_hint` for single clusters, `run_hint` for runs.
     single_hint: u64,
     run_hint: u64,
     /// Clusters that the file has. There can be more only if it can grow.
     file_clusters: u64,
     can_grow: bool,
-    /// A run that is being counted: it is taken, but not all of its counts say so yet.
+    /// A run that is taken although not all of its counts say so yet.
     reserved: Range<u64>,
-    /// The end of what was given out.
+    /// The end of the clusters that were allocated.
     highest: u64,
-    /// Space that this edit gave out and dropped again. It was written to, so it is not as free as the rest.
+    /// Clusters that this edit allocated and freed again. They were written to, so they do not read as zeros.
     spent: HashSet<u64>,
-    /// What becomes free with the switch.
+    /// Clusters that become free with the switch.
     freed: Vec<Range<u64>>,
 }
 
@@ -107,13 +106,13 @@ impl<'a> Refs<'a> {
         self.blocks_bytes = 0;
     }
 
-    /// New space comes only from within the file, because it is a device.
+    /// Takes new space only from within the file, because it is a device.
     pub(crate) fn within_the_file(&mut self, file_bytes: u64) {
         self.file_clusters = self.old.cluster_of(file_bytes);
         self.can_grow = false;
     }
 
-    /// Counts will have another width. Call it before anything else is changed.
+    /// Changes the width of counts. Call it before anything else is changed.
     pub(crate) fn change_width(&mut self, refcount_order: u32) {
         self.new.refcount_order = refcount_order;
     }
@@ -131,7 +130,7 @@ impl<'a> Refs<'a> {
         decode_refcount_table(raw, &self.old).map_err(|_| CORRUPT)
     }
 
-    /// The count before the edit.
+    /// Returns the count before the edit.
     async fn old_count(&mut self, cluster: u64) -> IoResult<u64> {
         let block = self.old.block_of(cluster);
         let Some(offset) = self.old_block_offset(block)? else { return Ok(0) };
@@ -147,7 +146,7 @@ impl<'a> Refs<'a> {
         Ok(read_entry(bytes, index, self.old.refcount_order))
     }
 
-    /// Brings a block of the new structure into memory.
+    /// Loads a block of the new structure into memory.
     async fn load(&mut self, block: u64) -> IoResult {
         if self.blocks.contains_key(&block) {
             return Ok(());
@@ -181,7 +180,7 @@ impl<'a> Refs<'a> {
         self.blocks.retain(|block, _| changed.contains(block) && !stored.contains(block));
     }
 
-    /// A block of the new width, with the old counts.
+    /// Returns a block of the new width, with the old counts.
     async fn converted(&mut self, block: u64) -> IoResult<Vec<u8>> {
         let mut bytes = vec![0; self.cluster_len()];
         let (start, end) = (self.new.block_start(block), self.new.block_end(block));
@@ -206,7 +205,7 @@ impl<'a> Refs<'a> {
         Ok(bytes)
     }
 
-    /// The count after the edit.
+    /// Returns the count after the edit.
     pub(crate) async fn get(&mut self, cluster: u64) -> IoResult<u64> {
         let block = self.new.block_of(cluster);
         self.load(block).await?;
@@ -235,7 +234,7 @@ impl<'a> Refs<'a> {
         }
     }
 
-    /// More references to clusters that are in use.
+    /// Adds references to clusters that are in use.
     pub(crate) async fn raise(&mut self, clusters: Range<u64>, by: u64) -> IoResult {
         for cluster in clusters {
             let count = self.get(cluster).await?;
@@ -247,7 +246,7 @@ impl<'a> Refs<'a> {
         Ok(())
     }
 
-    /// Fewer.
+    /// Drops references. Clusters without any become free.
     pub(crate) async fn lower(&mut self, clusters: Range<u64>, by: u64) -> IoResult {
         for cluster in clusters {
             let left = self.get(cluster).await?.checked_sub(by).ok_or(CORRUPT)?;
@@ -276,7 +275,7 @@ impl<'a> Refs<'a> {
         Ok(())
     }
 
-    /// As [`Refs::require_used`], after the edit.
+    /// As [`Refs::require_used`], for the counts after the edit.
     pub(crate) async fn require_kept(&mut self, clusters: Range<u64>) -> IoResult {
         for cluster in clusters {
             if self.get(cluster).await? == 0 {
@@ -286,7 +285,7 @@ impl<'a> Refs<'a> {
         Ok(())
     }
 
-    /// Where blocks of the old structure lie that have no new place.
+    /// Returns the offsets of old blocks that have no new place.
     pub(crate) fn blocks_in_place(&self) -> impl Iterator<Item = u64> {
         let stays = |(block, _): &(u64, &u64)| self.changes_width() || !self.homes.contains_key(block);
         (0u64..).zip(&self.old_table).filter(stays).map(|(_, raw)| *raw).filter(|raw| *raw != 0)
@@ -299,7 +298,7 @@ impl<'a> Refs<'a> {
         Ok(!self.changed.contains(&self.new.block_of(cluster)) || self.get(cluster).await? == 0)
     }
 
-    /// Takes `count` clusters in a row that nobody uses, with `references` references each. Returns the first.
+    /// Takes `count` contiguous free clusters, with `references` references each. Returns the first.
     pub(crate) async fn allocate(&mut self, count: u64, references: u64) -> IoResult<u64> {
         let hint = if count == 1 { self.single_hint } else { self.run_hint };
         let first = self.find_free(hint, count).await?;
@@ -315,10 +314,10 @@ impl<'a> Refs<'a> {
         Ok(first)
     }
 
-    /// As `allocate`, but behind everything that is in the file, where space reads as zeros.
+    /// As `allocate`, but behind the end of the file, where space reads as zeros.
     pub(crate) async fn allocate_at_end(&mut self, count: u64) -> IoResult<u64> {
         let first = self.find_free(self.file_clusters, count).await?;
-        // Blocks find new places meanwhile, but not here.
+        // Blocks find new places meanwhile, but not in this space.
         self.reserved = first..first.saturating_add(count);
         for cluster in self.reserved.clone() {
             self.set(cluster, 1).await?;
@@ -358,7 +357,7 @@ impl<'a> Refs<'a> {
         self.store().await
     }
 
-    /// Finds a new place for every block that has changed. That changes blocks, too.
+    /// Finds a new place for every changed block; that changes blocks as well.
     async fn find_homes(&mut self) -> IoResult {
         while let Some(block) = self.homeless.pop_first() {
             let home = self.allocate(1, 1).await?;
@@ -373,7 +372,7 @@ impl<'a> Refs<'a> {
         Ok(())
     }
 
-    /// Writes what has changed to its new places, and forgets what is in memory.
+    /// Writes changed blocks to their new places, and drops all blocks from memory.
     async fn store(&mut self) -> IoResult {
         for (block, bytes) in std::mem::take(&mut self.blocks) {
             if !self.changed.contains(&block) || self.stored.contains(&block) {
@@ -426,7 +425,7 @@ impl<'a> Refs<'a> {
             if needed <= clusters {
                 break;
             }
-            // Space that was found before is too small. It is given back; nobody has seen it.
+            // The space found before is too small. It is freed; nothing refers to it.
             for cluster in place..place.saturating_add(clusters) {
                 self.set(cluster, 0).await?;
             }
@@ -449,13 +448,13 @@ impl<'a> Refs<'a> {
         (0..entries).flat_map(|block| entry(block).to_be_bytes()).collect()
     }
 
-    /// How many blocks the table has room for.
+    /// Returns the number of blocks that the table has room for.
     pub(crate) fn table_entries(&self) -> u64 {
         self.old_table.len() as u64
     }
 
-    /// Gives a block that lies in these clusters a new place, as if it had changed, and the table too. With `any`, it
-    /// does so wherever the block lies. Returns whether it does.
+    /// Moves a block that lies in these clusters, and the table. With `any`, moves the block wherever it lies. Returns
+    /// whether it moves.
     pub(crate) async fn move_block(&mut self, block: u64, clusters: &Range<u64>, any: bool) -> IoResult<bool> {
         let Some(offset) = self.old_block_offset(block)? else { return Ok(false) };
         let moves = any || clusters.contains(&self.old.cluster_of(offset));
@@ -467,18 +466,18 @@ impl<'a> Refs<'a> {
         Ok(moves)
     }
 
-    /// The end of what was given out.
+    /// Returns the end of the clusters that were allocated.
     pub(crate) fn highest(&self) -> u64 {
         self.highest
     }
 
-    /// Whether something was put behind what the file had.
+    /// Whether space behind the old end of the file was taken.
     pub(crate) fn grew(&self) -> bool {
         self.highest > self.file_clusters
     }
 
-    /// Goes down from `end` over what nobody uses, within what one block counts. Returns where that leads, and whether
-    /// it is the end: of what is in use, or of the file.
+    /// Goes down from `end` over unused clusters, within one refcount block. Returns where that leads, and whether to
+    /// stop there: at a cluster in use, or at the start of the file.
     pub(crate) async fn skip_free(&mut self, end: u64) -> IoResult<(u64, bool)> {
         let Some(last) = end.checked_sub(1) else { return Ok((0, true)) };
         let block = self.new.block_of(last);
@@ -497,7 +496,7 @@ impl<'a> Refs<'a> {
         Ok((end, false))
     }
 
-    /// What became free; empty when asked again.
+    /// Takes the clusters that became free; empty when called again.
     pub(crate) fn freed(&mut self) -> Vec<Range<u64>> {
         std::mem::take(&mut self.freed)
     }

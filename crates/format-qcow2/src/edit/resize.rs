@@ -1,4 +1,4 @@
-//! More or less room on a disk.
+//! Changing the size of a disk.
 
 use super::compact::compact;
 use super::look_first::look_before_writing;
@@ -18,10 +18,10 @@ const PIECE_BYTES: u64 = 1 << 20;
 /// Holes are made in pieces of this size.
 const HOLE_BYTES: u64 = 1 << 30;
 
-/// What becomes of added space.
+/// What is allocated for added space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum GrowBy {
-    /// Nothing: it is allocated when it is written.
+    /// Nothing: space is allocated when it is written.
     #[default]
     Nothing,
     /// Tables only.
@@ -40,25 +40,25 @@ pub struct ResizeOptions {
     pub size_bytes: u64,
     /// Data behind the new end may be lost.
     pub shrink: bool,
-    /// For space that is added.
+    /// What is allocated for added space.
     pub preallocation: GrowBy,
-    /// How many bytes the layer below has. None of them may come to light behind the old end.
+    /// The size of the layer below, in bytes. Its data must not show behind the disk's old end.
     pub backing_bytes: u64,
-    /// What the disk holds in its last cluster, if it ends within one: from the cluster's start to the disk's end.
+    /// The disk's bytes in its last cluster, if the disk ends within one: from the cluster's start to the disk's end.
     /// Needed if that cluster is compressed, or if the layer below shows in it.
     pub last_cluster: Vec<u8>,
-    /// How long the external data file is, if there is one and its length can be changed.
+    /// The length of the external data file, if there is one whose length can be changed.
     pub data_file_bytes: Option<u64>,
 }
 
 impl ResizeOptions {
-    /// To this size, with everything else at its default.
+    /// Options for this size, with everything else at its default.
     #[must_use]
     pub fn to(size_bytes: u64) -> Self {
         Self { size_bytes, ..Self::default() }
     }
 
-    /// Changes some of them: `ResizeOptions::to(1 << 30).with(|options| options.shrink = true)`.
+    /// Changes some options: `ResizeOptions::to(1 << 30).with(|options| options.shrink = true)`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
@@ -66,9 +66,8 @@ impl ResizeOptions {
     }
 }
 
-/// Changes the size of the disk; what is added reads as zeros. Nobody else may use the image. If the disk becomes
-/// shorter but its file cannot be made as short as it could be, the disk has its new size all the same, and the error
-/// says so.
+/// Changes the size of the disk; added space reads as zeros. The image must not be in use. If the disk becomes shorter
+/// but its file cannot be cut off, the disk has its new size all the same, and the error says so.
 pub async fn resize(
     io: &MetaIo,
     file: &dyn File,
@@ -80,9 +79,9 @@ pub async fn resize(
     resize_looked_at(io, file, name, options, watch).await
 }
 
-/// As [`resize`], of an image whose references the caller has looked at ([`look_before_writing`]), or that it has had open
-/// for writing and has just closed: new tables go where it would have put data. So they are not looked at here, which takes
-/// long in a large image.
+/// As [`resize`], but without checking all references first, which takes long in a large image. The caller has checked
+/// them ([`look_before_writing`]), or has had the image open for writing and has just closed it: new tables go to space
+/// that the open image would have used for data.
 pub async fn resize_looked_at(
     io: &MetaIo,
     file: &dyn File,
@@ -159,8 +158,8 @@ impl Edit<'_, '_> {
         Ok(())
     }
 
-    /// Drops everything that maps guest clusters from `end` on. That is what a shorter disk loses, and the state of a
-    /// virtual machine, which lies behind the disk and must not become part of it.
+    /// Drops everything that maps guest clusters from `end` on: the end of a disk that becomes shorter, and the state
+    /// of a virtual machine, which lies behind the disk and must not become part of it.
     async fn drop_behind(&mut self, l1: &mut [u64], end: u64, shrinks: bool) -> Result<()> {
         let first = self.geometry.l1_index(end);
         let total = l1.len() as u64;
@@ -284,7 +283,7 @@ impl Edit<'_, '_> {
         };
         let (start, bytes) = (sizes.old.start_of(first), sizes.old.start_of(count));
         let place = |cluster: u64| start.saturating_add(sizes.old.start_of(cluster.saturating_sub(clusters.start)));
-        // A part of which the entry says nothing shows what lies below.
+        // A part that the entry leaves open shows the layer below.
         let bitmap = match preallocation {
             _ if !self.geometry.extended_l2 || options.backing_bytes <= sizes.old.size_bytes => 0,
             GrowBy::Tables => ALL_ZERO,

@@ -1,4 +1,4 @@
-//! Taking, going back to, and deleting internal snapshots.
+//! Taking, applying and deleting internal snapshots.
 
 use super::tree::{Direction, Steps};
 use super::vm_state::VmState;
@@ -14,7 +14,7 @@ const NAME_BYTES_MAX: usize = u16::MAX as usize;
 /// The most bytes of a row without its name.
 const ROW_BYTES_MOST: usize = 128;
 
-/// What a new snapshot is called.
+/// The properties of a new snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct NewSnapshot {
@@ -22,18 +22,18 @@ pub struct NewSnapshot {
     pub name: String,
     /// When it is taken: seconds since 1970.
     pub date_seconds: u32,
-    /// And nanoseconds.
+    /// The nanoseconds of that time.
     pub date_nanoseconds: u32,
 }
 
 impl NewSnapshot {
-    /// A snapshot of this name, taken in 1970.
+    /// Makes a snapshot of this name, taken in 1970.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         Self { name: name.into(), ..Self::default() }
     }
 
-    /// Changes some of them: `NewSnapshot::new("before").with(|new| new.date_seconds = 1_800_000_000)`.
+    /// Changes some properties: `NewSnapshot::new("before").with(|new| new.date_seconds = 1_800_000_000)`.
     #[must_use]
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
@@ -41,7 +41,7 @@ impl NewSnapshot {
     }
 }
 
-/// Takes a snapshot of the disk. Nobody else may use the image.
+/// Takes a snapshot of the disk. The image must not be in use.
 pub async fn create_snapshot(
     io: &MetaIo,
     file: &dyn File,
@@ -54,7 +54,7 @@ pub async fn create_snapshot(
     edit.end(done).await
 }
 
-/// Takes a snapshot that keeps the state of a machine, too: all of it, or nothing. Nobody else may use the image.
+/// Takes a snapshot that also holds the state of a machine: all of it, or nothing. The image must not be in use.
 pub async fn create_snapshot_with_state(
     io: &MetaIo,
     file: &dyn File,
@@ -68,7 +68,7 @@ pub async fn create_snapshot_with_state(
     edit.end(done).await
 }
 
-/// Makes the disk what it was when the snapshot `which` was taken. Nobody else may use the image.
+/// Reverts the disk to the snapshot `which`. The image must not be in use.
 pub async fn apply_snapshot(
     io: &MetaIo,
     file: &dyn File,
@@ -81,7 +81,7 @@ pub async fn apply_snapshot(
     edit.end(done).await
 }
 
-/// Deletes the snapshot `which`. Nobody else may use the image.
+/// Deletes the snapshot `which`. The image must not be in use.
 pub async fn delete_snapshot(
     io: &MetaIo,
     file: &dyn File,
@@ -95,7 +95,7 @@ pub async fn delete_snapshot(
 }
 
 impl<'a, 'w> Edit<'a, 'w> {
-    /// As [`Edit::open`]. Clusters of an external data file have one place for good, so snapshots cannot share them.
+    /// As [`Edit::open`]. Refuses images with an external data file: its clusters cannot be shared with snapshots.
     async fn of_snapshots(
         io: &'a MetaIo,
         file: &'a dyn File,
@@ -111,12 +111,12 @@ impl<'a, 'w> Edit<'a, 'w> {
 }
 
 impl Edit<'_, '_> {
-    /// Commits what was prepared, or gives its space back.
+    /// Commits the prepared change, or gives its space back.
     pub(super) async fn end(self, prepared: Result<()>) -> Result<()> {
         self.end_freeing(prepared).await.map(drop)
     }
 
-    /// As [`Edit::end`]; returns the clusters that nothing uses any more.
+    /// As [`Edit::end`]; returns the clusters that are unused.
     pub(super) async fn end_freeing(self, prepared: Result<()>) -> Result<Vec<Range<u64>>> {
         match prepared {
             Ok(()) => self.commit().await,
@@ -146,7 +146,8 @@ impl Edit<'_, '_> {
         }
         let mut l1 = self.active_l1().await.map_err(|error| self.failed(error))?;
         let mut steps = Steps::new(l1.len().saturating_mul(2));
-        // Behind the disk, its own table may lead to what is left of a state; a new state takes that place.
+        // Behind the disk, the active table may still refer to an old machine state. A new state takes that place in
+        // the snapshot.
         let of_disk = usize::try_from(self.geometry.l1_entries()).unwrap_or(usize::MAX).min(l1.len());
         let shared = if state.is_some() { of_disk } else { l1.len() };
         let (shares, rest) = l1.split_at_mut(shared);
@@ -186,7 +187,7 @@ impl Edit<'_, '_> {
         let found = find(&self.rows, which).and_then(|index| Some((index, self.rows.get(index)?.clone())));
         match found {
             Some(found) => Ok(found),
-            None => self.refuse(ErrorKind::BadOption, format_args!("it has no snapshot {which}")),
+            None => self.refuse(ErrorKind::NotFound, format_args!("it has no snapshot {which}")),
         }
     }
 
@@ -203,11 +204,11 @@ impl Edit<'_, '_> {
         }
         l1.resize(l1.len().max(usize::try_from(needed).unwrap_or(0)), 0);
         let mut steps = Steps::new(old.len().saturating_add(l1.len().saturating_mul(2)));
-        // Counts go up first: what both refer to must not seem free in between.
+        // Counts go up first, so that clusters in both trees never seem free in between.
         self.count_tree(&l1, Direction::Up, &mut steps).await?;
         self.count_tree(&old, Direction::Down, &mut steps).await?;
         self.retag(&mut l1, 1, &mut steps).await?;
-        // Nobody knows which parts differ from the former contents.
+        // It is unknown which parts differ from the former contents.
         self.fit_bitmaps(size_bytes, true).await?;
         self.set_size(size_bytes);
         self.set_l1(&l1).await.map_err(|error| self.failed(error))

@@ -1,4 +1,4 @@
-//! The tables of a disk, active or a snapshot's. What they refer to is counted up or down, and their flags follow.
+//! Walks the tables of a disk, active or a snapshot's: counts their references up or down, and updates their flags.
 //!
 //! The flag "refcount is exactly one" (specification, "L1/L2 table entry") is kept true only in the active tables, as
 //! the specification says. A table whose flags change gets a new place.
@@ -12,7 +12,7 @@ use std::ops::Range;
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 const CORRUPT: IoError = IoError::new(IoErrorKind::Corrupt);
 
-/// An L2 entry as its table has it. Only extended entries have the second word.
+/// An L2 entry as it is stored. Only extended entries have the second word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Words {
     pub(super) descriptor: u64,
@@ -32,7 +32,7 @@ impl Words {
     }
 }
 
-/// Which way references are counted.
+/// Whether references are added or dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
     Up,
@@ -48,12 +48,12 @@ impl Edit<'_, '_> {
         Ok(entries(&self.io.read(offset, length, PastEnd::Fails).await?).collect())
     }
 
-    /// The disk's L1 table.
+    /// Reads the disk's L1 table.
     pub(super) async fn active_l1(&self) -> IoResult<Vec<u64>> {
         self.read_l1(self.header.l1_offset, self.header.l1_entries).await
     }
 
-    /// Where the L2 table of an L1 entry lies.
+    /// Returns the place of the L2 table that an L1 entry names.
     pub(super) fn l2_offset(&self, raw: u64) -> Option<u64> {
         let offset = raw & OFFSET_MASK;
         (offset != 0).then_some(offset)
@@ -67,7 +67,7 @@ impl Edit<'_, '_> {
         Ok(entries(&self.io.read(offset, length, PastEnd::Fails).await?).collect())
     }
 
-    /// The entry of a guest cluster; empty where it has no table.
+    /// Returns the entry of a guest cluster; empty if the cluster has no table.
     pub(super) async fn entry_of(&self, l1: &[u64], cluster: u64) -> IoResult<Words> {
         let index = usize::try_from(self.geometry.l1_index(cluster)).unwrap_or(usize::MAX);
         let Some(offset) = l1.get(index).and_then(|raw| self.l2_offset(*raw)) else { return Ok(Words::default()) };
@@ -115,7 +115,7 @@ impl Edit<'_, '_> {
         let l2 = self.read_l2(offset).await?;
         // Neighbours are counted together.
         let mut run = 0..0;
-        // In an extended entry, the first word says where.
+        // In an extended entry, only the first word names a cluster.
         for raw in l2.into_iter().step_by(self.geometry.entry_words()) {
             let hosts = self.decode(raw)?.host_clusters(&self.geometry);
             if hosts.start == run.end {
@@ -149,8 +149,8 @@ impl Edit<'_, '_> {
         self.refs.relieve().await
     }
 
-    /// Makes the flags of a tree follow the refcounts. What it leads to must not have become free. Tables that change
-    /// move. `sharers` is how many L1 tables, this one included, will name them.
+    /// Makes the flags of a tree agree with the refcounts, which must not be zero. Changed tables move. `sharers` is
+    /// the number of L1 tables, this one included, that will name them.
     pub(super) async fn retag(&mut self, l1: &mut [u64], sharers: u64, steps: &mut Steps) -> Result<()> {
         for raw in l1.iter_mut() {
             if let Some(offset) = self.l2_offset(*raw) {
@@ -161,7 +161,7 @@ impl Edit<'_, '_> {
         Ok(())
     }
 
-    /// The new L1 entry of a table.
+    /// Updates the flags of a table. Returns its new L1 entry.
     async fn retag_table(&mut self, offset: u64, sharers: u64) -> IoResult<u64> {
         let mut l2 = self.read_l2(offset).await?;
         let mut changed = false;
@@ -187,7 +187,7 @@ impl Edit<'_, '_> {
     }
 }
 
-/// Counts the steps of a change for whoever watches.
+/// Counts the steps of a change and reports them to `watch`.
 #[derive(Debug)]
 pub(super) struct Steps {
     done: u64,

@@ -1,8 +1,7 @@
-//! The state of a machine, kept with an internal snapshot: behind the disk, at the first place that an entry of its own in
-//! the snapshot's L1 table leads to, as QEMU's `savevm` keeps it.
+//! The state of a machine, kept with an internal snapshot. As in QEMU's `savevm`, it lies behind the disk, at the first
+//! place that has an L1 entry of its own.
 //!
-//! Only the snapshot's L1 table names it. The disk's own table never does, so no state is left there that would have to be
-//! taken out again.
+//! Only the snapshot's L1 table names it. The active table never does, so no state has to be removed from it.
 
 use super::Edit;
 use super::tree::Words;
@@ -11,16 +10,16 @@ use block::{ErrorKind, IoError, Result};
 use memory::AlignedBuf;
 use std::fmt;
 
-/// How much is written at once.
+/// The most bytes that are written at once.
 const RUN_BYTES: u64 = 1 << 20;
 /// All parts of a cluster are allocated (specification, "Extended L2 Entries").
 const ALL_ALLOCATED: u64 = 0xffff_ffff;
 
 /// The state of a machine.
 pub struct VmState<'a> {
-    /// Bytes of it.
+    /// The length of the state in bytes.
     pub length_bytes: u64,
-    /// Fills the buffer with the bytes from this one on.
+    /// Fills the buffer with bytes of the state, from this offset on.
     pub read: &'a mut dyn FnMut(u64, &mut [u8]) -> Result<()>,
 }
 

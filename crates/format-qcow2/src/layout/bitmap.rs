@@ -174,7 +174,7 @@ impl BitmapBits {
 /// The bitmap directory of an image.
 pub(crate) struct Directory {
     pub(crate) bitmaps: Vec<Bitmap>,
-    /// Where each bitmap's row begins in the directory.
+    /// The offset of each bitmap's row in the directory.
     pub(crate) rows: Vec<usize>,
     /// The directory's bytes in the file.
     pub(crate) raw: Vec<u8>,

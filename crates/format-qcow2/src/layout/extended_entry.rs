@@ -76,7 +76,7 @@ impl Extended {
         }
     }
 
-    /// Returns how many parts from `index` on have the state of that one.
+    /// Returns how many parts from `index` on have the same state.
     pub(crate) fn run(&self, index: u32) -> u32 {
         let kind = self.part(index);
         let end = (index..PARTS).find(|other| self.part(*other) != kind).unwrap_or(PARTS);

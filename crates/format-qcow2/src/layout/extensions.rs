@@ -30,7 +30,7 @@ pub(crate) fn extensions(area: &[u8], header_bytes: usize) -> (Vec<(u32, Vec<u8>
         if kind == EXTENSION_END {
             return (found, start);
         }
-        // The header was parsed already: what does not fit is no extension.
+        // The header was checked before. An extension that does not fit ends the list.
         let Some(data) = area.get(start..start.saturating_add(length)) else { break };
         found.push((kind, data.to_vec()));
         at = start.saturating_add(length.next_multiple_of(8));

@@ -22,7 +22,7 @@ const MAX_EXTENSIONS: usize = 64;
 pub(crate) const EXTENSION_END: u32 = 0;
 pub(crate) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 pub(crate) const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
-/// Names the place of the encryption's header.
+/// The header extension that names the place of the encryption's header.
 pub(crate) const EXTENSION_ENCRYPTION: u32 = 0x0537_be77;
 pub(crate) const EXTENSION_FEATURE_NAMES: u32 = 0x6803_f857;
 /// A row of the feature name table: type, bit, name.
@@ -34,7 +34,7 @@ pub(crate) const INCOMPATIBLE_DATA_FILE: u64 = 1 << 2;
 pub(crate) const INCOMPATIBLE_COMPRESSION: u64 = 1 << 3;
 pub(crate) const INCOMPATIBLE_EXTENDED_L2: u64 = 1 << 4;
 
-/// Makes a part of a cluster at least a sector.
+/// The least cluster size with extended L2 entries, as a power of two: a part of a cluster must have at least a sector.
 pub(crate) const EXTENDED_L2_CLUSTER_BITS_MIN: u32 = 14;
 
 /// A writer may postpone refcounts, under the dirty bit.
@@ -64,7 +64,7 @@ pub enum Encryption {
     Aes,
     /// LUKS.
     Luks {
-        /// Where its header lies, from the start of the file.
+        /// The offset of the LUKS header in the file.
         offset: u64,
     },
 }
@@ -83,14 +83,14 @@ pub struct Header {
     pub refcount_bits: u32,
     /// The compression of clusters.
     pub compression: Compression,
-    /// The name of the layer below, as recorded in the image; [`crate::os_name`] makes a file's name of it.
+    /// The name of the layer below, as recorded in the image; [`crate::os_name`] turns it into the name of a file.
     pub backing_file: Option<String>,
     /// The format of the layer below, if the image records it.
     pub backing_format: Option<String>,
     /// The name of the external data file, as recorded in the image; `None` if the image holds its own data.
-    /// [`crate::os_name`] makes a file's name of it.
+    /// [`crate::os_name`] turns it into the name of a file.
     pub data_file: Option<String>,
-    /// The encryption of its data.
+    /// The encryption of the guest's data.
     pub encryption: Option<Encryption>,
     /// Feature bits that a reader must know to open the image.
     pub incompatible_features: u64,
@@ -293,7 +293,7 @@ impl Header {
         self.incompatible_features & INCOMPATIBLE_DATA_FILE != 0
     }
 
-    /// Whether that file can be read as a raw image. Above a backing file it cannot, whatever the header says.
+    /// Whether the data file can be read as a raw image. Above a backing file it cannot, whatever the header says.
     #[must_use]
     pub fn data_file_is_raw(&self) -> bool {
         let says_so = self.autoclear_features & AUTOCLEAR_DATA_FILE_RAW != 0;

@@ -36,7 +36,7 @@ pub struct Luks {
     pub hash: String,
     /// Length of the master key.
     pub key_bytes: u32,
-    /// Where the data begin, from the start of the LUKS header.
+    /// The offset of the data from the start of the LUKS header.
     pub payload_offset: u64,
     /// Hash iterations of the master key's digest.
     pub iterations: u32,
@@ -51,7 +51,7 @@ pub struct Luks {
 pub struct LuksSlot {
     /// The hash iterations of the password and the stripes of the key; `None` if the slot is empty.
     pub active: Option<(u32, u32)>,
-    /// Where the key lies, from the start of the LUKS header.
+    /// The offset of the key from the start of the LUKS header.
     pub key_offset: u64,
 }
 

@@ -231,12 +231,12 @@ pub enum SnapshotName {
     Any(String),
     /// The first snapshot with this id and this name, as far as they are given.
     Exactly {
-        /// Its id.
+        /// The id.
         id: Option<String>,
-        /// Its name.
+        /// The name.
         name: Option<String>,
     },
-    /// As `Any`, but means the machine's state in the snapshot: a disk that ends where the state ends, rounded up to
+    /// As `Any`, but means the machine's state in the snapshot, as a disk that ends with the state, rounded up to
     /// sectors.
     StateOf(String),
 }
@@ -247,7 +247,7 @@ pub(crate) async fn of_snapshot(io: &MetaIo, header: Header, name: &str, which: 
     let (rows, _) = read_rows(io, &header, name).await?;
     let found = find(&rows, which).and_then(|index| rows.get(index));
     let Some(row) = found else {
-        return Err(Error::new(ErrorKind::BadOption, format!("'{name}': Can't find snapshot")));
+        return Err(Error::new(ErrorKind::NotFound, format!("'{name}': it has no snapshot {which}")));
     };
     if let SnapshotName::StateOf(_) = which {
         return of_state(header, name, row);

@@ -93,7 +93,8 @@ impl Inner {
         }
     }
 
-    /// How far a guest that discards and writes without flushing can make the file grow. Then it waits for a flush.
+    /// Returns the most unlinked clusters before an allocation waits for a flush. They limit how far a guest that
+    /// discards and writes without flushing can make the file grow.
     fn unlinked_clusters_max(&self) -> u64 {
         let part_of_disk = self.geometry.clusters_for(self.geometry.size_bytes) / UNLINKED_PART_OF_DISK;
         self.geometry.cluster_of(UNLINKED_BYTES).max(part_of_disk)

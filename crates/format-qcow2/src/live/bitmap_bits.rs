@@ -35,8 +35,8 @@ impl DirtyBits {
         }
     }
 
-    /// Sets the bit of every granule that a range touches. Whoever reads the bits has waited for all who set them, so
-    /// no memory order is needed here.
+    /// Sets the bit of every granule that a range touches. A reader of the bits has waited for all writers, so no
+    /// memory order is needed here.
     #[inline]
     pub(crate) fn mark(&self, offset: u64, length: u64) {
         let Some(last) = offset.saturating_add(length).checked_sub(1).filter(|last| *last >= offset) else { return };

@@ -2,12 +2,12 @@
 //! bitmaps are loaded, and the file marks them in use. Every change of the disk is noted in them. Closing the image
 //! writes them back.
 //!
-//! Nobody uses a bitmap that the file marks in use. The mark is durable before anything is written, and is removed only
-//! when the file has every bit. So a bitmap that missed a write is never used, however we end. At the end, the order
-//! is: bits and refcounts, durable; tables that name new clusters, durable; marks, durable. Bits are overwritten in
-//! place, and nothing of a bitmap is freed. Refcounts are not postponed here, even if the image allows it, so an image
-//! that is being closed does not become dirty again. Space that was given up (a table that moved, a bitmap that is
-//! lost) is freed last.
+//! A bitmap that the file marks in use is never used. The mark is durable before anything is written, and is removed
+//! only when the file has every bit. So a bitmap that missed a write is never used, however the process ends. At the
+//! end, the order is: bits and refcounts, durable; tables that name new clusters, durable; marks, durable. Bits are
+//! overwritten in place, and nothing of a bitmap is freed. Refcounts are not postponed here, even if the image allows
+//! it, so an image that is being closed does not become dirty again. Space that was given up (a table that moved, a
+//! bitmap that is lost) is freed last.
 
 use crate::layout::bitmap::{TABLE_ALL_ONES, data_offset, is_damaged_table};
 use crate::layout::entry::entries;
@@ -38,10 +38,10 @@ impl Inner {
     /// As [`Inner::mark_changed`], but first makes the header ready.
     pub(crate) async fn begin_change(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult {
         if self.tracking.is_none() && !self.geometry.data_file {
-            // Whatever changes the image makes the header ready. A discard of nothing changes nothing.
+            // Nothing to note. Every change of the image makes the header ready by itself.
             return Ok(());
         }
-        // An external data file changes without the image. The header's promises about it must not outlive the change.
+        // An external data file changes without the image, so the header's promises about it must be withdrawn first.
         self.make_ready(io).await?;
         self.mark_changed(offset, length);
         Ok(())
@@ -87,7 +87,7 @@ impl Inner {
             tracing::warn!("'{}': its bitmaps are given up: another table lies in their directory", self.name);
         }
         for (offset, bytes) in tracking.others.iter().filter(|_| free) {
-            // If something else lies there too, it is guarded already.
+            // A place that another table also claims is guarded already.
             let _ = self.claim(clusters_of(&self.geometry, *offset, *bytes));
         }
         free
@@ -188,7 +188,7 @@ impl Inner {
                 Err(error) => stored.iter().for_each(|tracked| self.tell_lost(tracked, error)),
             }
         }
-        // Frees space that was taken for nothing, and the old place of a refcount table that has moved.
+        // Frees space that was taken without need, and the old place of a refcount table that has moved.
         let is_settled = self.lock().is_all_written();
         if is_settled { Ok(()) } else { self.settle(io).await }
     }
@@ -267,7 +267,7 @@ impl Inner {
         for tracked in stored {
             let bytes: Vec<u8> = {
                 let mut table = tracked.table();
-                // From now on the file may name them.
+                // The file may name these clusters from here on.
                 table.fresh.clear();
                 match table.differs {
                     true => table.entries.iter().flat_map(|entry| entry.to_be_bytes()).collect(),

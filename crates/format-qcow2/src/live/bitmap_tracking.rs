@@ -1,4 +1,4 @@
-//! The persistent bitmaps of an open image: which of them note each write, and their state.
+//! The persistent bitmaps of an open image: those that note writes, and their state.
 
 use crate::layout::bitmap::{AUTOCLEAR_BITMAPS, Bitmap, BitmapBits, directory, flags_byte};
 use crate::layout::header::Header;

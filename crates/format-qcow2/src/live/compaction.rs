@@ -41,8 +41,8 @@ const PIECE_BYTES: u64 = 512 << 10;
 /// Refcounts that are counted in one step.
 const COUNT_CLUSTERS: u64 = 1 << 15;
 
-/// A compaction under way. While it lives, space is handed out from below where the file is going to end; so it should
-/// live until the image is closed.
+/// A compaction under way. While it lives, new space comes from below the planned end of the file, so keep it until the
+/// image is closed.
 #[derive(Debug)]
 pub struct Compaction {
     pub(super) inner: Arc<Inner>,
@@ -64,7 +64,7 @@ pub struct CompactionStep {
     pub next: u64,
     /// Bytes of the file that were moved.
     pub moved_bytes: u64,
-    /// Bytes that were not moved, because requests in flight took too long. They may be tried again.
+    /// Bytes that were not moved, because requests in flight took too long. Their move may be tried again.
     pub late_bytes: u64,
 }
 
@@ -75,26 +75,27 @@ impl CompactionStep {
 }
 
 impl Compaction {
-    /// Bytes that were moved so far.
+    /// Returns the number of bytes that were moved so far.
     #[must_use]
     pub fn moved_bytes(&self) -> u64 {
         self.moved_bytes
     }
 
-    /// Bytes behind the planned end for which there was no room below, because guests took it.
+    /// Returns the number of bytes behind the planned end for which there was no room below, because guests took it.
     #[must_use]
     pub fn missed_bytes(&self) -> u64 {
         self.missed_bytes
     }
 
-    /// Bytes behind the planned end that are never moved: compressed clusters, and clusters that snapshots share.
+    /// Returns the number of bytes behind the planned end that are never moved: compressed clusters, and clusters that
+    /// snapshots share.
     #[must_use]
     pub fn fixed_bytes(&self) -> u64 {
         self.fixed_bytes
     }
 
-    /// After a whole pass and [`Qcow2::look_at_still`]: the host clusters of which all that count as free are unused,
-    /// whatever they hold. Every entry that leads there was seen, and its clusters have a refcount.
+    /// Returns the host clusters where every free cluster is unused, whatever it holds. Valid after a whole pass and
+    /// [`Qcow2::look_at_still`]: every entry that refers to a cluster there was seen, and that cluster has a refcount.
     #[must_use]
     pub fn looked_at(&self) -> Range<u64> {
         self.end..u64::MAX
@@ -107,18 +108,18 @@ impl Drop for Compaction {
     }
 }
 
-/// A move that has begun. Dropping it gives it up, and guests' writes go on.
+/// A move that has begun. Dropping it cancels it, and guests' writes go on.
 #[derive(Debug)]
 struct Move {
-    /// Host clusters that nobody may overwrite in place without the mutex: the old place.
+    /// The old place: host clusters that may be overwritten in place only under the mutex.
     barred: Range<u64>,
-    /// The new place. It is given back, if it is not published.
+    /// The new place. It is freed if it is not published.
     allocation: Allocation,
-    /// A write to the guest's clusters may still give the move up.
+    /// A write to the guest's clusters may still cancel the move.
     is_tentative: bool,
     /// First byte of the old place.
     from: u64,
-    /// The clusters hold nothing: only their place is kept.
+    /// The clusters hold no data: only their place is kept.
     is_empty: bool,
     epoch: u64,
 }
@@ -137,7 +138,8 @@ impl Drop for Move {
     }
 }
 
-/// Replaces the guest's clusters of a move that a write has given up: that write may have them in flight by now.
+/// Takes the place of the guest's clusters in a cancelled move, which must not release them: the write that cancelled
+/// it may be allocating them by now.
 const NOBODYS: Range<u64> = u64::MAX..u64::MAX;
 
 /// The first thing to move from a place of the disk on.
@@ -153,12 +155,12 @@ enum Found {
         next: u64,
         clusters: u64,
     },
-    /// The table has moved, and is looked at again.
+    /// The table has moved; look at it again.
     Table,
     Clusters(Box<Move>),
 }
 
-/// What an entry leads to.
+/// What an entry refers to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     /// No cluster, or one in front of the end.
@@ -176,7 +178,7 @@ impl Kind {
         }
     }
 
-    /// Whether `next`, so many bytes behind, can move in one piece with this.
+    /// Whether `next`, `distance` bytes behind this one, can move together with it.
     fn goes_on(self, next: Self, distance: u64) -> bool {
         match (self, next) {
             (Self::Data(host), Self::Data(next)) | (Self::Empty(host), Self::Empty(next)) => {
@@ -204,7 +206,8 @@ impl Qcow2 {
         (!inner.can_discard).then_some("its file system cannot make holes in a file")
     }
 
-    /// Returns how many host clusters still count as used although nothing leads to them. A flush frees some of them.
+    /// Returns the number of host clusters that count as used although nothing refers to them. A flush frees some of
+    /// them.
     #[must_use]
     pub fn unfreed_clusters(&self) -> u64 {
         let state = self.inner.lock();
@@ -212,8 +215,8 @@ impl Qcow2 {
         freed.fold(0, |sum, freed| sum.saturating_add(freed.clusters.end.saturating_sub(freed.clusters.start)))
     }
 
-    /// Begins a pass: finds out where the file can end. The caller has flushed, and nobody takes snapshots of the image
-    /// or runs another compaction until the end.
+    /// Begins a pass: decides where the file can end. Call it after a flush. Until the compaction ends, no snapshots of
+    /// the image may be taken, and no other compaction may run.
     pub async fn begin_compaction(&self, io: &MetaIo) -> IoResult<Compaction> {
         let inner = &self.inner;
         let ready = |_: &mut State| match inner.header_ready.load(Ordering::Acquire) {
@@ -249,9 +252,10 @@ impl Qcow2 {
         Ok(used)
     }
 
-    /// Moves the first clusters or the table behind the planned end of the file, from the byte `at` of the disk on, if
-    /// that is not far. `waits` waits a little for requests in flight. If it returns false, the move is given up. `io`
-    /// is for calls that block. The image is valid at every moment. After an error, what was moved stays moved.
+    /// Moves the first clusters or the table behind the planned end of the file, if there are any within a short
+    /// distance from the byte `at` of the disk. `waits` waits a little for requests in flight; if it returns false, the
+    /// move is cancelled. `io` is for calls that block. The image is valid at every moment. After an error, what was
+    /// moved stays moved.
     pub async fn compact_step(
         &self,
         io: &MetaIo,
@@ -261,7 +265,7 @@ impl Qcow2 {
     ) -> IoResult<CompactionStep> {
         let inner = &*self.inner;
         let cluster = inner.geometry.cluster_of(at);
-        // Tables that are read here may be moved by others. Their old place must not be used again meanwhile.
+        // Another task may move the tables that are read here. Their old place must not be reused meanwhile.
         let ticket = compaction.participant.begin(&inner.epochs);
         let end = compaction.end;
         let found = inner.run(io, |state| self.find_move(state, cluster, end)).await;
@@ -291,7 +295,7 @@ impl Qcow2 {
         })
     }
 
-    /// Copies and publishes. Returns false if that would take too long.
+    /// Copies the data and publishes the new place. Returns false if that would take too long.
     async fn finish_move(
         &self,
         io: &MetaIo,
@@ -350,7 +354,7 @@ impl Qcow2 {
                 kind if kind.host().is_some() && cluster < movable_end => break kind,
                 _ => match inner.require_counted(state, slice, cluster) {
                     Ok(()) => fixed = fixed.saturating_add(1),
-                    // Each entry may need another block. Those before it are not looked at again.
+                    // Each entry may need another block. Entries before this one are not looked at again.
                     Err(Stop::Need(_)) if cluster > first => return Ok(Found::Nothing { next: cluster, fixed }),
                     Err(stop) => return Err(stop),
                 },
@@ -437,7 +441,7 @@ impl Inner {
         }
     }
 
-    /// Returns what the entry of a guest cluster leads to. Its slice is in memory.
+    /// Returns what the entry of a guest cluster refers to. Its slice must be in memory.
     fn kind(&self, slice: u64, cluster: u64, end: u64) -> Step<Kind> {
         let (entry, holds_data) = match self.geometry.extended_l2 {
             true => {

@@ -98,13 +98,13 @@ impl Inner {
     }
 }
 
-/// Fills `output` from a raw deflate stream; what follows the stream is ignored.
+/// Fills `output` from a raw deflate stream; bytes behind the stream are ignored.
 fn inflate(input: &[u8], output: &mut [u8]) -> Option<()> {
     let filled = DEFLATE.try_with(|codec| codec.borrow_mut().deflate_decompress(input, output)).ok()?.ok()?;
     (filled == output.len()).then_some(())
 }
 
-/// Fills `output` from a zstd stream; what follows the stream is ignored.
+/// Fills `output` from a zstd stream; bytes behind the stream are ignored.
 fn unzstd(input: &[u8], output: &mut [u8]) -> Option<()> {
     unzstd_frame(input, output).or_else(|| unzstd_in_steps(input, output))
 }

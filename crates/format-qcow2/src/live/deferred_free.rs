@@ -1,5 +1,5 @@
 //! Frees space. Refcounts are decremented in memory once nothing on disk or in flight can still refer to the space.
-//! Free space is punched out of the file before anybody may take it.
+//! Free space is punched out of the file before it is handed out.
 //!
 //! The decrements reach the disk with a later flush. If a power cut loses them, clusters leak, which is harmless.
 
@@ -12,12 +12,12 @@ use block::{IoResult, MetaIo, yield_now};
 /// The smallest hole: file systems may not make smaller ones.
 const HOLE_BYTES: u64 = 4096;
 
-/// How many clusters are decremented in one step, and how many entries are looked at for it. In between, other tasks of
-/// the reactor run.
+/// The most clusters that are decremented in one step, and the most entries that are looked at for it. Other tasks of
+/// the reactor run in between.
 const STEP_CLUSTERS: u64 = 512;
 const STEP_LOOKS: usize = 1024;
 
-/// Puts back what was not decremented if the task is dropped or a load fails.
+/// Clusters that are being decremented. If the task is dropped or a load fails, the rest goes back to the list.
 struct Unfinished<'a> {
     inner: &'a Inner,
     left: Vec<Freed>,
@@ -51,8 +51,8 @@ impl Drop for Punching<'_> {
 }
 
 impl Inner {
-    /// Decrements the refcounts that are due. With `all`, it does not wait for epochs, because nothing is in flight. It
-    /// stops when too many changed refcounts wait for a flush.
+    /// Decrements the refcounts that are due. With `all`, does not wait for epochs; nothing may be in flight then.
+    /// Stops when too many changed refcounts wait for a flush.
     pub(crate) async fn reap(&self, io: &MetaIo, all: bool) -> IoResult {
         let mut looked_at = 0;
         while let Some(due) = self.take_due(all, &mut looked_at) {
@@ -169,7 +169,7 @@ impl Inner {
         }
         let run = Run { first: cluster, count: 1, zeroed: false };
         state.space.quarantine.add(run);
-        // It was in use, so it should not be in the list of free space. If it were, it could be handed out while it is
+        // It was in use, so it should not be in the list of free space. Otherwise it could be handed out while it is
         // being punched.
         state.space.free.remove(run);
         match runs.last_mut() {

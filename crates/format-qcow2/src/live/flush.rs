@@ -4,12 +4,12 @@
 //!    before any mapping refers to them, guest data and the copied or zeroed rest of clusters.
 //! 2. If refcount blocks are new, their entries in the refcount table. If that table has moved, the header. Barrier.
 //!
-//! If refcounts are postponed (see `lazy_refcounts`), no step writes them. Steps 1 and 3 then become one step if
-//! everything that the tables refer to reads as zeros until it is written, as it did before.
+//! If refcounts are postponed (see `lazy_refcounts`), no step writes them. Steps 1 and 3 then become one step if all
+//! the new places read as zeros until they are written, as the guest's clusters did before.
 //!
-//! Refcounts of what step 3 unlinked are decremented only afterwards. So refcounts are never too low after a power cut.
-//! All bytes to write are copied at one moment, under the mutex, so the tables agree. One flush runs at a time. Callers
-//! that arrive meanwhile share the next one.
+//! Refcounts of clusters that step 3 unlinked are decremented only afterwards. So refcounts are never too low after a
+//! power cut. All bytes to write are copied at one moment, under the mutex, so the tables agree. One flush runs at a
+//! time. Callers that arrive meanwhile share the next one.
 
 use crate::layout::header::OFFSET_REFCOUNT_TABLE;
 use crate::live::flush_queue::{Barrier, Outcome};
@@ -53,7 +53,7 @@ impl Inner {
             return Ok(());
         }
         loop {
-            // Only a flush that has not started yet surely covers everything that has completed.
+            // Only a flush that has not started yet covers everything that has completed.
             let outcome = Arc::clone(&self.lock().flushes.next);
             let turn = self.flushed.until(|| self.turn(&outcome)).await;
             match turn {
@@ -139,7 +139,7 @@ impl Inner {
     }
 
     async fn flush_tables(&self, io: &MetaIo) -> IoResult {
-        // After an error, the next flush tries to decrement again. Meanwhile only space is lost.
+        // After an error, the next flush tries to decrement again. Until then space is lost, but no data.
         let _ = self.reap(io, false).await;
         let writing = Writing::begin(self)?;
         // Data in an external file become durable before anything that refers to them.
@@ -266,8 +266,8 @@ struct FreshWrite {
     slices: Vec<(usize, Vec<u8>)>,
 }
 
-/// A copy of the dirty tables at one moment, on its way to the file. If this is dropped, what was not written becomes
-/// dirty again.
+/// A copy of the dirty tables at one moment, to be written to the file. If this is dropped, tables that were not
+/// written become dirty again.
 struct Writing<'a> {
     inner: &'a Inner,
     refcounts: RefcountWrites,
@@ -278,7 +278,7 @@ struct Writing<'a> {
     mapping: Vec<Piece>,
     l1: Vec<Piece>,
     unlinked: Vec<Freed>,
-    /// Whether what the mapping refers to must become durable before the mapping.
+    /// Whether everything that the mapping refers to must become durable first.
     ordered: bool,
     refcounts_written: bool,
     mapping_written: bool,

@@ -88,6 +88,14 @@ impl Qcow2 {
         self.inner.geometry.size_bytes
     }
 
+    /// The image is going to get a backing file: from now on a zeroed cluster gets the zero flag, even if nothing is mapped
+    /// there. Call it before the image is shared; later calls change nothing.
+    pub fn expect_backing(&mut self) {
+        if let Some(inner) = Arc::get_mut(&mut self.inner) {
+            inner.geometry.has_backing = true;
+        }
+    }
+
     /// Limits the memory for L2 tables. Call it before the image is shared and used; later calls change nothing. At
     /// least two slices of 4 KiB are kept. Refcount blocks may take another eighth of this size.
     pub fn set_cache_bytes(&mut self, l2_bytes: u64) {
@@ -160,8 +168,8 @@ impl Qcow2 {
         }
     }
 
-    /// For a range that was just resolved and holds no data. Returns the space that its first part keeps in the file
-    /// all the same, and the length of that part.
+    /// For a range that was just resolved and holds no data: returns the space that its first part still keeps in the
+    /// file, and the length of that part.
     #[must_use]
     pub fn empty_space(&self, offset: u64, length: u64) -> (Option<u64>, u64) {
         let geometry = &self.inner.geometry;
@@ -218,7 +226,7 @@ impl Qcow2 {
         self.inner.flush(io).await
     }
 
-    /// Flushes, writes the refcounts of what was freed, and updates the persistent bitmaps in the file. A bitmap that
+    /// Flushes, writes the refcounts of freed clusters, and updates the persistent bitmaps in the file. A bitmap that
     /// cannot be written is lost. That is logged and is no error, unless refcounts that were changed for it cannot be
     /// written. No operation may be in flight. The image stays usable.
     pub async fn close(&self, io: &MetaIo) -> IoResult {
@@ -258,7 +266,7 @@ impl Qcow2 {
         io.flush().await
     }
 
-    /// For tests of the tests: leaves out a barrier, so that a simulated power cut must find damage.
+    /// For tests of the tests: leaves out a barrier, so that a simulated power cut has to find damage.
     #[doc(hidden)]
     pub fn skip_barrier_for_test(&self, barrier: Barrier) {
         self.inner.skipped_barriers.fetch_or(barrier.bit(), Ordering::Relaxed);

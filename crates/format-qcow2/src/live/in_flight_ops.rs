@@ -1,7 +1,8 @@
 //! Metadata writes in flight, even after the tasks that started them are gone.
 //!
-//! A task may be dropped at any await, when its reactor ends. What it pushed still happens, perhaps much later. The
-//! next task waits for it first. Otherwise an old table could overwrite a newer one, or an old punch new data.
+//! A task may be dropped at any await, when its reactor ends. The writes that it pushed still happen, perhaps much
+//! later. The next task waits for them first. Otherwise an old table could overwrite a newer one, or an old punch new
+//! data.
 
 use block::sync::{AtomicUsize, Ordering};
 use block::{FileOp, IoResult, MetaIo, WaitList};

@@ -1,7 +1,7 @@
-//! Gets what a step needs: tables from the file, zeroed space, a range without writes in flight.
+//! Provides what a step needs: tables from the file, zeroed space, a range without writes in flight.
 //!
-//! Each load is done once; others that need the same wait for it. A task that loads may be dropped at any await. Its
-//! guard then lets the next task try.
+//! Each load is done once; other tasks that need the same wait for it. A task that loads may be dropped at any await.
+//! Its guard then lets the next task try.
 
 use crate::layout::bitmap::AUTOCLEAR_BITMAPS;
 use crate::layout::entry::entries;
@@ -85,13 +85,13 @@ impl Inner {
         self.slices_read.fetch_add(1, Ordering::Relaxed);
         let read = io.read(offset, length, PastEnd::Fails).await;
         let mut state = self.lock();
-        // If the table has moved meanwhile, the bytes may be anything: the caller looks again. No table returns to a
-        // place that it has left: it only moves towards the start of the file.
+        // If the table has moved meanwhile, the bytes may be anything: the caller looks again. A table never returns to
+        // a place that it has left: it only moves towards the start of the file.
         if self.table_in_file(&state, l1_index)? != source {
             return Ok(true);
         }
         let bytes = read?;
-        // Nobody else can have changed the slice: only slices in memory change, and only this load could have put it
+        // The slice cannot have changed in between: only slices in memory change, and only this load could have put it
         // there.
         let words = entries(&bytes).enumerate().map(|(index, raw)| match self.geometry.extended_l2 && index % 2 == 0 {
             true => never_changing(raw),
@@ -125,11 +125,11 @@ impl Inner {
         Ok(())
     }
 
-    /// Extends the file by space that reads as zeros even after a power cut. The space is zeroed, so nothing that lay
-    /// there before shows through. Meanwhile nobody takes space at the end of the file.
+    /// Extends the file by space that reads as zeros even after a power cut. The space is zeroed, so no old contents
+    /// show through. Meanwhile no space at the end of the file is taken.
     async fn extend(&self, io: &MetaIo) -> IoResult {
         let Some(_loading) = self.begin(Need::Extension).await else { return Ok(()) };
-        // A dropped task may still be zeroing there, and would zero what is written next.
+        // A dropped task may still be zeroing there, and would overwrite later writes.
         self.extensions.over().await;
         self.settle_frontier(io).await?;
         let from = {
@@ -157,7 +157,7 @@ impl Inner {
     }
 
     /// Moves the frontier behind everything that has a refcount. Clusters behind the end of the file may be in use
-    /// without having been written. They must neither be zeroed later nor be cut off.
+    /// without having been written, and must neither be zeroed later nor cut off.
     async fn settle_frontier(&self, io: &MetaIo) -> IoResult {
         let (mut block, first) = {
             let state = self.lock();

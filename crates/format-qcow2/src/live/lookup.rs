@@ -63,14 +63,14 @@ impl Qcow2 {
     #[inline]
     #[must_use]
     pub fn is_mapping_durable(&self) -> bool {
-        // A writer clears the flag before it changes an entry, and the entry was loaded with Acquire. So whoever saw
+        // A writer clears the flag before it changes an entry, and the entry was loaded with Acquire. So a reader of
         // the new entry sees the flag cleared, or set again by a flush that made the entry durable.
         self.inner.mapping_is_durable.load(Ordering::Acquire) || self.inner.skips(Barrier::Overwrite)
     }
 }
 
 impl Inner {
-    /// Clears the flag before an entry changes. Whoever sees the new entry then also sees that it is not durable yet.
+    /// Clears the flag before an entry changes. A reader of the new entry then also sees that it is not durable yet.
     pub(crate) fn mapping_changes(&self) {
         self.mapping_is_durable.store(false, Ordering::Relaxed);
     }

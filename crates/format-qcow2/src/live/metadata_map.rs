@@ -110,7 +110,7 @@ impl MetadataMap {
         }
     }
 
-    /// Bars anybody from overwriting this cluster in place without the mutex, table or not.
+    /// Forbids overwriting this cluster in place without the mutex, whether it holds a table or not.
     pub(crate) fn bar(&mut self, bits: &TableBits, cluster: u64) {
         self.has_far |= !bits.has_own(cluster);
         bits.set(cluster);

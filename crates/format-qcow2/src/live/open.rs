@@ -113,7 +113,7 @@ impl TableReader<'_> {
     }
 }
 
-/// Makes the state of an image that nobody has used yet.
+/// Makes the state of an image that was just opened.
 fn new_state(cluster: &[u8], refcounts: Refcounts, space: Space) -> State {
     let sector = cluster.get(..HEADER_SECTOR_BYTES).and_then(|bytes| bytes.try_into().ok());
     State {

@@ -1,4 +1,4 @@
-//! The overlap guard: no write of ours overwrites a table that it should not.
+//! The overlap guard: no write overwrites a table by mistake.
 //!
 //! It checks before space is handed out, before a table is changed, and before data are overwritten in place. It checks
 //! again every piece of metadata on its way to the file. An overlap means that the image contradicts itself, and that
@@ -69,7 +69,7 @@ impl Inner {
         Ok(self.guard(state, Some(Owner::L2), cluster..cluster.saturating_add(1))?)
     }
 
-    /// Refuses to write or free what an L2 entry refers to if that is a table.
+    /// Refuses to write or free the clusters of an L2 entry if one of them holds a table.
     pub(crate) fn guard_entry(&self, state: &mut State, entry: &Cluster) -> Step<()> {
         Ok(self.guard(state, None, entry.host_clusters(&self.geometry))?)
     }

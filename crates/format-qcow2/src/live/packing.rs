@@ -14,7 +14,7 @@ use block::{Error, ErrorKind, IoError, IoErrorKind, IoResult, MetaIo, Result};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// How much is set aside for compressed clusters at once: this part of the file, and at most so many clusters.
+/// The space that is set aside for compressed clusters at once: this part of the file, and at most this many clusters.
 const KEPT_SHARE: u64 = 64;
 const KEPT_CLUSTERS_MAX: u64 = 16;
 
@@ -23,7 +23,7 @@ const KEPT_CLUSTERS_MAX: u64 = 16;
 pub struct PackedCluster {
     /// First byte of the disk, at a cluster boundary.
     pub guest_offset: u64,
-    /// Its compressed length: less than a cluster.
+    /// The compressed length: less than a cluster.
     pub length_bytes: u32,
 }
 
@@ -79,7 +79,7 @@ impl Qcow2 {
     }
 
     /// Reserves space for compressed clusters, which follow each other in the file if possible. The clusters are in the
-    /// order of the disk, and are noted as written. Nobody else may write them until they are committed.
+    /// order of the disk, and are noted as written. Other writes to them must wait until they are committed.
     pub async fn prepare_compressed(&self, io: &MetaIo, clusters: &[PackedCluster]) -> IoResult<PackedAllocation> {
         let inner = &*self.inner;
         let (Some(first), Some(last)) = (clusters.first(), clusters.last()) else {

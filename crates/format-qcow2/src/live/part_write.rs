@@ -131,7 +131,7 @@ impl Inner {
         Ok(Room { start, end, host, clusters: first..cluster, fresh: false, zeroed: false, head, tail })
     }
 
-    /// Allocates host clusters, and finds what must be copied to them from the old ones.
+    /// Allocates host clusters, and decides which data must be copied to them from the old ones.
     fn new_parts(&self, state: &mut State, slice: u64, offset: u64, request_end: u64, limit: u64) -> Step<Room> {
         let geometry = &self.geometry;
         let first = geometry.cluster_of(offset);
@@ -152,7 +152,7 @@ impl Inner {
         let end_part = self.parts_wanted(last, request_end).max(end_held(&last_entry));
         let start = geometry.start_of(first).saturating_add(geometry.part_start(start_part));
         let end_bytes = geometry.start_of(last).saturating_add(geometry.part_start(end_part));
-        // If more than the request's own parts is copied, those parts may be of any kind.
+        // If other parts are copied as well, the request's own parts may be of any kind.
         let head = match start_part < geometry.part_of(offset) {
             true => Fill::Copy,
             false => self.fill_part(slice, offset, zeroed)?,

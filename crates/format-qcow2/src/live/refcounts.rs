@@ -1,6 +1,6 @@
 //! Refcounts of host clusters: the refcount table in memory, refcount blocks cached on demand.
 //!
-//! All of this is protected by the image's mutex, and only uses what is in memory. If a block is missing, its number is
+//! All of this is protected by the image's mutex, and uses only blocks in memory. If a block is missing, its number is
 //! returned to the caller, who loads it without the mutex and tries again.
 
 use crate::layout::entry::decode_refcount_table;
@@ -11,14 +11,14 @@ use std::ops::Range;
 
 const CACHED_BLOCKS_MIN: usize = 16;
 
-/// So many blocks without changes stay in memory, however many are changed: one step may need several at once, and
+/// At least this many unchanged blocks stay in memory, however many are changed: one step may need several at once, and
 /// loading one must not push another out.
 const CLEAN_BLOCKS_MIN: usize = 4;
 
 /// The most runs of free clusters that are looked for at once.
 const FREE_RUNS_MAX: usize = 256;
 
-/// A block is written in parts of this size, so that a flush after a small write stays small.
+/// Blocks are written in parts of this size, so that a flush after a small write stays small.
 const PART_BYTES: usize = 4096;
 
 /// Why a refcount is not available.
@@ -139,7 +139,7 @@ impl Refcounts {
 
     /// Puts a block into memory that is new or was read from the file.
     pub(crate) fn install(&mut self, block: u64, bytes: Box<[u8]>) {
-        // Room is made first, so that the new block is never the one that is dropped.
+        // Makes room first, so that the new block is never the one that is dropped.
         let limit = self.geometry.cluster_of(self.cache_bytes).max(CACHED_BLOCKS_MIN as u64);
         if self.blocks.len() as u64 >= limit {
             let clean = || self.blocks.iter().filter(|(_, b)| b.is_clean());
@@ -301,7 +301,7 @@ impl Refcounts {
         self.blocks.len()
     }
 
-    /// Copies what has to be written, and marks it as *being written*.
+    /// Copies the changed metadata to be written, and marks it as *being written*.
     pub(crate) fn begin_writing(&mut self) -> RefcountWrites {
         let mut writes = RefcountWrites::default();
         self.writing_blocks = std::mem::take(&mut self.dirty_blocks);
@@ -324,7 +324,7 @@ impl Refcounts {
         writes
     }
 
-    /// Ends what [`Refcounts::begin_writing`] began. What was not written becomes dirty again.
+    /// Ends the writing that [`Refcounts::begin_writing`] began. Metadata that were not written become dirty again.
     pub(crate) fn end_writing(&mut self, written: bool, moved: bool) {
         for number in std::mem::take(&mut self.writing_blocks) {
             let Some(block) = self.blocks.get_mut(&number) else { continue };
@@ -357,7 +357,7 @@ pub(crate) struct RefcountWrites {
     pub(crate) moved_table: Option<MovedTable>,
 }
 
-/// A table that the header must be changed to name.
+/// A refcount table in a new place, which the header does not name yet.
 #[derive(Debug)]
 pub(crate) struct MovedTable {
     pub(crate) piece: Piece,

@@ -38,7 +38,7 @@ pub(crate) enum Need {
     DirtyBit,
 }
 
-/// Why a step did not end.
+/// The reason why a step did not end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Stop {
     Need(Need),
@@ -62,10 +62,11 @@ pub(crate) struct Freed {
     pub(crate) clusters: Range<u64>,
     /// Operations resolved up to this epoch may still use them.
     pub(crate) epoch: u64,
-    /// The kind of table that lies there. It is guarded until then: the file may still refer to it, or its copy may be
-    /// pending.
+    /// The kind of table in the clusters. They stay guarded until they are decremented: the file may still refer to the
+    /// table, or its copy may be pending.
     pub(crate) table: Option<Owner>,
-    /// Whether the clusters are barred until then: a write resolved before may ask late whether it may overwrite them.
+    /// Whether the clusters stay barred until they are decremented: a write resolved before may ask late whether it may
+    /// overwrite them.
     pub(crate) barred: bool,
 }
 
@@ -154,8 +155,7 @@ pub(crate) struct State {
     pub(crate) space: Space,
     /// Guest clusters that are being allocated: first -> end.
     pub(crate) in_flight: BTreeMap<u64, u64>,
-    /// The first guest cluster of a move that has not begun to copy. Whoever wants one of its clusters gives up the
-    /// move.
+    /// The first guest cluster of a move that has not begun to copy. A write to one of its clusters cancels the move.
     pub(crate) tentative: Option<u64>,
     /// Needs that are being met.
     pub(crate) busy: HashSet<Need>,
@@ -277,7 +277,7 @@ impl Inner {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes the error for damage in the image. It is logged once, and returned to the guest each time.
+    /// Makes the error for damage in the image. It is logged only once, but returned each time.
     pub(crate) fn corrupt(&self, what: std::fmt::Arguments<'_>) -> IoError {
         if !self.complained.swap(true, Ordering::Relaxed) {
             tracing::error!(
@@ -348,8 +348,8 @@ impl Inner {
     }
 }
 
-/// Returns `None` where a refcount block is missing. A run of clusters ends there. A step that needed more blocks at once
-/// than stay in memory would begin anew for ever.
+/// Returns `None` where a refcount block is missing; a run of clusters ends there. A step that needed more blocks at
+/// once than memory holds would begin anew for ever.
 pub(crate) fn unless_block_missing<T>(found: Step<T>) -> Step<Option<T>> {
     match found {
         Ok(found) => Ok(Some(found)),

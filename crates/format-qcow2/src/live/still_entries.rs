@@ -1,5 +1,6 @@
-//! The entries that no guest changes: those of internal snapshots, and those of the disk's tables behind its end (a machine's
-//! state may lie there). Before a file is cut off, each of them must have a refcount where it leads behind the cut.
+//! The entries that no guest changes: those of internal snapshots, and those of the active tables behind the disk's
+//! end, where a machine's state may lie. Before a file is cut off, every cluster behind the cut that one of them names
+//! must have a refcount.
 
 use crate::layout::entry::{BadEntry, Cluster, decode_l1, entries};
 use crate::layout::extended_entry::Extended;
@@ -14,10 +15,10 @@ use std::collections::HashSet;
 /// An L1 table is read in pieces of this size.
 const L1_PIECE_BYTES: u64 = 64 << 10;
 
-/// So many tables that were looked at are remembered: snapshots share them.
+/// The most tables that are remembered as seen: snapshots share tables.
 const SEEN_MAX: usize = 1 << 18;
 
-/// What goes on while tables are looked at.
+/// The state of a walk over tables.
 struct Look<'a, F> {
     io: &'a MetaIo,
     compaction: &'a mut Compaction,
@@ -26,8 +27,8 @@ struct Look<'a, F> {
 }
 
 impl Qcow2 {
-    /// Looks at the entries that a pass over the disk does not meet. `goes_on` is asked before each table; where it says no,
-    /// this ends with false. `io` is for calls that block.
+    /// Looks at the entries that a pass over the disk does not meet. `goes_on` is asked before each table; if it
+    /// returns false, so does this. `io` is for calls that block.
     pub async fn look_at_still(
         &self,
         io: &MetaIo,
@@ -41,11 +42,11 @@ impl Qcow2 {
 }
 
 impl Inner {
-    /// The last table of the disk may map more than the disk has. Further ones map only that.
+    /// Looks at active entries behind the disk's end. They are in its last table, and in all tables after it.
     async fn look_behind_disk(&self, look: &mut Look<'_, impl FnMut() -> bool>) -> IoResult<bool> {
         let clusters = self.geometry.guest_clusters();
         for index in self.geometry.l1_index(clusters)..self.l1.len() as u64 {
-            // Where the table moves, the old place is not used again meanwhile.
+            // If the table moves, its old place is not reused meanwhile.
             let ticket = look.compaction.participant.begin(&self.epochs);
             let offset = self.still_table(index);
             let first = clusters.saturating_sub(index.wrapping_shl(self.geometry.l2_bits()));
@@ -62,7 +63,7 @@ impl Inner {
         Ok(true)
     }
 
-    /// Where the file has what an L1 entry leads to.
+    /// Returns the place in the file of the table that an L1 entry names.
     fn still_table(&self, index: u64) -> IoResult<Option<u64>> {
         let state = self.lock();
         Ok(match state.fresh_tables.get(&index) {
@@ -113,7 +114,7 @@ impl Inner {
         Ok(true)
     }
 
-    /// Looks at the entries of an L2 table from the one of this number on.
+    /// Looks at the entries of an L2 table, from number `first` on.
     async fn look_at_table(
         &self,
         look: &mut Look<'_, impl FnMut() -> bool>,
@@ -138,7 +139,8 @@ impl Inner {
         Ok(true)
     }
 
-    /// As far as refcounts are in memory. Returns where to go on, and how many clusters behind the end are a snapshot's alone.
+    /// Looks at entries until a refcount block is missing. Returns where to go on, and how many clusters behind `end`
+    /// have only this reference.
     fn look_at_some(&self, state: &mut State, words: &[u64], at: usize, end: u64, table: u64) -> Step<(usize, u64)> {
         if state.refcounts.is_half_crowded() {
             return Err(Stop::Need(Need::Flush));

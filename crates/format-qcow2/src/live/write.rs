@@ -11,13 +11,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// The most slices that may differ from the file: 32 MiB, the default of memory for tables. A flush copies all of them
-/// at one moment, while everybody else waits.
+/// at one moment, under the mutex.
 pub(crate) const DIRTY_SLICES_MAX: usize = 8192;
 
 /// The largest allocation for one write.
 pub(crate) const ALLOCATION_BYTES_MAX: u64 = 2 << 20;
 
-/// Where a write goes.
+/// The result of preparing a write.
 pub type Prepared = block::Prepared<Allocation>;
 
 /// Space for whole guest clusters, invisible until [`Qcow2::commit_write`]. Dropping it gives the space back.
@@ -30,9 +30,9 @@ pub struct Allocation {
     pub length_bytes: u64,
     /// First byte in the file; contiguous.
     pub file_offset: u64,
-    /// What to do before the request, in the first cluster.
+    /// How to fill the first cluster before the request.
     pub head: Fill,
-    /// What to do behind the request, in the last cluster.
+    /// How to fill the last cluster behind the request.
     pub tail: Fill,
     /// The space reads as zeros: zeros need not be written to it.
     pub zeroed: bool,
@@ -41,7 +41,8 @@ pub struct Allocation {
     /// Whether only the place is published. If the format allows it, the entry says that the place holds nothing.
     pub(crate) without_data: bool,
     pub(crate) guest: Range<u64>,
-    /// Host clusters that are freed if this is dropped uncommitted; empty if the guest's cluster kept its own.
+    /// Host clusters that are freed if this is dropped uncommitted; empty if the guest's cluster keeps its host
+    /// cluster.
     pub(crate) unpublished: Range<u64>,
     pub(crate) inner: Arc<Inner>,
 }
@@ -51,7 +52,7 @@ impl Drop for Allocation {
         let mut state = self.inner.lock();
         state.in_flight.remove(&self.guest.start);
         if !self.unpublished.is_empty() {
-            // A write to it may still be in flight, so it waits for its epoch like other freed space.
+            // A write to the space may still be in flight, so it waits for its epoch like other freed space.
             let epoch = self.inner.epochs.retire();
             state.retired.push(Freed { clusters: self.unpublished.clone(), epoch, table: None, barred: false });
         }
@@ -74,7 +75,7 @@ impl Qcow2 {
         Ok(prepared)
     }
 
-    /// As [`Qcow2::prepare_write`], for a copy of what the guest sees: no bitmap notes a change.
+    /// As [`Qcow2::prepare_write`], for copies that do not change what the guest sees: bitmaps note nothing.
     pub async fn prepare_copy(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult<Prepared> {
         self.inner.check_write(offset, length)?;
         self.inner.run(io, |state| self.try_prepare(state, offset, length)).await

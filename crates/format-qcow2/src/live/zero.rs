@@ -9,28 +9,28 @@ use std::ops::Range;
 /// The most missing tables that one step skips, so that others can run in between.
 const TABLES_A_STEP: usize = 1024;
 
-/// The parts of a write-zeroes that the tables could not do.
+/// The parts of a write-zeroes that changing tables could not do.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ZeroOutcome {
     /// Ranges of the disk that the caller must zero by ordinary writes: none, the unaligned ends, or everything.
     pub by_writing: Vec<Range<u64>>,
 }
 
-/// What a cluster becomes.
+/// The new state of a cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Goal {
-    /// Zeros. It keeps the space if the space belongs to this cluster alone.
+    /// Zeros. The cluster keeps its space if no other cluster shares it.
     Zeroed,
     /// Zeros; the space is freed.
     ZeroedAndFreed,
     /// Anything; the space is freed.
     Discarded,
-    /// What the layer below holds; the space is freed.
+    /// The contents of the layer below; the space is freed.
     Revealed,
 }
 
 impl Qcow2 {
-    /// Makes whole clusters of the range read as zeros. Returns what is left to be written.
+    /// Makes whole clusters of the range read as zeros. Returns the parts that are left to be written.
     pub async fn write_zeroes(&self, io: &MetaIo, offset: u64, length: u64, may_unmap: bool) -> IoResult<ZeroOutcome> {
         let inner = &self.inner;
         inner.check_write(offset, length)?;
@@ -98,7 +98,7 @@ impl Qcow2 {
     }
 
     /// Forgets whole clusters of the range: the guest then sees the layer below, or zeros if there is none. For layers
-    /// whose data have gone to the layer below: the disk does not change, so no bitmap notes anything.
+    /// whose data were copied to the layer below: the disk does not change, so bitmaps note nothing.
     pub async fn reveal(&self, io: &MetaIo, offset: u64, length: u64) -> IoResult {
         self.inner.check_write(offset, length)?;
         let whole = self.inner.whole_clusters(offset, offset.saturating_add(length));
@@ -145,8 +145,8 @@ impl Inner {
         let Some(data) = io.data().filter(|_| !clusters.is_empty()) else { return };
         let offset = self.geometry.start_of(clusters.start);
         let length = self.geometry.start_of(clusters.end).min(self.geometry.size_bytes).saturating_sub(offset);
-        // Zeros are written, because a discard may leave anything there, and until the tables are durable they call it
-        // data. This is best effort: what cannot be freed stays.
+        // Zeros are written: a discard may leave any contents, and until the tables are durable, they call the clusters
+        // data. This is best effort; space that cannot be freed stays.
         let _ = data.start(FileOp::WriteZeroes { offset, length, may_unmap: true }).await;
     }
 

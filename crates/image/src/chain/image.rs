@@ -4,7 +4,6 @@ use super::exchange::board::Board;
 use super::extents::Extents;
 use super::layer::Layer;
 use super::layers::Chain;
-use super::mapping::Mapping;
 use super::queue::ImageQueue;
 use super::table_cache::TableCacheStats;
 use crate::file_name::FileName;
@@ -236,9 +235,9 @@ impl Image {
     /// queue is open.
     pub fn give_back_if_empty(&self) -> Result<()> {
         let chain = self.chain();
-        let Some(top) = chain.layers.first().filter(|_| !chain.disk.read_only) else { return Ok(()) };
-        let Mapping::Scratch(scratch) = &top.mapping else { return Ok(()) };
-        let given_back = block_on(scratch.give_back_if_empty(&top.open_blocking()?));
+        let top = chain.layers.first().filter(|top| !chain.disk.read_only && top.mapping.can_stage());
+        let Some(top) = top else { return Ok(()) };
+        let given_back = block_on(top.mapping.give_back_if_empty(&top.open_blocking()?));
         given_back.map_err(|error| top.failed("cannot give its space back", error))
     }
 

@@ -7,9 +7,8 @@
 
 use super::layer::Layer;
 use super::layers::Chain;
-use super::mapping::Mapping;
-use block::{EpochPin, Extent, IoError, IoResult, Keep, MapPiece, MetaIo, Promise, ReadMap, WriteMap};
-use format_scratch::Staged;
+use super::mapping::Staged;
+use block::{EpochPin, Extent, Keep, MapPiece, Promise, ReadMap, WriteMap};
 use std::sync::Arc;
 
 /// The most pieces of one map. A range in more pieces is read instead.
@@ -70,7 +69,7 @@ impl Chain {
 
     /// Whether the top layer may ever reserve space for requests that come.
     pub(crate) fn reserves_ahead(&self) -> bool {
-        self.layers.first().is_some_and(|top| matches!(top.mapping, Mapping::Scratch(_))) && !self.disk.read_only
+        self.layers.first().is_some_and(|top| top.mapping.can_stage()) && !self.disk.read_only
     }
 
     /// Whether the top layer should reserve space for requests that come.
@@ -106,52 +105,5 @@ impl Places {
 impl Keep for Places {
     fn is_kept(&self) -> bool {
         self.0.iter().all(|(_, promise)| promise.is_kept())
-    }
-}
-
-impl Mapping {
-    /// Reserves space for whole pages of a range, if the format has pages that can be taken over.
-    fn try_stage(&self, offset: u64, length_bytes: u64) -> Option<Staged> {
-        match self {
-            Self::Raw(_) | Self::Qcow2(_) => None,
-            Self::Scratch(scratch) => scratch.try_stage(offset, length_bytes),
-        }
-    }
-
-    fn owns(&self, staged: &Staged) -> bool {
-        match self {
-            Self::Raw(_) | Self::Qcow2(_) => false,
-            Self::Scratch(scratch) => scratch.owns(staged),
-        }
-    }
-
-    fn is_short(&self) -> bool {
-        match self {
-            Self::Raw(_) | Self::Qcow2(_) => false,
-            Self::Scratch(scratch) => scratch.is_short(),
-        }
-    }
-
-    /// Reserves space for requests that come, if little is at hand and there is some.
-    pub(crate) async fn reserve_ahead(&self, io: &MetaIo) {
-        if let Self::Scratch(scratch) = self {
-            scratch.reserve_ahead(io).await;
-        }
-    }
-
-    /// Publishes staged pages at `offset`.
-    pub(crate) async fn link(&self, io: &MetaIo, offset: u64, staged: &mut Staged) -> IoResult {
-        match self {
-            Self::Raw(_) | Self::Qcow2(_) => Err(IoError::EIO),
-            Self::Scratch(scratch) => scratch.link(io, offset, staged).await,
-        }
-    }
-
-    /// Publishes staged pages at `offset`; `None` if that would wait.
-    pub(crate) fn link_at_once(&self, offset: u64, staged: &mut Staged) -> Option<IoResult> {
-        match self {
-            Self::Raw(_) | Self::Qcow2(_) => Some(Err(IoError::EIO)),
-            Self::Scratch(scratch) => scratch.link_at_once(offset, staged),
-        }
     }
 }

@@ -1,11 +1,12 @@
 //! One layer of a chain: its files, and the mapping that says where the guest's bytes lie.
 
+use super::closed_edit::ClosedEdit;
 use super::mapping::Mapping;
 use super::memory_bitmap::MemoryBitmaps;
 use crate::file_name::FileName;
 use crate::guess::Format;
 use block::{Error, ErrorKind, File, FileInfo, FileQueue, IoError, MetaIo, ReactorCtx, Result};
-use format_qcow2::{Backing, EditWatch, ResizeOptions};
+use format_qcow2::{Backing, Bitmap, BitmapBits, EditWatch, ResizeOptions, Snapshot};
 use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 
@@ -121,13 +122,42 @@ impl Layer {
 
     /// Refuses a layer whose refcounts deny data that are there. Nobody writes to it meanwhile.
     pub(crate) async fn look_before_edit(&self, watch: &mut EditWatch<'_>) -> Result<()> {
-        match self.mapping.qcow2() {
-            None => Ok(()),
-            Some(_) => {
-                let (io, name) = (self.open_blocking()?, self.name.to_string());
-                format_qcow2::look_before_writing(&io, self.file.as_ref(), &name, watch).await
-            }
+        let io = self.open_blocking()?;
+        self.mapping.look_before_writing(&io, self.file.as_ref(), &self.name.to_string(), watch).await
+    }
+
+    /// Refuses `edit` if the layer's format cannot store what it changes.
+    pub(crate) fn refuse_edit(&self, edit: &ClosedEdit) -> Result<()> {
+        self.mapping.refuse_edit(&self.name, edit)
+    }
+
+    /// Changes the layer durably. The layer is closed and nobody uses it. A power cut leaves it before or after the
+    /// change.
+    pub(crate) async fn edit_closed(&self, edit: &ClosedEdit) -> Result<()> {
+        self.mapping.edit_closed(&self.open_blocking()?, &*self.file, &self.name, edit).await
+    }
+
+    /// Records another backing file, or none, durably. The layer is closed and nobody uses it.
+    pub(crate) async fn set_backing(&self, backing: Option<&Backing>) -> Result<()> {
+        self.mapping.set_backing(&self.open_blocking()?, &*self.file, &self.name.to_string(), backing).await
+    }
+
+    /// Reads the persistent bitmaps from the file.
+    pub(crate) async fn bitmaps(&self) -> Result<Vec<Bitmap>> {
+        self.mapping.bitmaps(&self.open_blocking()?, &self.name.to_string()).await
+    }
+
+    /// Returns a bitmap's bits, from the file where they are persistent.
+    pub(crate) async fn read_bitmap(&self, bitmap: &str) -> Result<BitmapBits> {
+        if let Some(found) = self.memory_bitmaps.find(bitmap) {
+            return Ok(found.bits());
         }
+        self.mapping.read_bitmap(&self.open_blocking()?, &self.name.to_string(), bitmap).await
+    }
+
+    /// Reads the internal snapshots from the file.
+    pub(crate) async fn internal_snapshots(&self) -> Result<Vec<Snapshot>> {
+        self.mapping.snapshots(&self.open_blocking()?, &self.name.to_string()).await
     }
 
     /// How the header of an image that rests on this layer names it: by its whole path, because the two may lie in
@@ -151,10 +181,7 @@ impl Layer {
         if let Some(found) = self.empty_clusters.get() {
             return *found;
         }
-        let found = match (self.mapping.qcow2(), self.file.length_bytes(), self.file.allocated_bytes()) {
-            (Some(qcow2), Ok(length), Ok(Some(allocated))) => qcow2.has_empty_clusters(io, length, allocated).await,
-            _ => false,
-        };
+        let found = self.mapping.has_empty_clusters(io, &*self.file).await;
         *self.empty_clusters.get_or_init(|| found)
     }
 

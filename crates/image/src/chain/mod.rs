@@ -1,7 +1,6 @@
 //! An open chain of layers, and the queues that serve it: lookups, splitting, and copy-on-write. Queues go over to
 //! another chain at a barrier.
 
-mod allocation;
 pub(crate) mod both_sides;
 pub(crate) mod closed_edit;
 pub(crate) mod compressed_writer;

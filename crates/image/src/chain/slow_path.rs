@@ -4,12 +4,11 @@
 //! the first and last cluster are written. The format *commits*: the mapping is published. A task that is dropped in
 //! between gives the space back.
 
-use crate::chain::mapping::{Allocation, Fill, Mapping, Overwrite, Prepared};
+use crate::chain::mapping::{Allocation, Fill, Mapping, Overwrite, Prepared, Staged};
 use crate::chain::place::Place;
 use crate::chain::queue::Shared;
 use block::latency::{counts_as, lap};
 use block::{Extent, FileOp, IoError, IoResult, OpFlags, Part, Priority, turn, yield_now};
-use format_scratch::Staged;
 use memory::{BufferGrant, BufferUse, IoBuf, Window};
 use std::pin::pin;
 use std::rc::Rc;

@@ -1,18 +1,20 @@
 //! Everything that depends on the format of an image that nobody uses: how it is made, checked and changed, and its
 //! size.
 //!
-//! For open layers, `chain/mapping.rs` does the same. Nothing else in this crate asks for a format. A new format gets
+//! For open layers, `chain/mapping` does the same. Nothing else in this crate asks for a format. A new format gets
 //! an arm in the methods below; its own crate does the work.
 
 use crate::chain::mapping::raw_space;
 use crate::guess::Format;
+use crate::open::kept::data_path_of;
 use crate::open::layers::format_of;
 use block::{Error, ErrorKind, File, FileInfo, MetaIo, Result, block_on};
 use format_qcow2::{
-    Backing, Bitmap, BitmapAction, BitmapBits, CheckReport, CheckWatch, EditWatch, GrowBy, Measure, NewSnapshot,
-    Repair, SnapshotName,
+    Backing, Bitmap, BitmapAction, BitmapBits, CheckReport, CheckWatch, EditWatch, GrowBy, Header, Luks, Measure,
+    NewSnapshot, Repair, Snapshot, SnapshotName,
 };
 use std::fmt::Display;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The image to make.
@@ -36,12 +38,59 @@ impl CreateOptions {
         Self::Raw { size_bytes, space: GrowBy::Nothing }
     }
 
+    /// Makes options for an image of this format, of a disk of this size, that rests on `below` if that is given. The rest
+    /// is at its default. Fails if no image can be made so.
+    pub fn new(format: Format, size_bytes: u64, below: Option<Backing>) -> Result<Self> {
+        if !format.can_be_made() {
+            let what = format!("a {format} image is not made by itself; choose {}", Format::OF_OVERLAYS);
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        match (format, below) {
+            (Format::Qcow2, below) => Ok(Self::overlay(size_bytes, below)),
+            (Format::Raw, None) => Ok(Self::raw(size_bytes)),
+            (Format::Raw | Format::Scratch, _) => {
+                Err(Error::new(ErrorKind::Unsupported, format!("a {format} image cannot get a backing file")))
+            }
+        }
+    }
+
+    /// Makes options for a new layer of a disk of this size, which rests on `below`. Its format is
+    /// [`Format::OF_OVERLAYS`].
+    #[must_use]
+    pub fn overlay(size_bytes: u64, below: Option<Backing>) -> Self {
+        Self::Qcow2(format_qcow2::CreateOptions::default().with(|options| {
+            options.size_bytes = size_bytes;
+            options.rest_on(below);
+        }))
+    }
+
+    /// Chooses the unit of allocation, and whether each unit is allocated in parts. A raw image has none.
+    #[must_use]
+    pub fn in_clusters(self, cluster_bytes: u64, in_parts: bool) -> Self {
+        match self {
+            Self::Raw { .. } => self,
+            Self::Qcow2(options) => Self::Qcow2(options.with(|options| {
+                options.cluster_size = cluster_bytes;
+                options.extended_l2 = in_parts;
+            })),
+        }
+    }
+
     /// Returns the format that these options make.
     #[must_use]
     pub fn format(&self) -> Format {
         match self {
             Self::Raw { .. } => Format::Raw,
             Self::Qcow2(_) => Format::Qcow2,
+        }
+    }
+
+    /// Whether the image will rest on another.
+    #[must_use]
+    pub fn has_backing(&self) -> bool {
+        match self {
+            Self::Raw { .. } => false,
+            Self::Qcow2(options) => options.backing_file.is_some(),
         }
     }
 
@@ -137,8 +186,78 @@ pub fn create_watched(
 
 /// Abilities of formats.
 impl Format {
-    /// The format of overlays that are put on running disks.
-    pub(crate) const OF_OVERLAYS: Self = Self::Qcow2;
+    /// The format of layers that are put on running disks, and of what is best copied from them.
+    pub const OF_OVERLAYS: Self = Self::Qcow2;
+
+    /// The format of layers that keep what is written to a disk apart.
+    pub const OF_KEPT: Self = Self::Scratch;
+
+    /// The format that keeps internal snapshots, and machines' states in them.
+    pub(crate) const OF_SNAPSHOTS: Self = Self::Qcow2;
+
+    /// Whether data are found through tables. If not, the image's file is the disk, byte by byte.
+    #[must_use]
+    pub fn has_tables(self) -> bool {
+        match self {
+            Self::Raw => false,
+            Self::Qcow2 | Self::Scratch => true,
+        }
+    }
+
+    /// Whether an image of this format can be made without the disk that it belongs to.
+    #[must_use]
+    pub fn can_be_made(self) -> bool {
+        match self {
+            Self::Raw | Self::Qcow2 => true,
+            Self::Scratch => false,
+        }
+    }
+
+    /// Whether a disk with such a top layer can be copied while guests use it.
+    #[must_use]
+    pub fn can_be_copied_live(self) -> bool {
+        match self {
+            Self::Raw | Self::Qcow2 => true,
+            // What is written to it is thrown away, or kept for this disk only.
+            Self::Scratch => false,
+        }
+    }
+
+    /// Whether tables can be checked and repaired.
+    #[must_use]
+    pub fn can_be_checked(self) -> bool {
+        match self {
+            Self::Raw | Self::Scratch => false,
+            Self::Qcow2 => true,
+        }
+    }
+
+    /// Whether options of an existing image can be changed.
+    #[must_use]
+    pub fn can_be_amended(self) -> bool {
+        match self {
+            Self::Raw | Self::Scratch => false,
+            Self::Qcow2 => true,
+        }
+    }
+
+    /// Whether images can keep internal snapshots.
+    #[must_use]
+    pub fn has_snapshots(self) -> bool {
+        match self {
+            Self::Raw | Self::Scratch => false,
+            Self::Qcow2 => true,
+        }
+    }
+
+    /// Returns the path of the data file of the image at `path`, for formats whose images always have one beside them.
+    #[must_use]
+    pub fn data_file_of(self, path: &Path) -> Option<PathBuf> {
+        match self {
+            Self::Raw | Self::Qcow2 => None,
+            Self::Scratch => Some(data_path_of(path)),
+        }
+    }
 
     /// Whether an image of this format can get a backing file, and so become an overlay.
     #[must_use]
@@ -281,5 +400,29 @@ pub fn set_backing(file: &Arc<dyn File>, format: Format, backing: Option<&Backin
     match format {
         Format::Raw | Format::Scratch => refused(name, "a raw image cannot have a backing file"),
         Format::Qcow2 => block_on(format_qcow2::set_backing(&open(file)?, file.as_ref(), name, backing)),
+    }
+}
+
+/// What an encrypted image shows without its key.
+pub(crate) struct Encrypted {
+    pub(crate) header: Header,
+    pub(crate) luks: Option<Luks>,
+    pub(crate) snapshots: Vec<Snapshot>,
+}
+
+/// Describes an encrypted image, which messages call `name`; `None` if it is not encrypted, or if opening it reports
+/// what is wrong with it.
+pub(crate) fn describe_encrypted(name: &str, file: &Arc<dyn File>, format: Format) -> Result<Option<Encrypted>> {
+    match format {
+        Format::Raw | Format::Scratch => Ok(None),
+        Format::Qcow2 => {
+            let io = open(file)?;
+            let Ok((header, luks)) = block_on(format_qcow2::describe(&io, name)) else { return Ok(None) };
+            if header.encryption.is_none() {
+                return Ok(None);
+            }
+            let snapshots = block_on(format_qcow2::snapshots(&io, &header, name))?;
+            Ok(Some(Encrypted { header, luks, snapshots }))
+        }
     }
 }

@@ -1,11 +1,12 @@
 //! Describes an image from its own file. Opens no other file.
 
+use super::formats::{self, Encrypted};
 use crate::file_name::FileName;
 use crate::guess::Format;
 use crate::open::gate::Role;
 use crate::open::layer::open_layer;
 use crate::open::layers::format_of;
-use block::{File, MetaIo, Result, block_on};
+use block::{File, Result, block_on};
 use format_qcow2::Header;
 use std::sync::Arc;
 
@@ -47,7 +48,7 @@ pub fn inspect(name: impl Into<FileName>, file: &Arc<dyn File>, format: Option<F
     let snapshots = block_on(layer.mapping.snapshots(&layer.open_blocking()?, &name.to_string()))?;
     Ok(Description {
         luks: None,
-        bitmaps: super::formats::bitmaps(file, format)?,
+        bitmaps: formats::bitmaps(file, format)?,
         format,
         guessed,
         virtual_size_bytes: layer.size_bytes,
@@ -74,15 +75,10 @@ pub fn inspect_encrypted(
 ) -> Result<Description> {
     let name = name.into();
     let (found, guessed) = format_of(&name, file.as_ref(), format)?;
-    if found != Format::Qcow2 {
+    let Some(encrypted) = formats::describe_encrypted(&name.to_string(), file, found)? else {
         return inspect(name, file, format);
-    }
-    let (io, said) = (MetaIo::new(file.open_blocking()?), name.to_string());
-    // If an image that is not encrypted cannot be described, opening it reports why.
-    let (header, luks) = match block_on(format_qcow2::describe(&io, &said)) {
-        Ok((header, luks)) if header.encryption.is_some() => (header, luks),
-        _ => return inspect(name, file, format),
     };
+    let Encrypted { header, luks, snapshots } = encrypted;
     let (backing_file, backing_format) = backing_of(Some(&header));
     Ok(Description {
         luks,
@@ -93,7 +89,7 @@ pub fn inspect_encrypted(
         virtual_size_bytes: header.size_bytes,
         backing_file,
         backing_format,
-        snapshots: block_on(format_qcow2::snapshots(&io, &header, &said))?,
+        snapshots,
         qcow2: Some(header),
         engine: file.info().engine.clone(),
     })

@@ -34,7 +34,7 @@ impl Opener for LooksFirst<'_, '_> {
         if matches!(role, Role::Writable) && !self.has_looked.replace(true) {
             let format = match self.format {
                 Some(format) => format,
-                None => guess_format(&name.to_string(), &read_head(file.as_ref())?)?.unwrap_or(Format::Raw),
+                None => guess_format(&name.to_string(), &read_head(file.as_ref())?)?.unwrap_or(Format::OF_UNRECOGNISED),
             };
             look_before_writing(&file, format, &mut **self.watch.borrow_mut())?;
         }

@@ -22,7 +22,7 @@ pub fn read_vm_state(
 ) -> Result<u64> {
     let name = name.into();
     let state = SnapshotName::StateOf(which.to_owned());
-    let layer = open_layer(&name, Arc::clone(file), Format::Qcow2, Role::ReadOnly, Some(&state))?;
+    let layer = open_layer(&name, Arc::clone(file), Format::OF_SNAPSHOTS, Role::ReadOnly, Some(&state))?;
     let io = layer.open_blocking()?;
     let snapshots = block_on(layer.mapping.snapshots(&io, &name.to_string()))?;
     let length = state.find_in(&snapshots).map_or(0, |snapshot| snapshot.vm_state_bytes);

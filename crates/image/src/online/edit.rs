@@ -78,7 +78,7 @@ impl Image {
             return refuse("what is written to a disk with snapshot=on is thrown away");
         }
         let barrier = hold_quiet(&self.board).await?;
-        if let (true, ClosedEdit::Bitmaps(actions)) = (layer.has_bitmaps_in_memory(), edit) {
+        if let (true, ClosedEdit::Bitmaps(actions)) = (layer.mapping.has_bitmaps_in_memory(), edit) {
             return edit_in_memory(&chain, index, actions, barrier).await;
         }
         if let Err(error) = layer.close().await {
@@ -147,7 +147,7 @@ impl Image {
                 );
                 return Err(Error::new(ErrorKind::Unsupported, what));
             }
-            let noted = layer.mapping.qcow2().and_then(|qcow2| qcow2.noted_bits(name));
+            let noted = layer.mapping.noted_bits(name);
             let is_recording = noted.is_some() || is_enabled && layer.writable;
             let bits = match noted {
                 Some(bits) => bits,
@@ -220,7 +220,7 @@ fn again<T>(read: impl Fn() -> Result<T>) -> Result<T> {
 }
 
 async fn bitmaps_of(layer: &Layer) -> Result<Vec<OnlineBitmap>> {
-    if layer.has_bitmaps_in_memory() {
+    if layer.mapping.has_bitmaps_in_memory() {
         let found = layer.memory_bitmaps.iter().map(|bitmap| OnlineBitmap {
             file: layer.name.clone(),
             name: bitmap.name.clone(),
@@ -232,7 +232,7 @@ async fn bitmaps_of(layer: &Layer) -> Result<Vec<OnlineBitmap>> {
         });
         return Ok(found.collect());
     }
-    let noting = layer.mapping.qcow2().map(format_qcow2::Qcow2::noting_bitmaps).unwrap_or_default();
+    let noting = layer.mapping.noting_bitmaps();
     let mut found = Vec::new();
     for bitmap in layer.bitmaps().await? {
         let noted = noting.iter().find(|(name, _)| *name == bitmap.name).map(|(_, dirty_bytes)| *dirty_bytes);

@@ -138,7 +138,7 @@ fn check(chain: &Chain, target: &MirrorTarget) -> Result<()> {
         let what = "a disk with snapshot=on goes over to no other image";
         return refuse(ErrorKind::Unsupported, what.to_owned());
     }
-    if chain.layers.first().is_some_and(|top| top.mapping.kept_header().is_some()) {
+    if chain.layers.first().is_some_and(|top| !top.format().can_be_copied_live()) {
         let what = "a disk whose top is a kept scratch overlay goes over to no other image: put a layer on it first";
         return refuse(ErrorKind::Unsupported, what.to_owned());
     }

@@ -23,7 +23,6 @@ use crate::file_name::FileName;
 use crate::open::gate::Opener;
 use crate::open::layers::ImageOptions;
 use block::{Error, ErrorKind, Extent, IoError, IoResult, MetaIo, Participant, Priority, Result, block_on};
-use format_qcow2::Backing;
 use memory::IoBuf;
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -123,7 +122,7 @@ pub async fn move_onto_async(
         }
         return Err(error);
     }
-    let result = set_backing(top, backing.as_ref()).await;
+    let result = top.set_backing(backing.as_ref()).await;
     let stays;
     let next = match chain.reopened(top) {
         // The header says what the layer rests on, even if the change failed halfway.
@@ -183,10 +182,6 @@ async fn check(chain: &Chain, below: NewBelow) -> Result<Vec<Arc<Layer>>> {
         return refuse("an image cannot rest on itself".to_owned());
     }
     Ok(layers)
-}
-
-async fn set_backing(top: &Layer, backing: Option<&Backing>) -> Result<()> {
-    format_qcow2::set_backing(&top.open_blocking()?, &*top.file, &top.name.to_string(), backing).await
 }
 
 /// A place of the disk in layers below the top.

@@ -102,7 +102,7 @@ async fn stay_on(image: &Image, chain: &Chain, layers: &[Arc<Layer>]) -> Result<
 /// Empties a layer that no disk uses any more: its space goes back to the host. It stays a valid image, which shows
 /// what the layer below holds. Goes on until the `watch` cancels, and waits while it pauses.
 async fn empty(former: &Layer, watch: &CopyWatch) -> Result<()> {
-    if former.mapping.qcow2().is_none() || former.mapping.data_file().is_some() {
+    if !former.mapping.can_reveal() || former.mapping.data_file().is_some() {
         return Ok(());
     }
     let calls = JobCalls::new(watch.given_up_by());
@@ -118,7 +118,7 @@ async fn empty_by(former: &Layer, io: &MetaIo, watch: &CopyWatch) -> Result<()> 
         emptied.map_err(|error| former.failed("cannot empty it", error))?;
         at = at.saturating_add(length_bytes);
         // A flush frees what was unlinked, so that little of it waits in memory.
-        let unfreed = former.mapping.qcow2().map_or(0, format_qcow2::Qcow2::unfreed_clusters);
+        let unfreed = former.mapping.unfreed_clusters();
         if unfreed > UNFREED_CLUSTERS_MAX {
             former.flush_by(io).await?;
         }

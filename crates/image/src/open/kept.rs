@@ -4,17 +4,14 @@ use super::gate::{Opener, Role};
 use super::layer::open_layer;
 use super::temporary::top_with_room;
 use crate::chain::layer::{DataFile, Layer};
-use crate::chain::mapping::Mapping;
+use crate::chain::mapping::{KEPT_HEADER_MAX_BYTES, KeptHeader, make_kept};
 use crate::file_name::FileName;
 use crate::guess::Format;
 use block::{Error, ErrorKind, File, MetaIo, PastEnd, Result, block_on};
-use format_scratch::{Header, create_kept};
+use format_qcow2::os_name;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-
-/// The most that an index has before its first table is made: the header, and the bits of the largest disk.
-const HEADER_MAX_BYTES: u64 = 513 * format_scratch::PAGE_BYTES;
 
 /// Opens the overlay whose index is `path` on these layers. Makes it if there is none.
 pub(crate) fn kept_layer(layers: &[Layer], path: &Path, opener: &dyn Opener) -> Result<Layer> {
@@ -37,7 +34,7 @@ pub(crate) fn kept_layer(layers: &[Layer], path: &Path, opener: &dyn Opener) -> 
         (false, _) => tracing::info!("'{}' is there already: goes on with it", path.display()),
     }
     let layer = open_kept(path, index, opener).map_err(in_context)?;
-    let names = layer.mapping.backing().map(|(name, _)| opener.canonical(Path::new(&format_qcow2::os_name(name))));
+    let names = layer.mapping.backing().map(|(name, _)| opener.canonical(Path::new(&os_name(name))));
     let rests_on = names.transpose().ok().flatten();
     if rests_on.is_none() || rests_on.as_deref() != below.name.path() {
         let what = format!("'{}' is there already, and rests on another image than '{}'", path.display(), below.name);
@@ -53,7 +50,7 @@ fn in_context(error: Error) -> Error {
 }
 
 /// Returns the path of the data file, which lies beside the index.
-fn data_path_of(path: &Path) -> PathBuf {
+pub(crate) fn data_path_of(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".data");
     name.into()
@@ -68,7 +65,7 @@ fn is_at(file: &dyn File, path: &Path) -> bool {
 /// Whether nobody who began to make this index has come to its header: it has nothing but zeros.
 fn is_blank(index: &dyn File, path: &Path) -> Result<bool> {
     let length = index.length_bytes()?;
-    if length > HEADER_MAX_BYTES {
+    if length > KEPT_HEADER_MAX_BYTES {
         return Ok(false);
     }
     let read = MetaIo::of_file(index)?;
@@ -88,7 +85,7 @@ fn make(below: &Layer, path: &Path, index: &Arc<dyn File>, opener: &dyn Opener) 
         Error::new(ErrorKind::Unsupported, format!("'{}': {what}", below.name))
     };
     let text = |path: &Path| path.to_str().map(str::to_owned).ok_or_else(unnamed);
-    let header = Header {
+    let header = KeptHeader {
         size_bytes: below.size_bytes,
         backing_file: text(below.name.path().ok_or_else(unnamed)?)?,
         // A guessed format is guessed again by whoever lets a guest's bytes into the layer.
@@ -107,7 +104,7 @@ fn make(below: &Layer, path: &Path, index: &Arc<dyn File>, opener: &dyn Opener) 
         return Err(Error::new(ErrorKind::BadOption, format!("{what}: {hint}")));
     }
     let filled = || {
-        block_on(create_kept(&MetaIo::of_file(&**index)?, &path.display().to_string(), &header))?;
+        block_on(make_kept(&MetaIo::of_file(&**index)?, &path.display().to_string(), &header))?;
         opener.sync_directory_of(path)
     };
     filled().inspect_err(|_| {
@@ -119,7 +116,7 @@ fn make(below: &Layer, path: &Path, index: &Arc<dyn File>, opener: &dyn Opener) 
 
 fn open_kept(path: &Path, index: Arc<dyn File>, opener: &dyn Opener) -> Result<Layer> {
     let own = FileName::from(opener.canonical(path)?);
-    let mut layer = open_layer(&own, index, Format::Scratch, Role::Writable, None)?;
+    let mut layer = open_layer(&own, index, Format::OF_KEPT, Role::Writable, None)?;
     // Anybody may have written the header. So the data file must lie beside the index.
     check_data_name(&layer, path)?;
     let said = data_path_of(path);
@@ -134,8 +131,8 @@ fn open_kept(path: &Path, index: Arc<dyn File>, opener: &dyn Opener) -> Result<L
 /// An overlay whose data were cut off is not written to: they would grow again by a write elsewhere, and what is lost would
 /// read as zeros then, where it is an error now.
 pub(crate) fn check_data_length(layer: &Layer) -> Result<()> {
-    let (Mapping::Scratch(scratch), Some(data)) = (&layer.mapping, &layer.data) else { return Ok(()) };
-    let (named, there) = (scratch.used_bytes(), data.file.info().length_bytes);
+    let (Some(named), Some(data)) = (layer.mapping.data_end(), &layer.data) else { return Ok(()) };
+    let there = data.file.info().length_bytes;
     if !layer.writable || named <= there {
         return Ok(());
     }
@@ -164,7 +161,7 @@ pub(crate) fn check_size_below(above: &[Layer], below: &Layer) -> Result<()> {
 fn check_size(layer: &Layer, below_bytes: u64) -> Result<()> {
     match layer.mapping.kept_header() {
         Some(header) if header.size_bytes != below_bytes => {
-            let Header { size_bytes, backing_file, .. } = header;
+            let KeptHeader { size_bytes, backing_file, .. } = header;
             let what = format!("rests on '{backing_file}' with {size_bytes} bytes, which has {below_bytes} bytes now");
             let hint = "give that its size back, or drop the overlay";
             Err(Error::new(ErrorKind::BadImage, format!("'{}' {what}: {hint}", layer.name)))

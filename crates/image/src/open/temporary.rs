@@ -4,11 +4,9 @@ use super::gate::Role;
 use super::layer::{MAX_LAYERS, open_layer};
 use super::temporary_files::{ScratchFiles, TemporaryFiles};
 use crate::chain::layer::Layer;
-use crate::chain::mapping::Mapping;
+use crate::chain::mapping::{Mapping, make_overlay};
 use crate::file_name::FileName;
-use crate::guess::Format;
-use block::{Error, ErrorKind, MetaIo, Result, block_on};
-use format_scratch::Scratch;
+use block::{Error, ErrorKind, MetaIo, Result};
 use std::sync::{Arc, OnceLock};
 
 /// Makes a scratch overlay on these layers, or a qcow2 image if a scratch overlay is impossible.
@@ -37,8 +35,8 @@ pub(super) fn top_with_room(layers: &[Layer]) -> Result<&Layer> {
 fn scratch_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {
     let name = FileName::Temporary(files.directory());
     let ScratchFiles { index, data, spaces } = files.scratch()?;
-    let scratch = Scratch::new(&name.to_string(), below.size_bytes, &index, spaces, data.info().in_memory)?;
-    let (mapping, size_bytes) = (Mapping::Scratch(scratch), below.size_bytes);
+    let size_bytes = below.size_bytes;
+    let mapping = Mapping::temporary(&name.to_string(), size_bytes, &index, spaces, data.info().in_memory)?;
     let said = name.clone();
     Ok(Layer {
         name,
@@ -56,15 +54,9 @@ fn scratch_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {
 
 fn image_layer(below: &Layer, files: &dyn TemporaryFiles) -> Result<Layer> {
     let file = files.image()?;
-    let options = format_qcow2::CreateOptions::default().with(|options| {
-        options.size_bytes = below.size_bytes;
-        // Nobody opens this name: the layers below are open.
-        options.backing_file = Some("below".to_owned());
-        options.backing_format = Some(Format::Raw.to_string());
-    });
-    block_on(format_qcow2::create(&MetaIo::of_file(&*file)?, &options)).map_err(|error| {
+    let format = make_overlay(&MetaIo::of_file(&*file)?, below.size_bytes).map_err(|error| {
         let place = files.directory();
         error.in_context(format!("snapshot=on finds no room in '{}' (choose another TMPDIR)", place.display()))
     })?;
-    open_layer(&FileName::Temporary(files.directory()), file, Format::Qcow2, Role::Writable, None)
+    open_layer(&FileName::Temporary(files.directory()), file, format, Role::Writable, None)
 }

@@ -1,4 +1,4 @@
-//! The state of a budget: what each account holds, and which requests wait.
+//! The state of a budget: the bytes that each account holds, and the requests that wait.
 
 use super::{BudgetStats, BufferUse, USES};
 use std::collections::VecDeque;
@@ -83,7 +83,7 @@ impl State {
         index
     }
 
-    /// Closes an account of which nothing is held or wanted. The parts of all others grow.
+    /// Closes an account that holds nothing and has no waiting requests. The parts of all others grow.
     pub(super) fn close(&mut self, index: usize) {
         self.accounts[index].is_open = false;
         self.open -= 1;
@@ -167,7 +167,7 @@ impl State {
         true
     }
 
-    /// Grants what there is room for, one request at a time, account by account.
+    /// Grants requests as far as there is room, one at a time, account by account.
     fn serve_all(&mut self) {
         let mut refused = 0;
         while refused < self.line.len()

@@ -6,7 +6,7 @@
 use super::{IoBuf, Segment};
 use std::cell::Cell;
 
-/// A part of an [`IoBuf`]: what one operation reads into or writes from.
+/// A part of an [`IoBuf`]: the memory of one operation.
 #[derive(Clone, Debug)]
 pub struct Window {
     pub(super) buf: IoBuf,

@@ -1,16 +1,17 @@
-//! A file of our own that the handler maps where the kernel gives no private memory.
+//! A file of our own that the handler maps if the kernel gives no private memory.
 //!
-//! A shared mapping of a file counts neither as private memory (`RLIMIT_DATA`) nor, as long as its pages are not touched,
-//! as promised memory. So one mapping covers all of a shrunk mapping. If the kernel then refuses a page of the file, too
-//! (strict accounting, no memory), the handler maps the file's first pages there, which have existed since the start.
+//! A shared mapping of a file does not count as private memory (`RLIMIT_DATA`). As long as its pages are not touched,
+//! it does not count as promised memory either. So one mapping covers all of a shrunk mapping. If the kernel then
+//! refuses a page of the file, too (strict accounting, no memory), the handler maps the file's first pages there, which
+//! exist from the start.
 //!
-//! Whoever reads here may find what another session wrote whose memory was shrunk as well. Both are about to end, and
-//! both have monitors that broke their word.
+//! A session that reads here may see data of another session whose memory was shrunk as well. Both are about to end,
+//! and the monitors of both broke the protocol.
 
 use crate::PAGE_BYTES;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
-/// As long as the longest mapping can be. No page of it exists but the first ones.
+/// The length of the longest possible mapping. Only the file's first pages exist.
 const LENGTH_BYTES: usize = 1 << 46;
 
 /// The pages that exist from the start.
@@ -18,7 +19,7 @@ const RESIDENT_BYTES: usize = 256 << 10;
 
 /// The file; below zero if there is none.
 static FILE: AtomicI32 = AtomicI32::new(-1);
-/// It was mapped since it was cleared, or is still.
+/// The file was mapped since it was last cleared.
 static IS_USED: AtomicBool = AtomicBool::new(false);
 
 /// Makes the file, once. Not for the handler.
@@ -48,8 +49,8 @@ pub(super) fn make() {
     }
 }
 
-/// Gives back what the file has taken, and forgets what was written to it. Where `is_mapped` says so, more may be written:
-/// then the next call does this again. Not for the handler.
+/// Frees the file's pages and forgets their contents. If `is_mapped` is true, more may be written, and the next call
+/// clears the file again. Not for the handler.
 pub(super) fn clear(is_mapped: impl FnOnce() -> bool) {
     let fd = FILE.load(Ordering::Acquire);
     if fd < 0 || !IS_USED.swap(false, Ordering::AcqRel) {

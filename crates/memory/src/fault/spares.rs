@@ -1,16 +1,16 @@
 //! Spare mappings that the handler gives up to make room for a covering one.
 //!
 //! The kernel limits a process's mappings (`vm.max_map_count`) and private memory (`RLIMIT_DATA`) and, with strict
-//! accounting, the memory of all processes (`vm.overcommit_memory=2`). At such a limit it refuses what would cover a
-//! shrunk mapping. A spare is a little of each, taken beforehand.
+//! accounting, the memory of all processes (`vm.overcommit_memory=2`). At such a limit it refuses the mapping that
+//! would cover a shrunk one. A spare takes a little of each in advance.
 
 use crate::PAGE_BYTES;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// How many spares there are. One makes room for the mapping that covers all of a session's memory.
+/// The number of spares. Each makes room for the mapping that covers all of a session's memory.
 const SPARES: usize = 64;
 
-/// A page in use, so that it counts, between two that are not, so that it is a mapping of its own.
+/// A page in use, which counts as memory, between two unused ones, which make it a mapping of its own.
 const SPARE_BYTES: usize = 3 * PAGE_BYTES;
 
 /// The spares' addresses; zero if there is none.

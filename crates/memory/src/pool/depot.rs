@@ -1,4 +1,4 @@
-//! What all threads of a pool share: the stacks of magazines, and how many contexts there are and should be.
+//! The state that all threads of a pool share: the stacks of magazines, and the present and wanted number of contexts.
 
 use super::magazine::Magazine;
 use super::stack::{Rules, Sound, Stacks};
@@ -15,14 +15,14 @@ const SLACK_SHARE: u64 = 20;
 /// A thread's list is two batches at most.
 pub(super) const LIST_BATCHES: u64 = 2;
 
-/// The numbers, which are written at exchanges only.
+/// The counters, which are written only when threads trade.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct Counters {
     created: AtomicU64,
     freed: AtomicU64,
-    /// Sum over all threads of what each had outstanding at its last exchange. It may be off by a list's length for
-    /// each thread.
+    /// Sum over all threads of the contexts that each had outstanding at its last exchange. It may be off by a list's
+    /// length for each thread.
     in_flight: AtomicI64,
     peak: AtomicU64,
     /// The peak of the current decay period, and of the one before.
@@ -32,7 +32,7 @@ struct Counters {
     threads: AtomicUsize,
 }
 
-/// A snapshot of a pool's counters. Created, freed and total are exact. What is in flight is known as of each thread's
+/// A snapshot of a pool's counters. Created, freed and total are exact. The number in flight is as of each thread's
 /// last exchange, so it may be off by the length of the threads' lists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PoolStats {
@@ -66,9 +66,9 @@ impl<T, R: Rules> Depot<T, R> {
         self.stacks.take(magazine)
     }
 
-    /// Leaves a magazine for other threads. Returns contexts that nobody needs, or for which there is no room. The
-    /// caller counts them with [`Depot::note_freed`], and drops them when it holds no borrow, since destructors may use
-    /// the pool.
+    /// Leaves a magazine for other threads. Returns surplus contexts, and those for which there is no room. The caller
+    /// counts them with [`Depot::note_freed`], and drops them when it holds no borrow, since destructors may use the
+    /// pool.
     #[must_use]
     pub(super) fn give(&self, magazine: &mut Magazine<T>) -> Magazine<T> {
         let needed = self.surplus() < magazine.len() as u64;
@@ -90,22 +90,22 @@ impl<T, R: Rules> Depot<T, R> {
         self.stacks.take(&mut magazine).then_some(magazine)
     }
 
-    /// Returns how many contexts make a batch at present. While one thread finds nothing, the lists of all others may
-    /// hold idle contexts. So together they get a fixed share of the peak.
+    /// Returns the present number of contexts in a batch. While one thread finds nothing, the lists of all others may
+    /// hold idle contexts. So all lists together get a fixed share of the peak.
     pub(super) fn batch_length(&self) -> usize {
         self.batch_for(self.recent_peak()) as usize
     }
 
     /// Returns how many contexts to create besides the one that a thread needs and did not find: together they make a
     /// batch. Otherwise a schedule could empty the list and the stack again and again at the same load, with one
-    /// creation each time. Without other threads nothing can be idle elsewhere.
+    /// creation each time. Without other threads no context can be idle elsewhere.
     pub(super) fn spares_length(&self) -> usize {
         if self.threads() > 1 { self.batch_length() - 1 } else { 0 }
     }
 
-    /// Returns how long a magazine may be for a thread that alternates between freeing and taking: `stretch` times the
-    /// ordinary length. At most, its list holds half of the thread's fair share of the peak, or all of it if there is
-    /// one thread.
+    /// Returns the length of a magazine for a thread that alternates between freeing and taking: `stretch` times the
+    /// ordinary length. But its list holds at most half of the thread's fair share of the peak, or all of the peak if
+    /// there is one thread.
     pub(super) fn stretched_length(&self, stretch: usize) -> usize {
         let threads = self.threads();
         let share = self.recent_peak() / if threads > 1 { 4 * threads } else { 2 };
@@ -118,13 +118,13 @@ impl<T, R: Rules> Depot<T, R> {
         (peak / (SLACK_SHARE * LIST_BATCHES * others)).clamp(MIN_BATCH, MAX_BATCH as u64)
     }
 
-    /// Returns the number of contexts beyond what the recent peaks explain.
+    /// Returns the number of contexts that the recent peaks do not explain.
     fn surplus(&self) -> u64 {
         self.surplus_over(self.recent_peak())
     }
 
     /// Returns the surplus over `peak`. Twice the room of all lists is no surplus, because the peak is not known more
-    /// exactly. Freeing what will be needed again is worse than keeping it.
+    /// exactly. Freeing contexts that will be needed again is worse than keeping them.
     fn surplus_over(&self, peak: u64) -> u64 {
         let lists = self.threads() * LIST_BATCHES * self.batch_for(peak);
         self.total().saturating_sub(peak + 2 * lists)
@@ -140,7 +140,7 @@ impl<T, R: Rules> Depot<T, R> {
     }
 
     fn total(&self) -> u64 {
-        // Freed first: what is freed was created before, so the difference is never negative.
+        // `freed` is read first: freed contexts were created before, so the difference is never negative.
         let freed = self.counters.freed.load(Relaxed);
         self.counters.created.load(Relaxed).saturating_sub(freed)
     }

@@ -24,7 +24,7 @@ impl<const BYTES: usize> PoolContext for Chunk<BYTES> {
     }
 }
 
-/// Where a future's memory comes from.
+/// The place that a future's memory comes from.
 #[derive(Debug, Clone, Copy)]
 enum Home {
     Pool {
@@ -58,7 +58,7 @@ macro_rules! chunks {
 
         /// Returns the smallest chunk that fits `layout`.
         fn home_of(layout: Layout) -> Home {
-            // In this crate's own unit tests the pool's atomics are the model checker's, which work in a model only.
+            // In this crate's own unit tests the pool's atomics are the model checker's, which work only in a model.
             let fits = |bytes| layout.size() <= bytes && layout.align() <= CHUNK_ALIGNMENT_BYTES && !cfg!(test);
             $(if fits($bytes) {
                 return Home::Pool { take: take::<$bytes>, give_back: give_back::<$bytes> };

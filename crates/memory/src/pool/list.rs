@@ -38,7 +38,7 @@ pub(super) struct List<T> {
     /// The outstanding contexts last reported to the depot.
     published: i64,
     /// The length of this thread's magazines, as a multiple of the ordinary length. It doubles when the thread takes
-    /// back what it gave, as a reactor does that completes in bursts. A run of gifts resets it to one.
+    /// back contexts that it gave away, as a reactor does that completes in bursts. A run of gifts resets it to one.
     stretch: usize,
     /// Gifts since the thread last took from the depot.
     gifts: u8,
@@ -78,9 +78,9 @@ impl<T> List<T> {
         Err(context)
     }
 
-    /// Takes a context when [`List::get`] found none: from the reserve, else from what other threads left. If both are
-    /// empty, returns how many spare contexts the caller should create for [`List::adopt`], besides the one that it
-    /// needs.
+    /// Takes a context when [`List::get`] found none: from the reserve, or else from those that other threads have
+    /// given. If both are empty, returns how many spare contexts the caller should create for [`List::adopt`], besides
+    /// the one that it needs.
     #[cold]
     pub(super) fn get_or_trade<R: Rules>(&mut self, depot: &Depot<T, R>) -> Result<Box<Node<T>>, usize> {
         self.join(depot);
@@ -155,8 +155,8 @@ impl<T> List<T> {
         give_in_batches(depot, &mut self.loaded)
     }
 
-    /// Tells the depot what is outstanding, and adapts to the present length of a magazine. Returns what
-    /// [`List::put_or_trade`] does.
+    /// Tells the depot how many contexts are outstanding, and adapts to the present length of a magazine. Returns
+    /// contexts to be dropped, as [`List::put_or_trade`] does.
     #[must_use]
     pub(super) fn settle<R: Rules>(&mut self, depot: &Depot<T, R>) -> Magazine<T> {
         if self.batch == 0 {
@@ -178,21 +178,22 @@ impl<T> List<T> {
         self.trades == 0
     }
 
-    /// Takes in the spare contexts that the caller created. Returns what [`List::put_or_trade`] does.
+    /// Takes in the spare contexts that the caller created. Returns contexts to be dropped, as [`List::put_or_trade`]
+    /// does.
     #[must_use]
     pub(super) fn adopt<R: Rules>(&mut self, depot: &Depot<T, R>, mut spares: Magazine<T>) -> Magazine<T> {
         let created = spares.len() + 1;
         depot.note_created(created);
         self.net += created as i64;
         self.loaded.append(&mut spares);
-        // If creating a context took others from this list, there may be more than this thread may keep.
+        // Creating a context may have put others into this list, more than this thread may keep.
         let freed = if self.loaded.len() > self.batch { self.give_loaded(depot) } else { Magazine::new() };
         self.batch = depot.stretched_length(self.stretch);
         self.publish(depot);
         freed
     }
 
-    /// Gives everything away, because the thread ends. Returns what [`List::put_or_trade`] does.
+    /// Gives everything away, because the thread ends. Returns contexts to be dropped, as [`List::put_or_trade`] does.
     #[must_use]
     pub(super) fn close<R: Rules>(&mut self, depot: &Depot<T, R>) -> Magazine<T> {
         if self.batch == 0 {

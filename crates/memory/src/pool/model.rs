@@ -9,7 +9,7 @@ use super::sync::Ordering;
 use loom::sync::Arc;
 use loom::thread;
 
-/// A context that counts its copies: two live boxes of one number would be a context given to two requests.
+/// A context with a number: two live boxes with one number would mean that a context was given to two requests.
 type Number = u32;
 
 fn of(number: Number) -> Magazine<Number> {
@@ -50,7 +50,7 @@ fn reused_head<R: Rules + Send + Sync + 'static>() {
     assert_eq!(left + claimed, 2, "a slot was lost or exists twice");
 }
 
-/// What a thread leaves in a slot is what the thread that takes it finds.
+/// A thread that takes a slot finds the contents that another thread left there.
 fn message<R: Rules + Send + Sync + 'static>() {
     let stacks = Arc::new(Stacks::<Number, R>::new(1));
     let theirs = Arc::clone(&stacks);
@@ -208,7 +208,7 @@ fn a_thread_that_only_frees_feeds_one_that_only_takes() {
     });
 }
 
-/// Takes a context, creating the one of this number if there is none.
+/// Takes a context; creates one with this number if there is none.
 fn take(list: &mut List<Number>, depot: &Depot<Number>, number: Number) -> Box<Node<Number>> {
     if let Some(context) = list.get().or_else(|| list.get_or_trade(depot).ok()) {
         return context;

@@ -1,5 +1,5 @@
-//! Other sources of contexts, to measure what the pool is worth: `cargo xtask bench --contexts` builds the program with
-//! each (`--cfg contexts_from="allocator"`, `"lock"`). The pool's counters mean nothing then.
+//! Other sources of contexts, for measuring the benefit of the pool: `cargo xtask bench --contexts` builds the program
+//! with each (`--cfg contexts_from="allocator"`, `"lock"`). The pool's counters mean nothing then.
 
 use super::PoolContext;
 use super::magazine::{Magazine, Node};
@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 
 /// Whether contexts come from elsewhere in this build.
 pub(super) const IS_ON: bool = cfg!(any(contexts_from = "allocator", contexts_from = "lock"));
-/// If so, they come from one list for all threads; otherwise from the allocator.
+/// Whether contexts come from one list for all threads; otherwise they come from the allocator.
 const IS_LOCKED: bool = cfg!(contexts_from = "lock");
 
 pub(super) fn take<T: PoolContext>(idle: &Mutex<Magazine<T>>) -> Box<Node<T>> {

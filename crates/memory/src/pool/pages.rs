@@ -1,4 +1,4 @@
-//! Page-aligned memory of a few sizes: bounce buffers, and what copy-on-write reads.
+//! Page-aligned memory of a few sizes, for bounce buffers and for data of copy-on-write.
 
 use super::{PoolBox, PoolContext};
 use crate::{AlignedBuf, OutOfMemory, pooled};
@@ -35,15 +35,15 @@ macro_rules! sizes {
                 /// Memory from the pool.
                 $name(#[allow(dead_code)] PoolBox<Pages<$bytes>>),
             )*
-            /// Longer than the largest size of the pool.
+            /// Memory longer than the largest size of the pool.
             Allocated(#[allow(dead_code)] AlignedBuf),
         }
 
         impl PooledPages {
             /// Takes at least `length_bytes`, and returns where they are. The old contents are still there.
             pub(crate) fn take(length_bytes: usize) -> Result<(Self, NonNull<u8>), OutOfMemory> {
-                // In this crate's own unit tests the pool's atomics are the model checker's, which work in a model
-                // only.
+                // In this crate's own unit tests the pool's atomics are the model checker's, which work only in a
+                // model.
                 $(if length_bytes <= $bytes && !cfg!(test) {
                     let mut pages = PoolBox::<Pages<$bytes>>::take();
                     let start = pages.memory()?;

@@ -10,11 +10,11 @@ pub(super) struct Entry {
     pub(super) stats: fn() -> PoolStats,
     /// Gives back the surplus. Returns how many bytes will be surplus later.
     pub(super) maintain: fn() -> u64,
-    /// Forgets the peaks, and gives back what then is surplus.
+    /// Forgets the peaks, and gives back the resulting surplus.
     pub(super) trim: fn(),
 }
 
-/// A thread does not wake up for less surplus than this. It is kept until there is work again.
+/// A sleeping thread does not wake up for less surplus than this. The surplus stays until there is work again.
 const WORTH_WAKING_BYTES: u64 = 1 << 20;
 
 static ENTRIES: Mutex<Vec<Entry>> = Mutex::new(Vec::new());

@@ -77,7 +77,7 @@ impl<T: HasRoom> Pooled for Room<T> {
 /// Makes a room with `value` in it and a count of one.
 #[inline]
 fn place<T: HasRoom>(value: T) -> NonNull<Room<T>> {
-    // In this crate's own unit tests the pool's atomics are the model checker's, which work in a model only.
+    // In this crate's own unit tests the pool's atomics are the model checker's, which work only in a model.
     let room = match cfg!(test) {
         true => NonNull::from(Box::leak(Box::new(Room::create()))),
         false => PoolBox::<Room<T>>::take().into_raw(),

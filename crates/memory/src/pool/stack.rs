@@ -14,7 +14,7 @@ const INDEX_MASK: u64 = (1 << INDEX_BITS) - 1;
 /// The index that ends a list.
 const NONE: u32 = INDEX_MASK as u32;
 
-/// What keeps the stacks sound. Each mutant of the model checker breaks one rule.
+/// The rules that keep the stacks sound. Each mutant of the model checker breaks one rule.
 pub(super) trait Rules {
     /// Added to a head's tag by each change. The tag has 48 bits. At ten million changes a second, it repeats only if a
     /// thread sleeps for most of a year between its load and its compare-and-swap.
@@ -41,8 +41,8 @@ struct Slot<T> {
     magazine: UnsafeCell<Magazine<T>>,
 }
 
-/// The right to touch one slot. The pop that takes its number off a stack makes it, and the push that puts the number
-/// back ends it. It is not `Clone`, and nothing else makes one.
+/// The right to touch one slot. The pop that takes its number off a stack creates it, and the push that puts the number
+/// back ends it. It is not `Clone`, and there is no other way to make one.
 pub(super) struct Claim(u32);
 
 /// Different threads use the two stacks at once. Two cache lines, since the processor fetches them in pairs.
@@ -62,9 +62,9 @@ impl Head {
         let mut head = self.0.load(R::CLAIM);
         loop {
             let index = (head & INDEX_MASK) as u32;
-            // The end of the list is the one index that the table does not have.
+            // The index that ends the list is outside the table.
             let slot = slots.get(index as usize)?;
-            // This is stale if others popped the slot meanwhile. Then the tag differs and the swap fails.
+            // The link is stale if others popped the slot meanwhile. Then the tag differs and the swap fails.
             let next = slot.next.load(Ordering::Relaxed);
             // Acquire pairs with the push of this slot: every later change of the head is a read-modify-write, so its
             // release sequence reaches us.

@@ -34,11 +34,11 @@ mod explored {
     use loom::sync::atomic;
     pub(crate) use loom::{cell::UnsafeCell, sync::atomic::AtomicU32};
 
-    /// Loom 0.7 remembers one access to a variable, the last: when two threads load it, and then one of them changes
+    /// Loom 0.7 remembers only the last access to a variable. When two threads load it, and then one of them changes
     /// it, loom no longer knows that the other thread's load could have come later, and skips those schedules. So a
-    /// load is a read-modify-write here that changes nothing, an access that loom does not overlook. What this hides
-    /// is an outdated value of a head: a pop that misses a magazine, or a compare-and-swap that fails. (Variables that
-    /// are also stored to must not be loaded so: there loom does not keep such an operation in one piece.)
+    /// load is here a read-modify-write that changes nothing, which loom does not overlook. This hides outdated values
+    /// of a head: a pop that misses a magazine, or a compare-and-swap that fails. (Variables that are also stored to
+    /// must not be loaded so: loom does not keep such an operation in one piece.)
     pub(crate) struct AtomicU64(atomic::AtomicU64);
 
     impl AtomicU64 {

@@ -10,7 +10,12 @@ use crate::qmp::Qmp;
 use crate::record::{Record, remove_states};
 use block::{Error, ErrorKind, Result};
 use control::api::InternalSnapshot;
+use image::Format;
 use std::path::Path;
+
+fn keeps_snapshots(format: &str) -> bool {
+    format.parse().is_ok_and(Format::has_snapshots)
+}
 
 /// Refuses a save that is impossible, before the machine stops. `before` is the last save.
 pub(crate) fn check(disks: &dyn Disks, names: &[String], snapshot: &str, before: Option<&Record>) -> Result<()> {
@@ -19,7 +24,7 @@ pub(crate) fn check(disks: &dyn Disks, names: &[String], snapshot: &str, before:
     }
     for name in names {
         let layers = disks.layers(name)?;
-        if let Some(top) = layers.first().filter(|top| top.format != "qcow2") {
+        if let Some(top) = layers.first().filter(|top| !keeps_snapshots(&top.format)) {
             let (format, file) = (&top.format, top.file.display());
             let what = format!("disk '{name}': '{file}' is {format}, and only qcow2 images keep snapshots");
             return Err(Error::new(ErrorKind::Unsupported, what));
@@ -36,7 +41,7 @@ pub(crate) fn check(disks: &dyn Disks, names: &[String], snapshot: &str, before:
     }
 }
 
-/// Whether this snapshot is there with all of the machine's state.
+/// Whether the snapshot exists with all of the machine's state.
 fn kept(found: &[InternalSnapshot], snapshot: &str, state_bytes: u64) -> bool {
     found.iter().any(|own| own.name == snapshot && own.vm_state_bytes == state_bytes)
 }
@@ -56,7 +61,7 @@ fn refuse_above_base(name: &str, layers: &[Layer], before: Option<&Record>) -> R
 }
 
 impl Saving<'_> {
-    /// Saves the machine into its images while it stands still. Returns the size of its state, in bytes.
+    /// Saves the machine into its images while it is stopped. Returns the size of its state, in bytes.
     pub(crate) fn put_into_images(
         &mut self,
         snapshot: &str,
@@ -83,7 +88,7 @@ impl Saving<'_> {
         }
     }
 
-    /// Takes all snapshots, the one with the state last. If that fails, none stays.
+    /// Takes all snapshots, the one with the state last. If that fails, all are removed.
     fn take_all(&mut self, snapshot: &str, file: &Path, state_bytes: u64, progress: &mut Progress<'_>) -> Result<()> {
         let Some((keeper, others)) = self.names.split_first() else { return Ok(()) };
         progress.begin(Step::Freeze);

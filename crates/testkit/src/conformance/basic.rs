@@ -35,7 +35,7 @@ pub(super) fn tells_sane_sizes(guest: &mut Guest<'_>) -> Result<(), String> {
     Ok(())
 }
 
-/// Keeps the last change that it was told of.
+/// Keeps the last change that was reported.
 #[derive(Default)]
 struct Hears(Mutex<Option<DiskInfo>>);
 

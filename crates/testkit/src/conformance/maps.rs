@@ -1,4 +1,4 @@
-//! Access without operations. A disk may refuse all of it, but what it shows must be right.
+//! Access without operations. A disk may provide no maps, but those that it provides must be right.
 
 use super::Guest;
 use crate::model::stamped;
@@ -14,7 +14,7 @@ fn span(guest: &Guest<'_>) -> Option<usize> {
     (bytes <= guest.info().size_bytes).then_some(bytes as usize)
 }
 
-/// How often to ask for a map again that ended because the disk's layers changed.
+/// The number of tries to map a range again after the disk's layers changed.
 const TRIES: u32 = 1000;
 
 /// Compares a map of a range with a read of it.
@@ -138,7 +138,7 @@ pub(super) fn a_committed_map_is_seen_by_all(guest: &mut Guest<'_>) -> Result<()
             guest.expect(queue, 0, &image, "after a commit")?;
         }
         shows(guest, 0, span, "after a commit")?;
-        // Bytes that were taken over can be overwritten like all others.
+        // Bytes that the disk took over can be overwritten like all others.
         let over = stamped(60 + id as u64, offset, block as usize);
         guest.ok(other, Request::write(offset, &over[..]))?;
         image[offset as usize..][..over.len()].copy_from_slice(&over);

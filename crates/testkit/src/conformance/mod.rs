@@ -18,7 +18,7 @@ pub struct Subject<'a> {
     /// Makes a fresh disk of at least 64 KiB; read-only if asked. `None` if such a disk cannot be made: those checks
     /// count as skipped.
     pub make: &'a mut dyn FnMut(bool) -> Option<Arc<dyn Disk>>,
-    /// Whether the disk stores what is written to it. The null disk does not.
+    /// Whether the disk stores written data. The null disk does not.
     pub keeps_data: bool,
     /// Seed of the random checks.
     pub seed: u64,

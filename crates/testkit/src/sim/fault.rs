@@ -38,33 +38,34 @@ impl OpKind {
     }
 }
 
-/// What happens to an operation that is hit.
+/// The action on an operation that is hit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultAction {
-    /// It fails, and does nothing.
+    /// Fails it without any effect.
     Fail(IoError),
-    /// It does a prefix of whole sectors, then fails, as a file queue does after a short read or write that it cannot
-    /// resume.
+    /// Carries out a prefix of whole sectors, then fails it, as a file queue does after a short read or write that it
+    /// cannot resume.
     Short(IoError),
-    /// The worst case: it does any of its sectors, perhaps all, then fails.
+    /// The worst case: carries out any of its sectors, perhaps all, then fails it.
     Scatter(IoError),
-    /// A flush fails, and what it was to make durable is forgotten, as by the page cache of Linux: it is read until the power
-    /// is cut, and no later flush makes it durable. Everything else fails as by [`FaultAction::Fail`].
+    /// Fails a flush, and forgets the data that it was to make durable, as the page cache of Linux does: they are read
+    /// until the power is cut, and no later flush makes them durable. Other operations fail as by
+    /// [`FaultAction::Fail`].
     Lose(IoError),
-    /// It stays in flight until [`crate::SimStorage::release_stalled`].
+    /// Leaves it in flight until [`crate::SimStorage::release_stalled`].
     Stall,
 }
 
-/// A fault: the operations that are hit, and what happens to them.
+/// A fault: the operations that are hit, and the action on them.
 #[derive(Debug, Clone, Copy)]
 pub struct Fault {
     /// The kind of operations that match; `None` for all kinds.
     pub kind: Option<OpKind>,
-    /// How many matching operations pass first.
+    /// The number of matching operations that pass first.
     pub after: u64,
-    /// How many are then hit; `u64::MAX` for all that follow.
+    /// The number of operations that are then hit; `u64::MAX` for all that follow.
     pub count: u64,
-    /// What happens to them.
+    /// The action on them.
     pub action: FaultAction,
 }
 

@@ -9,7 +9,7 @@ use std::future::Future;
 use std::rc::{Rc, Weak};
 use std::time::{Duration, Instant};
 
-/// After this many turns, [`SimReactor::run_until_idle`] assumes that something will never end.
+/// After this many turns, [`SimReactor::run_until_idle`] assumes that an operation will never end.
 const TURN_LIMIT: u64 = 2_000_000;
 /// The most task polls in a turn.
 const POLL_LIMIT: usize = 1000;

@@ -52,14 +52,14 @@ pub(crate) enum Effect {
     Flush,
 }
 
-/// How an operation ended.
+/// The result of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum End {
-    /// Well.
+    /// It succeeded.
     Done,
     /// It failed.
     Failed,
-    /// It failed, and nothing that completed before becomes durable any more.
+    /// It failed, and nothing that completed before will become durable.
     Lost,
 }
 
@@ -199,7 +199,7 @@ impl FileState {
         let ok = end == End::Done;
         match pending.effect {
             Effect::Flush if ok => self.flush(pending.pushed_at),
-            // What is not among the completed is covered by no flush.
+            // Effects that are no longer in `completed` are covered by no flush.
             Effect::Flush if end == End::Lost => self.completed.retain(|_, at| *at >= pending.pushed_at),
             Effect::Flush => {}
             effect => {
@@ -213,8 +213,8 @@ impl FileState {
         }
     }
 
-    /// Returns the file after a power cut now. With `keep_applied` only the process died: what reached the file stays,
-    /// and operations in flight may have happened in part.
+    /// Returns the file after a power cut now. With `keep_applied` only the process died: effects that reached the file
+    /// stay, and operations in flight may have happened in part.
     pub(crate) fn cut(&self, dice: &mut Dice, keep_applied: bool) -> Self {
         let mut choices: BTreeMap<u64, Vec<Version<Content>>> = self.versions.clone();
         let mut lengths = self.lengths.clone();
@@ -255,7 +255,7 @@ impl FileState {
         choices: &mut BTreeMap<u64, Vec<Version<Content>>>,
         lengths: &mut Vec<Version<u64>>,
     ) {
-        // The effect is applied to a copy that holds only what the effect touches.
+        // The effect is applied to a copy that holds only the range of the effect.
         let mut after = Self::new(self.length(), self.salt, self.grows_with_zeros);
         after.zero_below = 0;
         let (start, end) = effect.range();

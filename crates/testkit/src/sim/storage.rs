@@ -8,7 +8,7 @@ use memory::BufferAccount;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The behaviour of a simulated file. The default is the least that a useful file on Linux promises. It grows, it
+/// The behaviour of a simulated file. The default promises as little as a useful file on Linux does. It grows, it
 /// punches holes that read as zeros, and added space has no defined contents.
 #[derive(Debug, Clone)]
 pub struct SimFileOptions {
@@ -88,7 +88,7 @@ pub struct Recording {
     salt: u64,
 }
 
-/// Simulated storage, shared by everything that has one of its files open.
+/// Simulated storage, shared by all users of its files.
 #[derive(Clone)]
 pub struct SimStorage {
     inner: Arc<Mutex<Storage>>,
@@ -101,7 +101,7 @@ impl fmt::Debug for SimStorage {
 }
 
 impl SimStorage {
-    /// Makes storage without files. The seed decides what undefined space reads as.
+    /// Makes storage without files. The seed decides the contents of undefined space.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self::of_files(Vec::new(), seed, 0)
@@ -226,7 +226,7 @@ impl SimStorage {
         self.lock().events
     }
 
-    /// Returns the storage after a power cut now. The seed decides what is lost.
+    /// Returns the storage after a power cut now. The seed decides which writes are lost.
     #[must_use]
     pub fn power_cut(&self, seed: u64) -> Self {
         let storage = self.lock();
@@ -293,7 +293,7 @@ impl Storage {
         if let FileOp::Write { data, .. } = op {
             entry.written_bytes += data.length_bytes() as u64;
         }
-        // Every fault counts this operation, even faults after the one that hits.
+        // Every fault counts this operation, even faults behind the one that hits.
         let mut hit = None;
         for fault in &mut entry.faults {
             if fault.hits(kind) && hit.is_none() {

@@ -80,8 +80,8 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         self.disk.submit(Tag::from(head), Op::Flush);
     }
 
-    /// Logs the first failure, and then each by which their number has doubled. A full disk is counted apart. What the
-    /// disk does not support is no failure.
+    /// Logs the first failure, and then each by which their number has doubled. A full disk is counted apart. An
+    /// unsupported request is no failure.
     #[cold]
     fn log_failure(&self, head: u16, error: IoError) {
         let (counter, what) = match error.kind() {
@@ -118,7 +118,7 @@ fn status_of(error: IoError) -> Status {
 fn name_of((kind, sector): (u32, u64), ranges: &[RangeSegment]) -> String {
     let byte_of = |sector: u64| u128::from(sector) << SECTOR_SHIFT;
     let byte = byte_of(sector);
-    // Of several ranges, each may have failed.
+    // With several ranges, it is unknown which one failed.
     let places = || match ranges {
         [] => String::new(),
         [one] => format!(" at byte {}", byte_of(one.sector)),

@@ -80,7 +80,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         self.settle_ranges(head, self.device.write_through());
     }
 
-    /// Adds the flush that is owed to a request whose ranges are written durably.
+    /// Adds the pending flush to a request whose ranges are written durably.
     fn settle_ranges(&mut self, head: u16, durable: bool) {
         let has_begun = self.pending.get(usize::from(head)).is_some_and(|pending| pending.operations > 0);
         if durable && has_begun {
@@ -133,7 +133,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
     }
 
     /// Submits an operation for each range. All ranges are checked before the first begins. The request ends with the
-    /// last of them.
+    /// last operation.
     fn start_ranges(&mut self, head: u16, kind: u64, op: impl Fn(u64, u64, &RangeSegment) -> Op) {
         let (device, ranges) = (&self.device, self.queue.ranges(head));
         let place = |range: &RangeSegment| {

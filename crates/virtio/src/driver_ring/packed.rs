@@ -57,7 +57,7 @@ impl PackedHalf {
         }
     }
 
-    /// Puts a descriptor at the next place. The device does not see it before the first of its batch.
+    /// Puts a descriptor at the next place. The device sees it only after the first of its batch.
     #[inline]
     fn put_descriptor(&mut self, descriptor: PackedDescriptor) {
         let at = self.next_avail;
@@ -76,7 +76,7 @@ impl PackedHalf {
         }
     }
 
-    /// Whether the device waits for what was just shown to it (2.8.10).
+    /// Whether the device waits for the descriptors that were just shown to it (2.8.10).
     pub(super) fn wants_kick(&mut self, _: &State) -> bool {
         let moved = std::mem::take(&mut self.moved);
         self.areas.device_wish().is_due(self.next_avail, moved, self.areas.size())

@@ -79,7 +79,7 @@ impl SplitHalf {
         self.areas.publish_avail_index(low(state.added));
     }
 
-    /// Whether the device waits for what was just shown to it (2.7.10).
+    /// Whether the device waits for the descriptors that were just shown to it (2.7.10).
     pub(super) fn wants_kick(&mut self, state: &State) -> bool {
         let new = low(state.added);
         let old = std::mem::replace(&mut self.weighed, new);

@@ -1,5 +1,5 @@
-//! The driver's record of its requests, whatever the ring's layout: which heads are in flight, how far adding, showing
-//! and popping got, and what broke the ring.
+//! The driver's record of its requests, whatever the ring's layout: the heads in flight, the positions of adding,
+//! showing and popping, and the error that broke the ring.
 
 use super::{AddError, Indirect, IndirectLayout, RingError, low};
 use crate::ring_access::LayoutError;
@@ -11,10 +11,10 @@ use std::sync::Arc;
 pub(super) struct Head {
     /// Descriptors of the ring that its chain takes; zero while it is not in flight.
     descriptors: u16,
-    /// For a split ring: the length in the descriptor of its indirect table. The descriptor is rewritten only if that
-    /// changes.
+    /// For a split ring: the length in the descriptor of its indirect table. The descriptor is rewritten only if the
+    /// length changes.
     pub(super) table_bytes: u32,
-    /// How many requests were added before it.
+    /// The number of requests added before this one.
     position: u64,
 }
 

@@ -5,7 +5,7 @@ use crate::blk::features::RING_PACKED;
 use memory::GuestMemory;
 use std::sync::Arc;
 
-/// How a ring is laid out.
+/// The layout of a ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum RingLayout {
     /// Descriptors, available ring and used ring (2.7).

@@ -12,7 +12,7 @@ pub const MAX_CHAIN_SEGMENTS: usize = 1024;
 /// The most bytes in one chain: the largest requests seen (firmware loading a gigabyte), with header and status.
 pub const MAX_CHAIN_BYTES: u32 = (1 << 30) + 4096;
 
-/// What a request in flight keeps of its chain.
+/// The memory of a request in flight.
 #[derive(Default)]
 struct Slot {
     data: IoBuf,
@@ -33,7 +33,7 @@ pub struct ChainMemory {
     readable_bytes: u32,
     writable_bytes: u32,
     slots: Box<[Slot]>,
-    /// A window was still held when its slot was used again.
+    /// A window was still held when its slot was reused.
     outlived: bool,
 }
 

@@ -15,7 +15,7 @@ const AVAIL: u16 = 1 << 7;
 /// Set to the inverse of the wrap counter when a descriptor is made available, to the wrap counter when it is used.
 const USED: u16 = 1 << 15;
 
-/// Which changes a side wants to be notified of: the `flags` of its event structure (2.8.10).
+/// The changes that a side wants to be notified of: the `flags` of its event structure (2.8.10).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EventWish {
     /// Notify of every change.
@@ -65,7 +65,7 @@ pub struct PackedPosition {
 }
 
 impl PackedPosition {
-    /// Where a new ring begins.
+    /// The position of a new ring.
     pub const START: Self = Self { index: 0, wrap: true };
 
     /// Reads fifteen bits of index and one of wrap counter.
@@ -168,8 +168,7 @@ impl PackedDescriptor {
     }
 }
 
-/// A packed ring's areas. The half that uses them must know which it may write. Every field is accessed at its own
-/// size.
+/// A packed ring's areas. Each half writes only its own fields. Every field is accessed at its own size.
 #[derive(Debug)]
 pub struct PackedAreas {
     ring: NonNull<u8>,
@@ -271,7 +270,7 @@ impl PackedAreas {
         unsafe { AtomicU16::from_ptr(self.field(index, FLAGS).cast()) }
     }
 
-    /// Returns the flags of descriptor `index`. What they announce can be read afterwards.
+    /// Returns the flags of descriptor `index`. The fields that they announce can be read afterwards.
     #[inline]
     #[must_use]
     pub fn flags(&self, index: u16) -> u16 {
@@ -315,7 +314,7 @@ impl PackedAreas {
         self.set_used(index, descriptor.id, descriptor.length_bytes);
     }
 
-    /// Returns the id and length of a used descriptor. They may be any numbers.
+    /// Returns the id and length of a used descriptor, unchecked.
     #[inline]
     #[must_use]
     pub fn used(&self, index: u16) -> (u16, u32) {
@@ -361,7 +360,7 @@ impl PackedAreas {
         Self::wish(Self::event_fields(&self.driver_event))
     }
 
-    /// Sets when the driver wants to be notified.
+    /// Sets the notifications that the driver wants.
     pub fn set_driver_wish(&self, wish: EventWish) {
         Self::set_wish(Self::event_fields(&self.driver_event), wish);
     }
@@ -372,7 +371,7 @@ impl PackedAreas {
         Self::wish(Self::event_fields(&self.device_event))
     }
 
-    /// Sets when the device wants to be notified.
+    /// Sets the notifications that the device wants.
     pub fn set_device_wish(&self, wish: EventWish) {
         Self::set_wish(Self::event_fields(&self.device_event), wish);
     }

@@ -120,8 +120,7 @@ impl Plan {
         let (qcow2, raw) = (scratch.file("disk.qcow2"), scratch.file("host.raw"));
         let disk_bytes = size_bytes + kept_bytes(size_bytes);
         let disk_bytes = if args.guest.is_some() { disk_bytes.max(GUEST_DISK_MIN_BYTES) } else { disk_bytes };
-        let options = format_qcow2::CreateOptions::default().with(|options| options.size_bytes = disk_bytes);
-        create(&qcow2, &CreateOptions::Qcow2(options))?;
+        create(&qcow2, &CreateOptions::overlay(disk_bytes, None))?;
         create(&raw, &CreateOptions::raw(size_bytes))?;
         let cache = args.cache.map_or_else(|| default_cache(&raw, args.engine), Ok)?;
         let disk = |file: PathBuf, format| {

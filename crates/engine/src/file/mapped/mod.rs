@@ -1,24 +1,24 @@
 //! A file in memory (tmpfs), mapped so that its data are copied without a system call.
 //!
 //! tmpfs refuses calls that must not wait, so neither io_uring's fast path nor batches serve it. A copy to or from a
-//! mapping costs half of what a call does. But reading a hole through a mapping allocates a page, and failing to get a
-//! page raises a signal instead of an error. So only pages that are known to be there are copied. System calls, which
+//! mapping costs half as much as a call. But reading a hole through a mapping allocates a page, and failing to get a
+//! page raises a signal instead of an error. So only pages that are known to be present are copied. System calls, which
 //! are always right, do the rest:
 //!
-//! * One bit for each page says that it holds data and lies wholly within the file. The bits are set from what is
-//!   resident (`mincore`), once for each region of 64 pages that was there when the file was opened, and by every
-//!   write. Discarding clears them.
+//! * One bit for each page says that it holds data and lies wholly within the file. The bits are set from the resident
+//!   pages (`mincore`), once for each region of 64 pages that existed when the file was opened, and by every write.
+//!   Discarding clears them.
 //! * Mapping a page, and unmapping it in the end, costs as much as several calls. So a call serves a page the first
 //!   time. Of the repeated requests, every [`REPEATS`]th maps its page, and the kernel maps the pages around it.
-//! * If another program punches the file, a bit is wrong. That costs a page, and nothing else.
-//! * Before we cut a file its mapping is retired for good. If another program takes pages away, the mapping is poisoned
-//!   and the process lives on (see `memory::fault`). The copy is not believed, and a call does it again. If the other
-//!   program cuts the file within a page, what is written behind the end in that page is lost. Image locks prevent
-//!   that.
-//! * The kernel does not see such writes, so the next flush, or closing the file, sets the file's times.
+//! * If another program punches the file, a bit is wrong. That only allocates a page.
+//! * Before we cut a file, its mapping is retired for good. If another program takes pages away, the mapping is
+//!   poisoned and the process lives on (see `memory::fault`). The copy's result is dropped, and a call does it again.
+//!   If the other program cuts the file within a page, data written behind the end in that page are lost. Image locks
+//!   prevent that.
+//! * The kernel does not see these writes, so the next flush, or closing the file, sets the file's times.
 //!
-//! A reactor that copied a page which went to swap would wait for the storage behind it. So if the host has swap when
-//! the file is opened, the file is not mapped, and workers make the calls.
+//! A reactor that copied a swapped-out page would wait for the storage. So if the host has swap when the file is
+//! opened, the file is not mapped, and workers make the calls.
 
 mod pages;
 
@@ -40,7 +40,7 @@ const MAX_BYTES: u64 = 256 << 30;
 /// Room that a mapping has at least for the file to grow.
 const ROOM_BYTES: u64 = 32 << 30;
 
-/// A counter that is written often, on a cache line apart from what each copy reads.
+/// A counter that is written often, on another cache line than the fields that each copy reads.
 #[derive(Default)]
 #[repr(align(64))]
 struct OnItsOwnLine(AtomicU64);
@@ -51,7 +51,7 @@ pub(crate) struct MappedFile {
     writable: bool,
     /// Whole pages in the file when it was opened.
     pages_then: u64,
-    /// Nothing is copied through the mapping any more.
+    /// The mapping is not used any more.
     retired: AtomicBool,
     regions: Box<[Region]>,
     /// Requests for pages that calls have served before.
@@ -86,7 +86,7 @@ impl MappedFile {
             return None;
         }
         let mapping = Mapping::of_storage(fd.as_fd(), usize::try_from(mapped).ok()?, writable).ok()?;
-        // Nothing is resident behind the end. But a process without the right to know is told that everything is.
+        // Nothing is resident behind the end. But a process without permission is told that every page is.
         let mut behind = [0];
         mapping.residency((mapped - PAGE) as usize, &mut behind).ok()?;
         (behind[0] & 1 == 0).then(|| Self {
@@ -100,7 +100,7 @@ impl MappedFile {
         })
     }
 
-    /// Copies to or from the file if all of the range lies in pages that are there. Returns the number of bytes.
+    /// Copies to or from the file if the whole range lies in present pages. Returns the number of bytes.
     ///
     /// # Safety
     /// The memory that `buffers` names must be valid for the copy's direction until this returns.
@@ -147,7 +147,7 @@ impl MappedFile {
 
     /// Notes a write through a mapping, which the kernel does not see. The next flush sets the file's times.
     pub(crate) fn is_written_unseen(&self) {
-        // It is read first, so that reactors do not take the cache line from each other.
+        // The flag is read first, so that reactors do not take the cache line from each other.
         if !self.unstamped.load(Ordering::Relaxed) {
             self.unstamped.store(true, Ordering::Relaxed);
         }
@@ -192,8 +192,8 @@ impl MappedFile {
             })
     }
 
-    /// Has the kernel map the groups that these pages of a region lie in, by reading. A page that is first written is
-    /// mapped alone.
+    /// Makes the kernel map the groups that these pages of a region lie in, by reading. A page whose first access is a
+    /// write is mapped alone.
     fn map_around(&self, first: u64, bits: u64) {
         for group in groups() {
             let page = (bits & group).trailing_zeros();
@@ -226,7 +226,7 @@ impl MappedFile {
         self.mark(touched_by(offset, length), |region, bits| set(&region.touched, bits));
     }
 
-    /// Notes that a call has written a range. The pages that it covers are there, and wholly within the file.
+    /// Notes that a call has written a range. The pages that it covers are present, and wholly within the file.
     pub(crate) fn was_written(&self, offset: u64, length: u64) {
         self.was_read(offset, length);
         self.mark(covered_by(offset, length), |region, bits| set(&region.present, bits));
@@ -253,7 +253,7 @@ impl MappedFile {
         self.retired.store(true, Ordering::Release);
     }
 
-    /// Sets the file's times if it was written through the mapping since they were set last.
+    /// Sets the file's times if it was written through the mapping since they were last set.
     pub(crate) fn stamp(&self, fd: BorrowedFd<'_>) {
         if self.unstamped.swap(false, Ordering::Relaxed) {
             let now = rustix::fs::Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_NOW };

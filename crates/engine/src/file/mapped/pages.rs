@@ -1,4 +1,4 @@
-//! What is known of a mapped file's pages: which ones are copied through the mapping.
+//! The state of a mapped file's pages: which of them are copied through the mapping.
 
 use memory::PAGE_BYTES;
 use std::ops::Range;
@@ -10,7 +10,7 @@ pub(super) const REGION_BYTES: u64 = REGION_PAGES * PAGE;
 /// The kernel maps this many pages at a time.
 const GROUP_PAGES: u32 = 16;
 
-/// What is known of a run of pages, one bit for each page.
+/// The state of a run of pages, one bit for each page.
 #[repr(C)]
 pub(super) struct Region {
     /// Pages that are copied through the mapping.
@@ -19,11 +19,11 @@ pub(super) struct Region {
     pub(super) touched: AtomicU64,
     /// Pages that hold data and lie wholly within the file.
     pub(super) present: AtomicU64,
-    /// Not zero if the kernel was asked which pages are there.
+    /// Not zero if the kernel was asked which pages are present.
     pub(super) asked: AtomicU64,
 }
 
-/// Makes regions of which nothing is known, in memory that nobody has touched. Most of it never will be.
+/// Makes regions with unknown pages, in untouched memory. Most of it is never touched.
 pub(super) fn unknown_regions(count: u64) -> Box<[Region]> {
     let words = vec![[0_u64; size_of::<Region>() / size_of::<u64>()]; count as usize].into_boxed_slice();
     // SAFETY: a region consists of exactly these atomic words, which have a word's size, alignment (on every 64-bit
@@ -42,7 +42,7 @@ pub(super) fn set(word: &AtomicU64, bits: u64) {
     }
 }
 
-/// Clears bits. As with [`set`], nothing is written without need: memory that nobody has touched stays untouched.
+/// Clears bits. As with [`set`], nothing is written without need: untouched memory stays untouched.
 pub(super) fn clear(word: &AtomicU64, bits: u64) {
     if word.load(Ordering::Relaxed) & bits != 0 {
         word.fetch_and(!bits, Ordering::Relaxed);

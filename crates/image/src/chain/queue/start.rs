@@ -2,12 +2,11 @@
 
 use super::Core;
 use crate::chain::guessed_raw::checked_head;
-use crate::chain::mapping::Overwrite;
+use crate::chain::mapping::{Overwrite, Staged};
 use crate::chain::pieces::Pieces;
 use crate::chain::place::Place;
 use crate::chain::slow_path::Slow;
 use block::{Extent, FileOp, IoError, IoResult, Op, OpFlags, Priority, Task, WriteMap, turn};
-use format_scratch::Staged;
 use memory::Window;
 use std::rc::Rc;
 use std::sync::atomic::Ordering;

@@ -24,6 +24,7 @@ impl Rate {
 
 /// The limits of reads, of writes, or of both together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct Rates {
     /// Requests.
     pub requests: Rate,

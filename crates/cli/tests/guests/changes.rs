@@ -1,6 +1,6 @@
-//! Guests that write and check all the time, while an operator's script changes their disks and others.
+//! Guests whose disks change under them, as an operator's script changes them.
 
-use crate::common::{Server, path_str, run_ok, tool_ok};
+use super::common::{Server, path_str, run_ok, tool_ok};
 use guestlab::{GuestKind, GuestOptions, GuestWork};
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -3,8 +3,9 @@
 //! Each test needs Debian's packages for its guest and takes many seconds, so they are ignored by default and run by
 //! `cargo xtask ci`; by hand with `cargo test -p ringdisk --test guests -- --ignored`.
 
+mod changes;
+#[path = "../common/mod.rs"]
 mod common;
-mod guests_of_changes;
 
 use common::{Server, path_str, run_ok, tool_ok};
 use guestlab::{
@@ -407,6 +408,40 @@ fn qemu_is_interrupted_once_a_request_at_most_with_event_idx_and_with_flags() {
     }
 }
 
+/// What the kernel says of the disk that [`inspect`] serves, after it was bound, switched, suspended and reset so often.
+fn facts_of<'a>(rebinds: &'a str, toggles: &'a str, suspends: &'a str, resets: &'a str) -> Vec<(&'a str, &'a str)> {
+    let mut expected = vec![
+        ("alignment_offset", "3584"),
+        ("bound", rebinds),
+        ("cache_type_back", "write-back"),
+        ("cache_type_through", "write-through"),
+        ("discard_granularity", "8192"),
+        ("discard_max_bytes", "1073741824"),
+        ("event", "1-vda"),
+        ("fua", "0"),
+        ("geometry", "8-9-7"),
+        ("logical_block_size", "512"),
+        ("max_discard_segments", "16"),
+        ("max_segment_size", "65536"),
+        ("max_segments", "30"),
+        ("minimum_io_size", "8192"),
+        ("optimal_io_size", "65536"),
+        ("physical_block_size", "4096"),
+        ("resets", resets),
+        ("sectors", "196608"),
+        ("sectors_after_bind", "163840"),
+        ("sectors_after_sleep", "229376"),
+        ("sg_io", "errno-25"),
+        ("slept", suspends),
+        ("toggled", toggles),
+        ("write_cache", "write-back"),
+        ("write_zeroes_max_bytes", "1073741824"),
+    ];
+    expected.retain(|(key, count)| !(matches!(*key, "resets" | "slept") && *count == "0"));
+    expected.retain(|(key, _)| *key != "sectors_after_sleep" || suspends != "0");
+    expected
+}
+
 /// What the kernel of a real guest makes of what its disk says, and of what happens to a disk and to the machine. With an
 /// empty serial, too, on a second disk.
 fn inspect(kind: GuestKind, format: ImageFormat, (rebinds, toggles): (u32, u32), (suspends, resets): (u32, u32)) {
@@ -477,35 +512,7 @@ fn inspect(kind: GuestKind, format: ImageFormat, (rebinds, toggles): (u32, u32),
     assert_eq!((disk.size_bytes, disk.serial.as_str()), (size_bytes, "12345678901234567890"));
     assert_eq!(without_serial.serial, "");
     let [rebinds, toggles, suspends, resets] = [rebinds, toggles, suspends, resets].map(|count| count.to_string());
-    let mut expected = vec![
-        ("alignment_offset", "3584"),
-        ("bound", &rebinds),
-        ("cache_type_back", "write-back"),
-        ("cache_type_through", "write-through"),
-        ("discard_granularity", "8192"),
-        ("discard_max_bytes", "1073741824"),
-        ("event", "1-vda"),
-        ("fua", "0"),
-        ("geometry", "8-9-7"),
-        ("logical_block_size", "512"),
-        ("max_discard_segments", "16"),
-        ("max_segment_size", "65536"),
-        ("max_segments", "30"),
-        ("minimum_io_size", "8192"),
-        ("optimal_io_size", "65536"),
-        ("physical_block_size", "4096"),
-        ("resets", &resets),
-        ("sectors", "196608"),
-        ("sectors_after_bind", "163840"),
-        ("sectors_after_sleep", "229376"),
-        ("sg_io", "errno-25"),
-        ("slept", &suspends),
-        ("toggled", &toggles),
-        ("write_cache", "write-back"),
-        ("write_zeroes_max_bytes", "1073741824"),
-    ];
-    expected.retain(|(key, count)| !(matches!(*key, "resets" | "slept") && *count == "0"));
-    expected.retain(|(key, _)| *key != "sectors_after_sleep" || suspends != "0");
+    let expected = facts_of(&rebinds, &toggles, &suspends, &resets);
     let found: Vec<_> = disk.facts.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
     assert_eq!(found, expected);
     assert_eq!(disk.packed, packed == "on");
