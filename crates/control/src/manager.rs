@@ -201,6 +201,7 @@ impl Manager {
                 self.record_of(name, *node).check()?;
                 if let Some(disk) = record.disk_mut(name) {
                     disk.put_on(&recorded_name(file));
+                    disk.forget_unfinished(&recorded_name(file));
                 }
             }
             Ok(())
@@ -215,7 +216,16 @@ impl Manager {
                 }
             }
         };
-        self.daemon.put_overlays_with(&nodes, || self.records.try_change(put_on), || self.records.change(undo))?;
+        // A file that is made, and not yet a layer when the daemon is killed, is removed by the next one.
+        let is_new = |file: &FileName| !file.path().is_some_and(Path::exists);
+        let new = wanted.iter().filter(|(_, _, file)| is_new(file));
+        let _unfinished = new.map(|(name, node, file)| self.reserve(name, *node, file)).collect::<Result<Vec<_>>>()?;
+        let has_made = |node: NodeId, file: &FileName| {
+            let mut its = wanted.iter().filter(|(_, other, _)| *other == node);
+            its.try_for_each(|(name, node, _)| self.record_of(name, *node).has_made(file))
+        };
+        let commit = || self.records.try_change(put_on);
+        self.daemon.put_overlays_with(&nodes, has_made, commit, || self.records.change(undo))?;
         for (name, _, file) in wanted {
             let message = format!("'{file}' is the new top");
             self.events.publish(EventKind::LayersChanged, Some(name), None, Some(message));

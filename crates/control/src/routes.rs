@@ -265,7 +265,7 @@ async fn resume_disk(State(manager): Shared, Path(name): Path<String>) -> Answer
     resumed.await.map(Json)
 }
 
-/// Start to take the top layer of a disk back into the layer below
+/// Start to commit layers of a disk into the layer below them
 #[utoipa::path(post, path = "/v1/disks/{name}/commit", params(("name" = String, Path)), request_body = CommitDisk,
     responses((status = 202, body = Job), (status = "default", body = ErrorBody)))]
 async fn commit_disk(

@@ -1,4 +1,4 @@
-//! Guests whose disks change under them, as an operator's script changes them.
+//! Guests that write and check all the time, while an operator's script changes their disks and others.
 
 use super::common::{Server, path_str, run_ok, tool_ok};
 use guestlab::{GuestKind, GuestOptions, GuestWork};

@@ -108,6 +108,29 @@ pub(crate) fn lock(fd: BorrowedFd<'_>, name: &str, read_only: bool, timeout: Dur
     }
 }
 
+/// Changes the locks of an image that is locked: to those of a writer, or back to those of a reader. There is no moment
+/// without locks. Waits a second at most for others.
+pub(crate) fn lock_again(fd: BorrowedFd<'_>, name: &str, for_writing: bool) -> Result<()> {
+    let (role, former) = if for_writing { (Role::WRITER, Role::READER) } else { (Role::READER, Role::WRITER) };
+    let began = Instant::now();
+    loop {
+        let contradicted = matches!(attempt(fd, name, role)?, Attempt::Contradicted);
+        let (stays, goes) = if contradicted { (former, role) } else { (role, former) };
+        let goes = goes.own_bytes().filter(|byte| !stays.own_bytes().any(|own| own == *byte));
+        goes.for_each(|byte| drop(ofd_lock(fd, libc::F_OFD_SETLK, libc::F_UNLCK, byte)));
+        let waited = began.elapsed();
+        if !contradicted {
+            return Ok(());
+        }
+        if waited >= HAND_OVER {
+            let holders =
+                lock_holders::living(fd, |first, last, for_writing| role.is_hindered(first, last, for_writing));
+            return Err(in_use(name, !for_writing, for_writing && may_read(fd), &holders, waited));
+        }
+        std::thread::sleep(RETRY_SOON);
+    }
+}
+
 fn attempt(fd: BorrowedFd<'_>, name: &str, role: Role) -> Result<Attempt> {
     for byte in role.own_bytes() {
         match ofd_lock(fd, libc::F_OFD_SETLK, libc::F_RDLCK, byte) {

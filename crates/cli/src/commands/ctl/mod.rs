@@ -96,18 +96,8 @@ enum Verb {
         #[arg(required = true, num_args = 2.., value_names = ["NAME", "OVERLAY-FILE"])]
         pairs: Vec<String>,
     },
-    /// Take the top layer of a running disk back into the layer below.
-    Commit {
-        /// The disk.
-        name: String,
-        /// Take this many layers back, one after the other.
-        #[arg(long, value_name = "N", default_value_t = 1)]
-        layers: usize,
-        #[command(flatten)]
-        aim: jobs::AimOf,
-        #[command(flatten)]
-        how: jobs::How,
-    },
+    /// Commit a layer of a running disk into the layer below it: the top, or with --top another one.
+    Commit(jobs::Commit),
     /// Copy a running disk to another image, which then takes its place.
     Mirror(jobs::Mirror),
     /// Copy the data of lower layers into the top layer of a running disk, which then needs none of them.
@@ -242,7 +232,7 @@ fn call(args: &Args) -> anyhow::Result<()> {
         }
         Verb::Set { name, options } => ctl.set(name, options),
         Verb::Snapshot { pairs } => ctl.snapshot(pairs),
-        Verb::Commit { name, layers, aim, how } => ctl.commit(name, *layers, aim, how),
+        Verb::Commit(commit) => ctl.commit(commit),
         Verb::Mirror(mirror) => ctl.mirror(mirror),
         Verb::Stream { name, base, how } => ctl.stream(name, base.as_deref(), how),
         Verb::Rebase { name, base, format, how } => ctl.rebase(name, base, format.clone(), how),

@@ -182,6 +182,11 @@ impl Mapping {
         self.qcow2().is_some() || self.kept_header().is_some()
     }
 
+    /// Whether what its header leads to can be changed while the layer is closed: its backing file, its internal snapshots.
+    pub(crate) fn can_be_edited(&self) -> bool {
+        self.qcow2().is_some()
+    }
+
     /// Returns the epochs in which queues take part, if the format reuses freed space.
     #[inline]
     pub(crate) fn epochs(&self) -> Option<&Epochs> {
