@@ -14,7 +14,7 @@
 //! * [`ReactorCtx`], [`ReactorHandle`], [`Poller`]: a reactor, from its own thread and from others.
 //! * [`Timers`], [`Watch`]: waiting for a time, and for a descriptor.
 //! * [`Executor`], [`WaitList`], [`RangeLocks`]: the slow path's tasks and what they wait on. [`turn`]: how many bytes
-//!   they may move in one turn.
+//!   they may move in one turn. [`in_pieces`]: a long request, cut.
 //! * [`Epochs`]: when a freed host cluster may be used again.
 //! * [`SliceCache`]: tables of 64-bit entries in memory, read without a lock.
 //! * [`UntilChange`]: what a file's server said of it, until something changes.
@@ -42,6 +42,7 @@ mod map;
 mod meta;
 pub mod meter;
 mod op;
+mod pieces;
 mod range_lock;
 mod reactor;
 mod readiness;
@@ -61,17 +62,18 @@ pub use dirty::{DirtyBitmaps, DirtyMap};
 pub use disk::{Disk, DiskInfo, DiskListener, DiskQueue, Lifetime, Topology};
 pub use disk_io::{DiskIo, reclaim};
 pub use epoch::{EpochPin, Epochs, Participant, Promise, Ticket};
-pub use error::{Error, ErrorKind, IoError, IoErrorKind, IoResult, Result};
+pub use error::{Error, ErrorKind, IoError, IoErrorKind, IoResult, Result, without_numbers};
 pub use executor::{Executor, Task, block_on};
 pub use extent::{CompressedExtent, Extent, Fill, Mapped, Prepared};
 pub use file::{CopyRange, Done, File, FileInfo, FileIo, FileOp, FileQueue, Locks, PastEnd, Sink, Waiter};
 pub use flags::{OpFlags, Priority};
 pub use latency::{Part, Parts};
 pub use listeners::Listeners;
-pub use log_limit::LogLimit;
+pub use log_limit::{LogLimit, WAITING};
 pub use map::{Claim, Keep, MapPiece, ReadMap, WriteMap};
 pub use meta::MetaIo;
 pub use op::{Completion, Op, SECTOR_BYTES, Tag};
+pub use pieces::in_pieces;
 pub use range_lock::{RangeGuard, RangeLocks};
 pub use reactor::{BatchEnd, Job, Poller, PollerId, ReactorCtx, ReactorHandle, run_and_wait};
 pub use readiness::{Interest, Readiness, WatchId};

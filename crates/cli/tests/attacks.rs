@@ -130,8 +130,24 @@ fn protocol_and_json_names_are_followed_under_no_policy_and_info_opens_no_file_b
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     let pipe = path_str(&pipe);
     let json = format!("json:{{\"driver\":\"raw\",\"file\":{{\"driver\":\"file\",\"filename\":\"{pipe}\"}}}}");
+    let at_server = |description: &str| format!("json:{{\"driver\":\"raw\",\"file\":{{{description}}}}}");
+    let [nbd, web, cluster] = [
+        r#""driver":"nbd","server":{"type":"inet","host":"localhost","port":"1"}"#,
+        r#""driver":"https","url":"https://localhost/x""#,
+        r#""driver":"rbd","pool":"pool","image":"x""#,
+    ]
+    .map(at_server);
     let protocols = [
         &json,
+        &nbd,
+        &web,
+        &cluster,
+        r#"json:{"file.driver":"nbd","file.path":"/run/nbd"}"#,
+        "nbd+unix:///x?socket=/run/nbd",
+        "nbds://localhost/x?tls-certificates=/x",
+        "http://localhost/x",
+        "https://localhost/x?y#cache=/x",
+        r#"rbd:{"pool":"pool"}"#,
         &format!("file:{pipe}"),
         &format!("file://{pipe}"),
         "nbd://localhost/x",

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Server, directory, has_tool, path_str, ringdisk, run_fails, run_ok, tool_ok};
+use common::{Server, directory, has_tool, path_str, ringdisk, run, run_fails, run_ok, text, tool_ok};
 use std::os::unix::fs::PermissionsExt;
 
 #[test]
@@ -13,12 +13,22 @@ fn disks_are_served_under_their_names_until_a_signal() {
     let directory = directory();
     let path = |name: &str| path_str(&directory.path().join(name)).to_owned();
     let (image, other, socket) = (path("disk.qcow2"), path("other.raw"), path("nbd"));
-    run_ok(&["create", "-q", "-f", "qcow2", &image, "16M"]);
+    let data = path("data.qcow2");
+    for qcow2 in [&image, &data] {
+        run_ok(&["create", "-q", "-f", "qcow2", qcow2, "16M"]);
+    }
+    run_ok(&["bitmap", "--add", &data, "daily"]);
     run_ok(&["create", "-q", "-f", "raw", &other, "1M"]);
     let mut command = ringdisk();
     let drive = format!("file={other},format=raw,name=other,readonly=on");
     command.args(["nbd", &image, "--socket", &socket, "--export-name", "root", "--description", "a system"]);
-    command.args(["--drive", &drive]);
+    command.args(["--drive", &drive, "--drive", &format!("file={data},format=qcow2,name=data")]);
+    command.args([
+        "--export",
+        "disk=data,description=all of it,bitmap=daily",
+        "--export",
+        "disk=data,name=look,readonly=on",
+    ]);
     let server = Server::start_command(command);
     assert!(server.announced.contains(&format!("at nbd+unix:///root?socket={socket}")), "{}", server.announced);
     let uri = |name: &str| format!("nbd+unix:///{name}?socket={socket}");
@@ -27,8 +37,12 @@ fn disks_are_served_under_their_names_until_a_signal() {
         list.contains("export=\"root\"") && list.contains("a system") && list.contains("export=\"other\""),
         "{list}"
     );
+    let has_bitmap = |name: &str| tool_ok("nbdinfo", &[&uri(name)]).contains("qemu:dirty-bitmap:daily");
+    assert!(list.contains("all of it") && has_bitmap("data") && !has_bitmap("look") && !has_bitmap("root"), "{list}");
+    let is_read_only = |name: &str| tool_ok("nbdinfo", &["--json", &uri(name)]).contains("\"is_read_only\": true");
+    assert!(is_read_only("look") && !is_read_only("data"));
     tool_ok("qemu-io", &["-f", "raw", "-c", "write -P 7 1M 64k", &uri("root")]);
-    assert!(tool_ok("nbdinfo", &["--json", &uri("other")]).contains("\"is_read_only\": true"));
+    assert!(is_read_only("other"));
     server.stop();
     assert!(!std::path::Path::new(&socket).exists());
     tool_ok("qemu-io", &["-r", "-f", "qcow2", "-c", "read -P 7 1M 64k", &image]);
@@ -38,6 +52,33 @@ fn disks_are_served_under_their_names_until_a_signal() {
 fn a_server_without_a_place_or_without_a_disk_says_so() {
     assert!(run_fails(2, &["nbd", "disk.raw"]).contains("--socket"));
     assert!(run_fails(2, &["nbd", "--socket", "x"]).contains("IMAGE"));
+    // What is said of IMAGE does nothing to another disk.
+    for (option, instead) in [(&["--export-name", "x"][..], "name="), (&["--read-only"], "readonly=on")] {
+        let drive = ["nbd", "--socket", "x", "--drive", "format=null,size=1M"];
+        let said = run_fails(2, &[&drive[..], option].concat());
+        assert!(said.contains(option[0]) && said.contains(instead), "{said}");
+    }
+}
+
+#[test]
+fn a_password_in_a_name_is_refused_and_shown_nowhere() {
+    let directory = directory();
+    let path = |name: &str| path_str(&directory.path().join(name)).to_owned();
+    let (raw, socket, name) = (path("disk.raw"), path("nbd"), "nbd://me:secret@localhost:1/x");
+    run_ok(&["create", "-q", "-f", "raw", &raw, "1M"]);
+    let drive = format!("file={name},format=raw");
+    for arguments in [
+        &["info", name][..],
+        &["convert", "-n", "-f", "raw", "-O", "raw", &raw, name],
+        &["compare", "-f", "raw", "-F", "raw", &raw, name],
+        &["serve", "--drive", &format!("{drive},socket={socket}")],
+        &["nbd", "--socket", &socket, "--drive", &drive],
+    ] {
+        let output = run(arguments);
+        let said = text(&output.stdout) + &text(&output.stderr);
+        assert!(!output.status.success() && said.contains("tls-psk-file"), "{arguments:?}: {said}");
+        assert!(!said.contains("secret"), "{arguments:?}: {said}");
+    }
 }
 
 #[test]

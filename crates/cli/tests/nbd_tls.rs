@@ -170,6 +170,42 @@ fn who_has_no_certificate_is_refused_unless_the_server_does_not_ask_for_one() {
 }
 
 #[test]
+fn who_shares_a_key_uses_a_disk_of_either_server() {
+    if !["nbdinfo", "nbdcopy"].into_iter().all(has_tool) {
+        return;
+    }
+    let directory = directory();
+    let path = |name: &str| path_str(&directory.path().join(name)).to_owned();
+    let (raw, copy, control) = (path("disk.raw"), path("copy.raw"), path("control"));
+    let (creds, other) = (path("keys"), path("other.psk"));
+    std::fs::create_dir(&creds).unwrap();
+    let keys = format!("{creds}/keys.psk");
+    std::fs::write(&keys, "alice:00112233445566778899aabbccddeeff\n").unwrap();
+    std::fs::write(&other, "alice:00112233445566778899aabbccddee00\n").unwrap();
+    std::fs::write(&raw, common::numbered(5 << 20)).unwrap();
+    let check = |socket: &str| {
+        let uri = |keys: &str| format!("nbds+unix://alice@/d?socket={socket}&tls-psk-file={keys}");
+        assert!(tool_ok("nbdinfo", &[&uri(&keys)]).contains("with TLS"));
+        tool_ok("nbdcopy", &[&uri(&keys), &copy]);
+        run_ok(&["compare", "-f", "raw", "-F", "raw", &uri(&keys), &copy]);
+        assert!(std::fs::read(&copy).unwrap() == std::fs::read(&raw).unwrap());
+        assert!(!tool("nbdinfo", &[&uri(&other)]).status.success());
+        run_fails(1, &["info", "-f", "raw", &uri(&other)]);
+        run_fails(1, &["info", "-f", "raw", &format!("nbd+unix:///d?socket={socket}")]);
+    };
+    let (alone, serves, added) = (path("alone"), path("serves"), path("added"));
+    let server = serve(&raw, &alone, &["--tls-creds", &creds]);
+    check(&alone);
+    server.stop();
+    let drive = format!("file={raw},format=raw,name=d,socket={}", path("vm"));
+    let all = ["--control", &control, "--drive", &drive, "--nbd", &serves, "--nbd-tls-creds", &creds];
+    let daemon = Server::start(&all);
+    run_ok(&["ctl", "--control", &control, "export", "d", "--nbd", &added, "--tls-creds", &creds]);
+    [serves, added].iter().for_each(|socket| check(socket));
+    daemon.stop();
+}
+
+#[test]
 fn a_disk_of_qemus_server_is_read_under_tls() {
     if !has_tool("qemu-nbd") {
         return;

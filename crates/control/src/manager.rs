@@ -56,6 +56,8 @@ pub struct Manager {
     away: Away,
     /// The disks that serve drives of the command line or of the configuration file, by name.
     configured: Mutex<BTreeMap<String, NodeId>>,
+    /// New drives of the configuration that the last reload could not open, and why.
+    not_opened: Mutex<Vec<FailedDisk>>,
     /// Recorded exports that could not be served.
     failed_exports: Mutex<Vec<exports::NotServed>>,
     pub(crate) events: Arc<Events>,
@@ -95,6 +97,7 @@ impl Manager {
             exports: Mutex::default(),
             away: Away::default(),
             configured: Mutex::default(),
+            not_opened: Mutex::default(),
             failed_exports: Mutex::default(),
             events,
             storage_calls: Arc::default(),
@@ -327,7 +330,8 @@ impl Manager {
         self.daemon.disks().into_iter().map(|disk| to_disk(disk, &record, &exports)).collect()
     }
 
-    /// Returns recorded disks that could not be opened, and those that are served without one of their exports.
+    /// Returns recorded disks that could not be opened, new drives that the last reload could not open, and disks that
+    /// are served without one of their exports.
     #[must_use]
     pub fn failed_disks(&self) -> Vec<FailedDisk> {
         let to_failed = |(name, error)| FailedDisk { name, error: format!("could not be opened: {error}") };
@@ -336,6 +340,7 @@ impl Manager {
             name: disk,
             error: format!("is served, but its export {id} is not ('ctl unexport {id}' forgets it): {error}"),
         };
+        failed.extend(lock(&self.not_opened).iter().filter(|new| !self.knows(&new.name)).cloned());
         failed.extend(self.failed_exports().into_iter().map(without));
         failed
     }

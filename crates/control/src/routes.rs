@@ -225,7 +225,9 @@ async fn remove_disk(
     Path(name): Path<String>,
     query: Result<Query<Removal>, axum::extract::rejection::QueryRejection>,
 ) -> Result<StatusCode, Failure> {
-    let Query(removal) = query.map_err(|error| Failure::bad_request(error.body_text()))?;
+    // It has one field, and others are refused before.
+    let wrong = |_| Failure::bad_request("the parameter 'force' is given once, as true or false").in_field("force");
+    let Query(removal) = query.map_err(wrong)?;
     known(&manager, &name)?;
     let removed = ending(manager, move |manager| {
         known(manager, &name)?;

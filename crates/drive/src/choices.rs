@@ -18,6 +18,7 @@ pub(crate) fn one_of<T: Copy>(key: &str, value: &str, choices: &[(&str, T)]) -> 
     found.map(|(_, choice)| *choice).ok_or_else(|| not_a_value(key, value, &names(choices)))
 }
 
-pub(crate) fn switch(key: &str, value: &str) -> Result<bool> {
+/// Reads a value that is `on` or `off`.
+pub fn switch(key: &str, value: &str) -> Result<bool> {
     one_of(key, value, &SWITCH)
 }

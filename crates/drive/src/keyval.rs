@@ -17,7 +17,7 @@ pub fn parse(text: &str) -> Result<Vec<KeyValue>> {
 }
 
 /// As [`parse`], but some keys may be repeated.
-pub(crate) fn parse_with_repeats(text: &str, repeats: &[&str]) -> Result<Vec<KeyValue>> {
+pub fn parse_with_repeats(text: &str, repeats: &[&str]) -> Result<Vec<KeyValue>> {
     let mut pairs: Vec<KeyValue> = Vec::new();
     for part in split_at_single_commas(text) {
         let Some((key, value)) = part.split_once('=') else {
@@ -123,7 +123,13 @@ mod tests {
 
     #[test]
     fn a_word_that_is_refused_is_shown_without_secrets() {
-        let given = ["https://me:secret@h/a", "=https://me:secret@h/a", "rbd:p/i:key=secret", "https://h/a?sig=secret"];
+        let given = [
+            "https://me:secret@h/a",
+            "=https://me:secret@h/a",
+            "rbd:p/i:key=secret",
+            "https://h/a?sig=secret",
+            "nbd://me:secret@h/a",
+        ];
         for text in given {
             let mut errors: Vec<Error> = [parse(text).err(), parse_options(text).err()].into_iter().flatten().collect();
             errors.extend(parse_options(&format!("{text},,,")).err());

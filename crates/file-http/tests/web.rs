@@ -153,6 +153,18 @@ fn a_server_that_is_away_for_a_while_costs_no_error_and_one_that_stays_away_does
     assert!(read(&queue, 0, 65536).unwrap() == bytes[..65536]);
 }
 
+#[test]
+fn a_server_that_refuses_is_asked_less_and_less_often() {
+    let server = WebServer::start(&content(100_000));
+    let file = opened(&server.url("/a#read-ahead=0&retry-s=4"));
+    server.behaviour.refusals.store(u64::MAX, Ordering::SeqCst);
+    let before = server.requests();
+    assert!(read(&file.open_blocking().unwrap(), 0, 512).is_err());
+    let asked = server.requests() - before;
+    // Without growing pauses it would be asked eighty times.
+    assert!(asked <= 8, "{asked} times in four seconds");
+}
+
 /// How long the server is away; `RINGDISK_OUTAGE_SECONDS=60` looks longer.
 fn outage() -> Duration {
     let seconds = std::env::var("RINGDISK_OUTAGE_SECONDS").ok().and_then(|seconds| seconds.parse().ok());

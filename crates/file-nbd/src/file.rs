@@ -6,7 +6,8 @@ use crate::link::Link;
 use crate::uri::NbdUri;
 use block::{
     Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Locks, PastEnd,
-    RangeGuard, RangeLocks, ReactorCtx, Result, UntilChange, Work, block_on, run_aside_or_here, spawn_or_block_on,
+    RangeGuard, RangeLocks, ReactorCtx, Result, UntilChange, Work, block_on, in_pieces, run_aside_or_here,
+    spawn_or_block_on, turn,
 };
 use memory::{BufferAccount, BufferGrant, BufferUse, IoBuf, PooledBuf, Window};
 use nbd_wire::numbers::{allocation, export};
@@ -286,24 +287,20 @@ impl Remote {
             true => self.payload_bytes().min(READ_BYTES_MAX).max(self.block_bytes).max(1),
             false => self.piece_bytes(),
         };
-        let mut done = 0;
-        while done < there {
-            let start = offset.saturating_add(done);
-            let piece = there.saturating_sub(done).min(piece_bytes);
-            let part = start..start.saturating_add(piece);
+        let piece = async |part: Range<u64>| {
+            let length = to_usize(part.end.saturating_sub(part.start));
+            let place = data.slice(to_usize(part.start.saturating_sub(offset)), length);
             let blocks = self.blocks_around(&part);
             if blocks == part {
-                self.read_blocks(queue, start, &data.slice(to_usize(done), to_usize(piece))).await?;
-            } else {
-                let _room = self.room(&blocks).await;
-                let bytes = IoBuf::from_pool(to_usize(blocks.end.saturating_sub(blocks.start)))?.whole();
-                self.read_blocks(queue, blocks.start, &bytes).await?;
-                let skip = to_usize(start.saturating_sub(blocks.start));
-                data.copy_from(to_usize(done), &bytes.slice(skip, to_usize(piece)));
+                return self.read_blocks(queue, part.start, &place).await;
             }
-            done = done.saturating_add(piece);
-        }
-        Ok(())
+            let _room = self.room(&blocks).await;
+            let bytes = IoBuf::from_pool(to_usize(blocks.end.saturating_sub(blocks.start)))?.whole();
+            self.read_blocks(queue, blocks.start, &bytes).await?;
+            place.copy_from(0, &bytes.slice(to_usize(part.start.saturating_sub(blocks.start)), length));
+            Ok(())
+        };
+        in_pieces(range, |at| self.end_of_piece(at, piece_bytes), piece).await
     }
 
     /// Takes room for the data of blocks; the grant is held until the server has answered.
@@ -320,15 +317,15 @@ impl Remote {
 
     /// Writes data, or zeros if there are none.
     async fn write(&self, queue: usize, range: Range<u64>, data: Option<&Window>, fua: bool) -> IoResult {
-        let mut at = range.start;
-        while at < range.end {
-            let piece = range.end.saturating_sub(at).min(self.piece_bytes());
-            let part = at..at.saturating_add(piece);
+        let (start, piece_bytes) = (range.start, self.piece_bytes());
+        let piece = async |part: Range<u64>| {
             let blocks = self.blocks_around(&part);
             let length = to_usize(blocks.end.saturating_sub(blocks.start));
             // A partly written block is read into a second buffer first.
             let buffers = if blocks == part { 1 } else { 2 };
             let _room = self.buffers.grant(BufferUse::Bounce, length.saturating_mul(buffers)).await;
+            // Several pieces are copied one after the other.
+            turn::moved(0).await;
             let mut bytes = PooledBuf::take(length)?;
             if blocks != part {
                 // Partly written blocks keep the rest of their data.
@@ -336,18 +333,25 @@ impl Remote {
                 self.read_blocks(queue, blocks.start, &found).await?;
                 found.copy_to_slice(0, &mut bytes);
             }
-            let skip = to_usize(at.saturating_sub(blocks.start));
-            let place = bytes.get_mut(skip..skip.saturating_add(to_usize(piece))).ok_or(IoError::EIO)?;
+            let skip = to_usize(part.start.saturating_sub(blocks.start));
+            let end = skip.saturating_add(to_usize(part.end.saturating_sub(part.start)));
+            let place = bytes.get_mut(skip..end).ok_or(IoError::EIO)?;
             match data {
                 Some(data) => {
-                    data.copy_to_slice(to_usize(at.saturating_sub(range.start)), place);
+                    data.copy_to_slice(to_usize(part.start.saturating_sub(start)), place);
                 }
                 None => place.fill(0),
             }
-            self.calls.ask(queue, blocks.start, Wish::Write { data: Payload::new(bytes), fua }).await?;
-            at = part.end;
-        }
-        Ok(())
+            turn::note_moved(length);
+            self.calls.ask(queue, blocks.start, Wish::Write { data: Payload::new(bytes), fua }).await.map(|_| ())
+        };
+        in_pieces(range, |at| self.end_of_piece(at, piece_bytes), piece).await
+    }
+
+    /// Where a piece ends that begins at a place: where a block does, so that no two pieces write parts of one block.
+    fn end_of_piece(&self, at: u64, piece_bytes: u64) -> u64 {
+        let end = at.saturating_add(piece_bytes);
+        end.saturating_sub(end.checked_rem(self.block_bytes).unwrap_or(0))
     }
 
     async fn zero(&self, queue: usize, range: Range<u64>, may_unmap: bool) -> IoResult {

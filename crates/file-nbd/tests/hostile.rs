@@ -1,104 +1,22 @@
 //! Servers that do what a server should not: they answer nothing, answer late, or leave again and again.
 
+mod common;
+
 use block::{File, FileOp, FileQueue, IoResult, PastEnd, block_on};
+use common::{Fake, SIZE_BYTES, exactly, next_request, reply, shake_hands, shake_hands_as_long_as, shake_hands_with};
 use memory::{AlignedBuf, BufferAccount, BufferBudget, IoBuf};
-use nbd_wire::Reader;
-use nbd_wire::numbers::{answer, chunk, command, error, export, handshake, option};
-use nbd_wire::option::{Info, OPTION_HEADER_BYTES, OptionHeader, put_answer, put_greeting};
-use nbd_wire::reply::{Chunk, simple};
-use nbd_wire::request::{COMPACT_BYTES, Request};
-use ringdisk_file_nbd::{NbdUri, open};
-use std::io::{Read, Write};
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use nbd_wire::numbers::{chunk, command, error, export, option};
+use nbd_wire::reply::Chunk;
+use nbd_wire::request::Request;
+use std::io::Write;
+use std::os::unix::net::UnixStream;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 const PATIENCE: Duration = Duration::from_secs(60);
-const SIZE_BYTES: u64 = 1 << 30;
 const MIB: usize = 1 << 20;
-
-/// A server of a test: each connection is served by a function, which gets the connection's number.
-struct Fake {
-    _directory: tempfile::TempDir,
-    socket: PathBuf,
-}
-
-impl Fake {
-    fn start(serve: impl Fn(u64, UnixStream) + Send + Sync + 'static) -> Self {
-        let directory = tempfile::Builder::new().prefix("rd-").tempdir().unwrap();
-        let socket = directory.path().join("nbd");
-        let (listener, serve) = (UnixListener::bind(&socket).unwrap(), Arc::new(serve));
-        std::thread::spawn(move || {
-            for (number, stream) in (0..).zip(listener.incoming().map_while(Result::ok)) {
-                let serve = Arc::clone(&serve);
-                std::thread::spawn(move || serve(number, stream));
-            }
-        });
-        Self { _directory: directory, socket }
-    }
-
-    fn open(&self, more: &str, buffers: &BufferAccount) -> Arc<dyn File> {
-        let uri = format!("nbd+unix:///?socket={}{more}", Path::new(&self.socket).display());
-        open(&NbdUri::parse(&uri).unwrap(), false, buffers).unwrap()
-    }
-}
-
-fn exactly(stream: &mut UnixStream, length: usize) -> Option<Vec<u8>> {
-    let mut bytes = vec![0; length];
-    stream.read_exact(&mut bytes).ok().map(|()| bytes)
-}
-
-/// The handshake of a server that knows simple replies only.
-fn shake_hands(stream: &mut UnixStream, flags: u16) -> Option<()> {
-    shake_hands_with(stream, flags, &[])
-}
-
-/// The handshake of a server that knows these options, too.
-fn shake_hands_with(stream: &mut UnixStream, flags: u16, options: &[u32]) -> Option<()> {
-    shake_hands_as_long_as(SIZE_BYTES, stream, flags, options)
-}
-
-/// The handshake of a server whose disk is so long.
-fn shake_hands_as_long_as(size_bytes: u64, stream: &mut UnixStream, flags: u16, options: &[u32]) -> Option<()> {
-    let mut out = Vec::new();
-    put_greeting(&mut out, handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
-    stream.write_all(&out).ok()?;
-    exactly(stream, 4)?;
-    loop {
-        let head = exactly(stream, OPTION_HEADER_BYTES)?;
-        let head = OptionHeader::read(&mut Reader::new(&head)).unwrap().unwrap();
-        exactly(stream, head.length_bytes as usize)?;
-        let mut out = Vec::new();
-        let goes = head.option == option::GO;
-        if goes {
-            let info = Info::Export { size_bytes, flags: flags | export::HAS_FLAGS };
-            put_answer(&mut out, option::GO, answer::INFO, &info.to_bytes());
-        }
-        let is_known = goes || options.contains(&head.option);
-        put_answer(&mut out, head.option, if is_known { answer::ACK } else { answer::ERR_UNSUP }, &[]);
-        stream.write_all(&out).ok()?;
-        if goes {
-            return Some(());
-        }
-    }
-}
-
-/// The next request. Its data are thrown away.
-fn next_request(stream: &mut UnixStream) -> Option<Request> {
-    let head = exactly(stream, COMPACT_BYTES)?;
-    let request = Request::read(&mut Reader::new(&head), false).unwrap().unwrap();
-    if request.command == command::WRITE {
-        exactly(stream, request.length_bytes as usize)?;
-    }
-    Some(request)
-}
-
-fn reply(stream: &mut UnixStream, cookie: u64, error: u32) -> bool {
-    stream.write_all(simple(cookie, error).as_bytes()).is_ok()
-}
 
 fn write_mib(file: &Arc<dyn File>, index: u64) -> IoResult {
     let queue: Rc<dyn FileQueue> = file.open_blocking().unwrap();

@@ -22,6 +22,7 @@ const ENOENT: Errno = 2;
 const EPERM: Errno = 1;
 const EACCES: Errno = 13;
 const EBUSY: Errno = 16;
+const EEXIST: Errno = 17;
 const ETIMEDOUT: Errno = 110;
 
 /// What was said about a cluster, and whether librbd caches.
@@ -111,7 +112,24 @@ pub fn create(name: &RbdName, size_bytes: u64) -> Result<()> {
         return Err(Error::new(ErrorKind::BadOption, format!("'{name}': a snapshot cannot be made here")));
     }
     let made = pool(name, false)?.create(&name.image, size_bytes);
-    made.map_err(|errno| failed(name, "cannot create the image", errno, ""))
+    made.map_err(|errno| {
+        let hint = match errno {
+            EEXIST => {
+                " (what is there is not overwritten: if nothing needs it, remove it with 'rbd rm'; or say that it is to be \
+                 written over)"
+            }
+            _ => "",
+        };
+        failed(name, "cannot create the image", errno, hint)
+    })
+}
+
+/// What the cluster calls an image. Another image never gets that, even if it gets the name.
+pub fn identity(name: &RbdName) -> Result<String> {
+    wait_for(&name.to_string());
+    let image = pool(name, false)?.open(&name.image, None, true);
+    let image = image.map_err(|errno| failed(name, "cannot open the image", errno, ""))?;
+    image.prefix_of_objects().map_err(|errno| failed(name, "cannot look at the image", errno, ""))
 }
 
 /// Removes an image that nobody has open.

@@ -9,15 +9,16 @@ use crate::lock;
 use crate::name::RbdName;
 use block::{
     Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Locks, PastEnd,
-    RangeLocks, ReactorCtx, Result, UntilChange, Work, block_on, run_aside_or_here, spawn_or_block_on,
+    RangeLocks, ReactorCtx, Result, UntilChange, Work, block_on, in_pieces, run_aside_or_here, spawn_or_block_on, turn,
 };
 use memory::{AlignedBuf, BufferAccount, BufferUse, Window};
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Longer transfers are carried out piece by piece.
+/// Longer transfers are carried out in pieces.
 const PIECE_BYTES_MAX: u64 = 2 << 20;
 /// Longer zeroes and discards, too.
 const RANGE_BYTES_MAX: u64 = 1 << 30;
@@ -351,49 +352,49 @@ impl Remote {
         if self.has_lost.load(Ordering::Acquire) { flushed.and(Err(IoError::EIO)) } else { flushed }
     }
 
-    fn piece_bytes(&self) -> u64 {
-        PIECE_BYTES_MAX.min(self.buffers.piece_bytes() as u64).max(1)
-    }
-
     async fn read(&self, offset: u64, data: &Window, past_end: PastEnd) -> IoResult {
         let there = past_end.settle(offset, data, self.length_bytes())?;
-        let mut done = 0;
-        while done < there {
-            let piece = there.saturating_sub(done).min(self.piece_bytes());
-            let _room = self.buffers.grant(BufferUse::Bounce, to_usize(piece)).await;
-            let buffer = AlignedBuf::try_zeroed(to_usize(piece))?;
-            let (count, buffer) = self.ask(offset.saturating_add(done), Request::Read(buffer)).await?;
+        let piece = async |part: Range<u64>| {
+            let length = part.end.saturating_sub(part.start);
+            let _room = self.buffers.grant(BufferUse::Bounce, to_usize(length)).await;
+            let buffer = AlignedBuf::try_zeroed(to_usize(length))?;
+            let (count, buffer) = self.ask(part.start, Request::Read(buffer)).await?;
             // Inside the image librbd reads all of it.
-            let buffer = buffer.filter(|_| count == piece).ok_or(IoError::EIO)?;
-            data.copy_from_slice(to_usize(done), &buffer);
-            done = done.saturating_add(piece);
-        }
-        Ok(())
+            let buffer = buffer.filter(|_| count == length).ok_or(IoError::EIO)?;
+            data.copy_from_slice(to_usize(part.start.saturating_sub(offset)), &buffer);
+            turn::note_moved(buffer.len());
+            Ok(())
+        };
+        self.in_pieces(offset..offset.saturating_add(there), piece).await
     }
 
     async fn write(&self, offset: u64, data: &Window) -> IoResult {
-        let (mut done, length) = (0, data.length_bytes() as u64);
-        while done < length {
-            let piece = length.saturating_sub(done).min(self.piece_bytes());
-            let _room = self.buffers.grant(BufferUse::Bounce, to_usize(piece)).await;
-            let mut buffer = AlignedBuf::try_zeroed(to_usize(piece))?;
-            data.copy_to_slice(to_usize(done), &mut buffer);
-            self.ask(offset.saturating_add(done), Request::Write(buffer)).await?;
-            done = done.saturating_add(piece);
-        }
-        Ok(())
+        let piece = async |part: Range<u64>| {
+            let length = to_usize(part.end.saturating_sub(part.start));
+            let _room = self.buffers.grant(BufferUse::Bounce, length).await;
+            // Several pieces are copied one after the other.
+            turn::moved(0).await;
+            let mut buffer = AlignedBuf::try_zeroed(length)?;
+            data.copy_to_slice(to_usize(part.start.saturating_sub(offset)), &mut buffer);
+            turn::note_moved(length);
+            self.ask(part.start, Request::Write(buffer)).await.map(|_| ())
+        };
+        self.in_pieces(offset..end_of(offset, data.length_bytes() as u64)?, piece).await
     }
 
     /// For versions that have no call for it.
     async fn write_zeros(&self, offset: u64, end: u64) -> IoResult {
-        let mut at = offset;
-        while at < end {
-            let piece = end.saturating_sub(at).min(self.piece_bytes());
-            let _room = self.buffers.grant(BufferUse::Bounce, to_usize(piece)).await;
-            self.ask(at, Request::Write(AlignedBuf::try_zeroed(to_usize(piece))?)).await?;
-            at = at.saturating_add(piece);
-        }
-        Ok(())
+        let piece = async |part: Range<u64>| {
+            let length = to_usize(part.end.saturating_sub(part.start));
+            let _room = self.buffers.grant(BufferUse::Bounce, length).await;
+            self.ask(part.start, Request::Write(AlignedBuf::try_zeroed(length)?)).await.map(|_| ())
+        };
+        self.in_pieces(offset..end, piece).await
+    }
+
+    async fn in_pieces(&self, range: Range<u64>, piece: impl AsyncFn(Range<u64>) -> IoResult) -> IoResult {
+        let piece_bytes = PIECE_BYTES_MAX.min(self.buffers.piece_bytes() as u64).max(1);
+        in_pieces(range, |at| at.saturating_add(piece_bytes), piece).await
     }
 
     async fn in_ranges(&self, offset: u64, end: u64, request: impl Fn(u64) -> Request) -> IoResult {

@@ -51,7 +51,14 @@ impl FileName {
             Some(("vhost-user", "")) => Err(bad("vhost-user: takes the path of a socket".to_owned())),
             Some(("vhost-user", socket)) => Ok(Self::VhostUser(PathBuf::from(socket))),
             Some((protocol @ ("nbd" | "nbd+unix" | "nbds" | "nbds+unix"), place)) if place.starts_with("//") => {
-                Ok(Self::Nbd(format!("{protocol}:{place}")))
+                let name = format!("{protocol}:{place}");
+                match without_secrets(&name) {
+                    Cow::Borrowed(_) => Ok(Self::Nbd(name)),
+                    Cow::Owned(shown) => Err(bad(format!(
+                        "'{shown}': NBD knows no passwords, and everybody can see a name: put a shared key into a file \
+                         (tls-psk-file=)"
+                    ))),
+                }
             }
             Some((protocol @ ("http" | "https"), place)) if place.starts_with("//") => {
                 Ok(Self::Http(format!("{protocol}:{place}")))
@@ -226,7 +233,17 @@ pub fn without_secrets(name: &str) -> Cow<'_, str> {
         };
         return Cow::Owned(image.chars().chain(options.map(show).collect::<String>().chars()).collect());
     }
-    let Some((protocol @ ("http" | "https"), rest)) = name.split_once("://") else { return Cow::Borrowed(name) };
+    let Some((protocol, rest)) = name.split_once("://") else { return Cow::Borrowed(name) };
+    if protocol.starts_with("nbd") {
+        // It knows no passwords, and a name with one is refused.
+        let (authority, place) = rest.split_at(rest.find(['/', '?']).unwrap_or(rest.len()));
+        let user = authority.rsplit_once('@').and_then(|(user, host)| Some((user.split_once(':')?.0, host)));
+        let shown = user.map(|(user, host)| format!("{protocol}://{user}@{host}{place}"));
+        return shown.map_or(Cow::Borrowed(name), Cow::Owned);
+    }
+    if !matches!(protocol, "http" | "https") {
+        return Cow::Borrowed(name);
+    }
     let place = rest.split_once('#').map_or(rest, |(place, _)| place);
     let (place, query) = place.split_once('?').map_or((place, ""), |(place, _)| (place, "?..."));
     let (authority, path) = place.split_at(place.find('/').unwrap_or(place.len()));
@@ -239,7 +256,8 @@ pub fn without_secrets(name: &str) -> Cow<'_, str> {
 #[must_use]
 pub fn options_without_secrets(text: &str) -> String {
     let (mut shown, mut rest) = (String::with_capacity(text.len()), text);
-    while let Some(start) = ["http://", "https://", RBD].into_iter().filter_map(|protocol| rest.find(protocol)).min() {
+    let protocols = ["http://", "https://", "nbd://", "nbds://", RBD];
+    while let Some(start) = protocols.into_iter().filter_map(|protocol| rest.find(protocol)).min() {
         let (before, from_url) = rest.split_at(start);
         let mut chars = from_url.char_indices().peekable();
         let end = loop {
@@ -323,10 +341,17 @@ mod tests {
             ("https://me:secret@h:1/a?key=secret#cache=/c", "https://h:1/a?..."),
             ("http://h", "http://h"),
             ("nbd+unix:///a?socket=/s", "nbd+unix:///a?socket=/s"),
+            ("nbd://me@h/a:b@c", "nbd://me@h/a:b@c"),
             ("a/b?c", "a/b?c"),
             (r"rbd:p/i\:j@s:id=me:conf=/c:key=secret\:secret:x", r"rbd:p/i\:j@s:id=me:conf=/c:key=...:x=..."),
         ] {
             assert_eq!(FileName::parse(text).unwrap().to_string(), shown);
+        }
+        for text in
+            ["nbds://me:secret@h/x?tls-psk-file=/k", "nbd://:secret@[::1]:9/x", "nbd+unix://a:secret@?socket=/s"]
+        {
+            let error = FileName::parse(text).unwrap_err().to_string();
+            assert!(error.contains("no passwords") && !error.contains("secret"), "{error}");
         }
     }
 
@@ -337,6 +362,7 @@ mod tests {
             ("name=a,file=http://u:p@h/a?s=1,,2,size=1", "name=a,file=http://h/a?...,size=1"),
             (r#"{"x":"https://h/a?s","y":"https://h/b?t"}"#, r#"{"x":"https://h/a?...","y":"https://h/b?..."}"#),
             ("file=https://h/a?s,,", "file=https://h/a?..."),
+            ("file=nbd://me:secret@h/a?reconnect-s=5,name=a", "file=nbd://me@h/a?reconnect-s=5,name=a"),
             ("file=/a?b,name=é", "file=/a?b,name=é"),
             ("name=a,file=rbd:p/i:key=secret,,secret,size=1", "name=a,file=rbd:p/i:key=...,size=1"),
             (r#"{"x":"rbd:p/i:key=a\"secret","y":1}"#, r#"{"x":"rbd:p/i:key=...","y":1}"#),

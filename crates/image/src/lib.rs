@@ -75,7 +75,7 @@ pub use online::point_in_time::PointInTime;
 pub use online::take_back::{take_back, take_back_async, take_back_then};
 pub use online::watch::{Aim, CopyRounds, CopyWatch};
 pub use online::writable::{LayerOpeners, open_below_for_writing};
-pub use open::gate::{BackingPolicy, Opener, Role, backing_path, pass_gate};
+pub use open::gate::{BackingPolicy, Opener, Role, backing_path, pass_gate, path_with_protocol};
 pub use open::layer::MAX_LAYERS;
 pub use open::layers::{ImageOptions, open};
 pub use open::temporary_files::{ScratchFiles, TemporaryFiles};

@@ -54,6 +54,8 @@ enum Act {
     Strange(u64),
     /// Data at a wrong offset, and of a wrong length: the differences, in bytes.
     Moved(i16, i16),
+    /// Data without some of the last bytes, and as many others twice, maybe as a hole.
+    Twice(u16, bool),
     /// A reply without an end.
     Endless,
     Noise(Vec<u8>),
@@ -76,7 +78,7 @@ impl Plan {
 
 impl Act {
     fn of(u: &mut Unstructured<'_>) -> Result<Self> {
-        Ok(match u.int_in_range(0..=15)? {
+        Ok(match u.int_in_range(0..=17)? {
             0 => Self::Fails(u.arbitrary()?),
             1 => Self::Strange(u.int_in_range(0..=20)?),
             2 => Self::Moved(u.int_in_range(-1024..=1024)?, u.int_in_range(-1024..=1024)?),
@@ -84,6 +86,7 @@ impl Act {
             4 => Self::Noise(u.arbitrary()?),
             5 => Self::Leaves,
             6..=9 => Self::Parts(u.arbitrary()?),
+            10..=11 => Self::Twice(u.int_in_range(1..=BYTES_MAX as u16)?, u.arbitrary()?),
             _ => Self::Right,
         })
     }
@@ -127,6 +130,14 @@ impl Act {
                 if left > 0 {
                     part(out, extended, cookie, at, left, false);
                 }
+                out.extend_from_slice(none.head(extended).as_bytes());
+            }
+            Self::Twice(again, is_hole) if reads => {
+                // So the lengths add up to that of the read.
+                let again = u64::from(*again).min(length_bytes / 2);
+                let first = length_bytes - again;
+                part(out, extended, cookie, offset, first, false);
+                part(out, extended, cookie, offset + first - again, again, *is_hole);
                 out.extend_from_slice(none.head(extended).as_bytes());
             }
             Self::Endless if reads => part(out, extended, cookie, offset, length_bytes, false),
@@ -295,8 +306,8 @@ fn start(u: &mut Unstructured<'_>, queue: &Rc<dyn FileQueue>, reactor: &Rc<SimRe
     Ok(Running { offset, data, result })
 }
 
-/// Checks that all operations end, and that reads have the sent bytes.
-fn check(running: &[Running], reactor: &Rc<SimReactor>, has_holes: bool) {
+/// Checks that all operations end, and that reads have the sent bytes if the replies say where those belong.
+fn check(running: &[Running], reactor: &Rc<SimReactor>, has_holes: bool, says_what: bool) {
     let until = Instant::now() + PATIENCE;
     while running.iter().any(|op| op.result.borrow().is_none()) {
         if !reactor.step() {
@@ -304,7 +315,7 @@ fn check(running: &[Running], reactor: &Rc<SimReactor>, has_holes: bool) {
             std::thread::sleep(Duration::from_micros(20));
         }
     }
-    for op in running {
+    for op in running.iter().filter(|_| says_what) {
         if let (Some(data), Some(Ok(()))) = (&op.data, &*op.result.borrow()) {
             for (index, byte) in data.to_vec().into_iter().enumerate() {
                 let expected = mark(op.offset + index as u64);
@@ -329,6 +340,8 @@ pub(crate) fn answers(u: &mut Unstructured<'_>) -> Result<()> {
         return Ok(());
     };
     let has_holes = plan.acts.iter().any(|act| matches!(act, Act::Parts(_)));
+    // A simple reply has no offset: with the cookie of another read, its data are taken for that one's.
+    let says_what = plan.style != Style::Simple || !plan.acts.iter().any(|act| matches!(act, Act::Strange(_)));
     let ended = std::thread::scope(|scope| {
         scope.spawn(|| {
             if let Ok((stream, _)) = listener.accept() {
@@ -342,7 +355,7 @@ pub(crate) fn answers(u: &mut Unstructured<'_>) -> Result<()> {
         let reactor = SimReactor::new(1);
         let Ok(queue) = file.open_queue(&reactor.ctx()) else { return Ok(()) };
         let running = (0..u.int_in_range(1..=OPS_MAX)?).map(|_| start(u, &queue, &reactor)).collect::<Result<Vec<_>>>();
-        running.map(|running| check(&running, &reactor, has_holes))
+        running.map(|running| check(&running, &reactor, has_holes, says_what))
     });
     let _ = std::fs::remove_file(&socket);
     ended

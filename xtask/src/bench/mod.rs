@@ -16,6 +16,7 @@ mod jobs;
 mod maps;
 mod measure;
 mod nbd;
+mod nbd_client;
 mod opening;
 mod page;
 mod profile;

@@ -1,10 +1,11 @@
 //! `cargo xtask bench --nbd`: disks for NBD clients, beside nbdkit's file plugin and qemu-nbd, and with TLS beside without.
 //! The same client for every server, interleaved, each server on one core and the client on the other, over one raw file:
-//! in memory, and on the disk by way of the page cache. Each load runs with two clients, over one connection: fio's nbd
-//! engine, which others know, and our own, which takes less processor time for a request and so leaves more to the server.
+//! in memory, and on the disk by way of the page cache. Each load runs with three clients, over one connection: one that looks
+//! at no data, so that the server is the bound, `ringdisk bench`, and fio's nbd engine, which others know.
 
 use super::BenchArguments;
 use super::measure::{CLIENT_CORE, SERVER_CORE, Tools, json_of, number, pinned, socket_path, version, with_server};
+use super::nbd_client;
 use super::rounds::{chosen, in_turn, put_page};
 use super::statistics::{Spread, median};
 use super::stolen::least_stolen;
@@ -17,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const FILE_BYTES: usize = 512 << 20;
-/// The most rounds: more would take longer than six minutes.
+/// The most rounds: more would take longer than ten minutes.
 const ROUNDS_MAX: usize = 5;
 const STOLEN_ATTEMPTS: usize = 2;
 /// Clock ticks a second in `/proc` (USER_HZ).
@@ -29,6 +30,8 @@ struct Load {
     fio: &'static [&'static str],
     /// The same load for our own client.
     own: &'static [&'static str],
+    /// And for the one that looks at no data.
+    bare: nbd_client::Load,
     goals: [f64; 2],
 }
 
@@ -37,18 +40,21 @@ static LOADS: [Load; 3] = [
         name: "4 KiB random read, depth 32",
         fio: &["--rw=randread", "--bs=4k", "--iodepth=32"],
         own: &["--rw", "randread", "--bs", "4k", "--depth", "32"],
+        bare: nbd_client::Load { writes: false, is_random: true, length_bytes: 4 << 10, depth: 32 },
         goals: [2.0, 3.5],
     },
     Load {
         name: "1 MiB sequential read, depth 4",
         fio: &["--rw=read", "--bs=1m", "--iodepth=4"],
         own: &["--rw", "read", "--bs", "1m", "--depth", "4"],
+        bare: nbd_client::Load { writes: false, is_random: false, length_bytes: 1 << 20, depth: 4 },
         goals: [1.2, 1.2],
     },
     Load {
         name: "1 MiB sequential write, depth 4",
         fio: &["--rw=write", "--bs=1m", "--iodepth=4"],
         own: &["--rw", "write", "--bs", "1m", "--depth", "4", "--destroy"],
+        bare: nbd_client::Load { writes: true, is_random: false, length_bytes: 1 << 20, depth: 4 },
         goals: [1.2, 1.2],
     },
 ];
@@ -64,12 +70,17 @@ enum Server {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Client {
+    /// It looks at no data.
+    Bare,
     Fio,
     Own,
 }
 
 /// What is measured. fio cannot name certificates.
-const SIDES: [(Client, Server); 7] = [
+const SIDES: [(Client, Server); 10] = [
+    (Client::Bare, Server::Ringdisk),
+    (Client::Bare, Server::Nbdkit),
+    (Client::Bare, Server::Qemu),
     (Client::Fio, Server::Ringdisk),
     (Client::Fio, Server::Nbdkit),
     (Client::Fio, Server::Qemu),
@@ -79,9 +90,10 @@ const SIDES: [(Client, Server); 7] = [
     (Client::Own, Server::Tls),
 ];
 /// Where a client's sides begin.
-const FIO: usize = 0;
-const OWN: usize = 3;
-const TLS: usize = 6;
+const BARE: usize = 0;
+const FIO: usize = 3;
+const OWN: usize = 6;
+const TLS: usize = 9;
 
 struct Places {
     memory: tempfile::TempDir,
@@ -177,6 +189,7 @@ fn measure(
         let before = cpu_us(pid)?;
         let place = format!("unix:///?socket={}", socket.display());
         let (mut sample, requests) = match (client, kind) {
+            (Client::Bare, _) => bare_client(load, &socket, seconds)?,
             (Client::Fio, _) => fio_client(load, &format!("nbd+{place}"), seconds)?,
             (_, Server::Tls) => {
                 let uri = format!("nbds+{place}&tls-certificates={}", certificates.display());
@@ -187,6 +200,14 @@ fn measure(
         sample.cpu_us_per_request = (cpu_us(pid)? - before) / requests;
         Ok(sample)
     })
+}
+
+/// Runs the client that looks at no data. Returns what it measured, and the number of requests.
+fn bare_client(load: &Load, socket: &Path, seconds: f64) -> Result<(Sample, f64)> {
+    let counted = nbd_client::run(socket, CLIENT_CORE, load.bare, seconds)?;
+    let requests = counted.requests as f64;
+    let client_us_per_request = counted.cpu_seconds * 1e6 / requests;
+    Ok((Sample { iops: requests / counted.seconds, client_us_per_request, ..Sample::default() }, requests))
 }
 
 /// Runs fio. Returns what it measured, and the number of requests.
@@ -271,7 +292,7 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
                 row.samples[side].push(least_stolen(STOLEN_ATTEMPTS, once)?);
                 Ok(())
             })?;
-            let ([to_nbdkit, to_qemu], tls) = (row.to_peers(OWN), row.ratio(TLS, OWN));
+            let ([to_nbdkit, to_qemu], tls) = (row.to_peers(BARE), row.ratio(TLS, OWN));
             println!("{}, {place}: {to_nbdkit} of nbdkit, {to_qemu} of qemu-nbd, TLS {tls}", load.name);
             rows.push(row);
         }
@@ -295,33 +316,42 @@ fn put_rates(text: &mut String, rows: &[Row], client: usize) -> Result<()> {
     Ok(())
 }
 
+/// A table of the CPU times with one client.
+fn put_cpu_times(text: &mut String, rows: &[Row], client: usize) -> Result<()> {
+    *text += "| load | file | Ringdisk | nbdkit | qemu-nbd | client of Ringdisk | of nbdkit | of qemu-nbd |\n|---|---|---|---|---|---|---|---|\n";
+    for row in rows {
+        let servers = [0, 1, 2].map(|server| row.median_of(client + server, |sample| sample.cpu_us_per_request));
+        let clients = [0, 1, 2].map(|server| row.median_of(client + server, |sample| sample.client_us_per_request));
+        write!(text, "| {} | {}", row.load.name, row.place)?;
+        servers.into_iter().chain(clients).try_for_each(|figure| write!(text, " | {figure:.1}"))?;
+        *text += " |\n";
+    }
+    Ok(())
+}
+
 fn page(rows: &[Row], rounds: usize, seconds: f64) -> Result<String> {
     let mut text = "# NBD: figures\n\n".to_owned();
     writeln!(
         text,
         "`cargo xtask bench --nbd` has written this page. Each load ran {rounds} times for {seconds} s on each server, in\n\
-         turn, with the same client, one connection over a Unix socket, on a core of its own. Each server had one core, and\n\
-         a raw file of {} MiB, in memory (tmpfs) or on the disk by way of the page cache, which all of them use\n\
-         (`cache=writeback`), and which has all of it. The peers are {} with its file plugin\n\
-         and {} with io_uring.\n\n\
+         turn, with the same clients, over one connection at a Unix socket. The client had a core of its own. Each server had\n\
+         one core and served a raw file of {} MiB, in memory (tmpfs) or on disk. All use the page cache, which holds the whole\n\
+         file. The peers are {} with its file plugin and {} with io_uring.\n\n\
          Requests a second are medians. Ratios are medians of the rounds, with the least and the most.\n\n\
-         With `ringdisk bench` as the client:\n",
+         With a client that sends requests and looks at no data. It takes so little time that the server is the bound:\n",
         FILE_BYTES >> 20,
         version("nbdkit"),
         version("qemu-nbd"),
     )?;
+    put_rates(&mut text, rows, BARE)?;
+    text += "\nCPU time for each request with that client, in microseconds, of the server and of the client. A reactor of Ringdisk\nwithout work spins for a while, which counts, too:\n\n";
+    put_cpu_times(&mut text, rows, BARE)?;
+    text += "\nWith `ringdisk bench` as the client, which uses a server's disk as any command does:\n\n";
     put_rates(&mut text, rows, OWN)?;
+    text += "\nCPU time for each request with `ringdisk bench`:\n\n";
+    put_cpu_times(&mut text, rows, OWN)?;
     text += "\nWith fio's nbd engine as the client. It makes a system call for each request, and takes longer for short ones\nthan Ringdisk does:\n\n";
     put_rates(&mut text, rows, FIO)?;
-    text += "\nCPU time for each request with `ringdisk bench`, in microseconds, of the server and of the client. A reactor of\nRingdisk without work spins for a while, which counts, too:\n\n";
-    text += "| load | file | Ringdisk | nbdkit | qemu-nbd | client of Ringdisk | of nbdkit | of qemu-nbd |\n|---|---|---|---|---|---|---|---|\n";
-    for row in rows {
-        let servers = [0, 1, 2].map(|server| row.median_of(OWN + server, |sample| sample.cpu_us_per_request));
-        let clients = [0, 1, 2].map(|server| row.median_of(OWN + server, |sample| sample.client_us_per_request));
-        write!(text, "| {} | {}", row.load.name, row.place)?;
-        servers.into_iter().chain(clients).try_for_each(|figure| write!(text, " | {figure:.1}"))?;
-        text += " |\n";
-    }
     text += "\nWhat TLS with certificates leaves of the rate, with `ringdisk bench` (goal: 0.5):\n\n";
     text += "| load | file | clear | TLS | TLS to clear | server CPU, us | client CPU, us |\n|---|---|---|---|---|---|---|\n";
     for row in rows {

@@ -1,5 +1,7 @@
 //! `ringdisk nbd`: serves disks to NBD clients until a signal ends it.
 
+mod exports;
+
 use crate::arguments::{buffer_memory, memory_size};
 use crate::nbd_options::{TlsArgs, passed_word, socket_mode};
 use crate::output::{self, usage};
@@ -7,6 +9,7 @@ use crate::signals;
 use control::api::AddTls;
 use daemon::{Daemon, DaemonConfig, NbdAddress, NbdOptions, NbdTls, NodeId, Pidfile, SocketAccess};
 use drive::{DiskOptions, DriveOptions, ParsedDrive, PassedDescriptors, human_size};
+use exports::Export;
 use image::{BackingPolicy, ErrorPolicy, FileName, options_without_secrets};
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -26,6 +29,11 @@ pub(crate) struct Args {
     /// export has the disk's name (name=). May be repeated.
     #[arg(long, value_name = "OPTIONS")]
     drive: Vec<String>,
+    /// How clients see a disk: disk=NAME,name=EXPORT,description=TEXT,bitmap=BITMAP,readonly=on. A disk that is named has
+    /// these exports only; others have one under their name. bitmap= may be repeated, and so may the option, also for
+    /// one disk.
+    #[arg(long, value_name = "OPTIONS")]
+    export: Vec<String>,
     /// Listen at this Unix socket. fd:NAME or fd:NUMBER is a socket that a service manager passed, Unix or TCP [default:
     /// the only one that was passed].
     #[arg(long, value_name = "PATH", group = "place")]
@@ -98,13 +106,15 @@ pub(crate) fn run(args: &Args, lock_timeout_s: Option<u32>) -> anyhow::Result<()
     for disk in asked.iter_mut().map(|asked| &mut asked.drive.disk) {
         disk.lock_timeout_s = disk.lock_timeout_s.or(lock_timeout_s);
     }
+    let exports = exports::of(&args.export, &asked)?;
     let place = Place { address: address(args, &passed)?, access: access(args)? };
     // From here on a signal causes an orderly end, so that no socket stays behind.
     let mut signals = signals::orderly()?;
     let daemon = Daemon::start(daemon_config(args, &asked)?)?;
-    let ended = serve(args, &asked, &place, &daemon).and_then(|nodes| {
+    let ended = serve(args, &asked, &exports, &place, &daemon).and_then(|nodes| {
         let pidfile = args.pidfile.as_deref().map(Pidfile::create).transpose()?;
-        output::print(&announcement(args, &asked, &place, &daemon, &nodes))?;
+        let served = || asked.iter().zip(&exports).zip(&nodes);
+        output::print(&announcement(args, served(), &place, &daemon))?;
         daemon::notify("READY=1");
         let signal = signals.forever().next();
         tracing::info!(signal, "stopping");
@@ -127,6 +137,7 @@ fn asked(args: &Args, passed: &PassedDescriptors) -> anyhow::Result<Result<Vec<A
         let (export_name, description) = (args.export_name.clone(), args.description.clone());
         asked.push(Asked { drive, export_name, description, bitmaps: args.bitmap.clone() });
     }
+    refuse_what_is_for_the_image(args)?;
     for text in &args.drive {
         let in_context = |error: block::Error| error.in_context(format!("--drive {}", options_without_secrets(text)));
         match DriveOptions::parse_with(text, passed).map_err(in_context)? {
@@ -143,6 +154,19 @@ fn asked(args: &Args, passed: &PassedDescriptors) -> anyhow::Result<Result<Vec<A
         true => Err(usage("nothing to serve: name an IMAGE or give --drive file=PATH,...")),
         false => Ok(Ok(asked)),
     }
+}
+
+/// Refuses options of IMAGE where none is given: a disk would be served under another name, or for writing.
+fn refuse_what_is_for_the_image(args: &Args) -> anyhow::Result<()> {
+    let message = match args.image {
+        Some(_) => return Ok(()),
+        None if !args.export_name.is_empty() => {
+            "--export-name is for IMAGE: the export of a --drive has the disk's name (name=)"
+        }
+        None if args.read_only => "--read-only is for IMAGE: give the --drive readonly=on",
+        None => return Ok(()),
+    };
+    Err(usage(message))
 }
 
 /// Refuses keys that would do nothing here.
@@ -215,37 +239,52 @@ fn daemon_config(args: &Args, asked: &[Asked]) -> block::Result<DaemonConfig> {
 }
 
 /// Opens the disks, then serves them. The first is what clients get that name none.
-fn serve(args: &Args, asked: &[Asked], place: &Place, daemon: &Daemon) -> anyhow::Result<Vec<NodeId>> {
+fn serve(
+    args: &Args,
+    asked: &[Asked],
+    exports: &[Vec<Export>],
+    place: &Place,
+    daemon: &Daemon,
+) -> anyhow::Result<Vec<NodeId>> {
     let nodes = asked.iter().map(|asked| daemon.add_disk(&asked.drive.disk)).collect::<block::Result<Vec<_>>>()?;
     let tls = args.tls.asked().map(|AddTls { credentials, required, verify_peer }| {
         let mut tls = NbdTls::new(credentials);
         (tls.is_required, tls.verifies_peers) = (required, verify_peer);
         tls
     });
-    for (node, Asked { drive, export_name, description, bitmaps }) in nodes.iter().zip(asked) {
-        let mut options = NbdOptions::at(place.address.clone());
-        options.access = place.access;
-        options.name = Some(export_name.clone());
-        options.description.clone_from(description);
-        options.read_only = drive.export.read_only;
-        options.bitmaps.clone_from(bitmaps);
-        options.connections = Some(args.shared);
-        options.tls.clone_from(&tls);
-        daemon.add_nbd_export(*node, &options)?;
+    for (node, of_disk) in nodes.iter().zip(exports) {
+        for export in of_disk {
+            let mut options = NbdOptions::at(place.address.clone());
+            options.access = place.access;
+            options.name = Some(export.name.clone());
+            options.description.clone_from(&export.description);
+            options.read_only = export.read_only;
+            options.bitmaps.clone_from(&export.bitmaps);
+            options.connections = Some(args.shared);
+            options.tls.clone_from(&tls);
+            daemon.add_nbd_export(*node, &options)?;
+        }
     }
     Ok(nodes)
 }
 
-fn announcement(args: &Args, asked: &[Asked], place: &Place, daemon: &Daemon, nodes: &[NodeId]) -> String {
+/// What is served where: a line for each export, with the layers of its disk below the first.
+fn announcement<'a>(
+    args: &Args,
+    served: impl Iterator<Item = ((&'a Asked, &'a Vec<Export>), &'a NodeId)>,
+    place: &Place,
+    daemon: &Daemon,
+) -> String {
     let (mut text, disks) = (String::new(), daemon.disks());
-    for (Asked { drive, export_name, .. }, node) in asked.iter().zip(nodes) {
+    for ((Asked { drive, .. }, exports), node) in served {
         let Some(disk) = disks.iter().find(|disk| disk.id == *node) else { continue };
-        let mode = if disk.info.read_only || drive.export.read_only { ", read-only" } else { "" };
-        let uri = place.address.uri(export_name, args.tls.tls_creds.is_some());
-        let size = human_size(disk.info.size_bytes);
-        let _ = writeln!(text, "serving {} ({size}{mode}) at {uri}", drive.disk.display_name());
-        for layer in &disk.layers {
-            let _ = writeln!(text, "  {layer}");
+        for (index, export) in exports.iter().enumerate() {
+            let mode = if disk.info.read_only || export.read_only { ", read-only" } else { "" };
+            let uri = place.address.uri(&export.name, args.tls.tls_creds.is_some());
+            let size = human_size(disk.info.size_bytes);
+            let _ = writeln!(text, "serving {} ({size}{mode}) at {uri}", drive.disk.display_name());
+            let layers = if index == 0 { disk.layers.as_slice() } else { &[] };
+            layers.iter().for_each(|layer| _ = writeln!(text, "  {layer}"));
         }
     }
     text + "ready\n"

@@ -217,7 +217,7 @@ impl Edit<'_, '_> {
         let found = find(&self.rows, which).and_then(|index| Some((index, self.rows.get(index)?.clone())));
         match found {
             Some(found) => Ok(found),
-            None => self.refuse(ErrorKind::BadOption, format_args!("it has no snapshot {which}")),
+            None => self.refuse(ErrorKind::NotFound, format_args!("it has no snapshot {which}")),
         }
     }
 

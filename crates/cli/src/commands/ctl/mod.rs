@@ -70,6 +70,7 @@ enum Verb {
         /// The disk.
         name: String,
         /// The new size: 20G, or +5G to add to the current size.
+        #[arg(allow_hyphen_values = true)]
         size: String,
     },
     /// Reopen the files of a disk while it runs: one was replaced, or changed behind the disk.
@@ -307,13 +308,18 @@ impl Ctl {
     }
 
     fn resize(&self, name: &str, size: &str) -> anyhow::Result<()> {
-        let size_bytes = match size.strip_prefix('+') {
-            Some(more) => {
-                let present = self.disk(name)?.size_bytes;
-                let sum = present.checked_add(drive::parse_size(more)?);
+        if size.starts_with('-') {
+            return Err(usage(format!(
+                "{size}: a disk in use cannot be made smaller: remove it, then 'ringdisk resize --shrink'"
+            )));
+        }
+        let given = drive::parse_size(size)?;
+        let size_bytes = match size.starts_with('+') {
+            true => {
+                let sum = self.disk(name)?.size_bytes.checked_add(given);
                 sum.ok_or_else(|| usage(format!("{size}: no disk is that large")))?
             }
-            None => drive::parse_size(size)?,
+            false => given,
         };
         let disk: Disk =
             self.client.post(&format!("/v1/disks/{}/resize", path_segment(name)), &Resize { size_bytes })?;
