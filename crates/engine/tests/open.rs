@@ -8,6 +8,8 @@ use common::model::Model;
 use common::reactor;
 use memory::IoBuf;
 use ringdisk_engine::{CacheMode, EngineKind, OpenOptions};
+use rustix::fs::inotify;
+use std::mem::MaybeUninit;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -229,4 +231,16 @@ fn the_locks_of_a_file_that_is_open_for_reading_become_a_writers_and_back() {
     }
     drop(ours);
     assert!(is_free(false));
+}
+
+#[test]
+fn a_new_empty_file_is_not_cut_after_others_can_have_found_and_filled_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let events = inotify::init(inotify::CreateFlags::NONBLOCK).unwrap();
+    inotify::add_watch(&events, dir.path(), inotify::WatchFlags::CREATE | inotify::WatchFlags::MODIFY).unwrap();
+    ringdisk_engine::create(&dir.path().join("new"), 0).unwrap();
+    let mut buffer = [MaybeUninit::uninit(); 4096];
+    let mut reader = inotify::Reader::new(&events, &mut buffer);
+    let seen: Vec<_> = std::iter::from_fn(|| reader.next().ok().map(|event| event.events())).collect();
+    assert_eq!(seen, [inotify::ReadFlags::CREATE]);
 }

@@ -4,7 +4,7 @@
 //! reader finds is compared before and after `check -r all`, after a repair at open, and after writes to an image that
 //! the repair called whole.
 //!
-//! `RINGDISK_DAMAGE_ONE_IN=1` damages every field in every way, `RINGDISK_DAMAGE_PAIRS=20000` so many pairs in each of
+//! `RINGDISK_DAMAGE_ONE_IN=1` damages every field in every way, `RINGDISK_DAMAGE_PAIRS=1000` so many pairs in each of
 //! the images, and `RINGDISK_SEED` chooses others.
 #![allow(clippy::unwrap_used)]
 

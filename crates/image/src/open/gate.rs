@@ -30,7 +30,8 @@ pub trait Opener {
     /// Opens the file `name` for `role`.
     fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>>;
 
-    /// Makes the empty file `path` and opens it for writing; `None` if the name exists.
+    /// Makes the empty file `path` and opens it for writing; `None` if the name exists. After an error the file may be there:
+    /// from the moment that it was made, others may use it.
     fn make(&self, path: &Path) -> Result<Option<Arc<dyn File>>> {
         Err(Error::new(ErrorKind::Unsupported, format!("'{}' cannot be made here", path.display())))
     }
