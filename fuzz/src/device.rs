@@ -1,8 +1,9 @@
 //! The driver with a device that does anything, on both layouts of a ring.
 //!
 //! An input describes the device's properties, the submitted requests, and the device's actions: serve requests, use
-//! descriptors that it was not given or that do not exist, change any byte of the shared memory, stay silent, die. The
-//! checks: no panic, and each request ends once, with or without the device.
+//! descriptors that it was not given or that do not exist, change any byte of the shared memory, stay silent, die.
+//! Meanwhile the driver is frozen, restored and reset, and its cache switched. The checks: no panic, and each request ends
+//! once, with or without the device.
 
 use arbitrary::{Result, Unstructured};
 use block::{Completion, Disk, DiskQueue, Op, OpFlags, Poller, PollerId, ReactorCtx, Task, Timers, Work};
@@ -29,6 +30,8 @@ struct Told {
     /// The start and the length of the shared memory.
     range: (u64, u64),
     queue: Option<QueueSetup>,
+    /// How often the queue was started.
+    starts: u32,
 }
 
 /// The connection between the two: no socket, no thread.
@@ -86,7 +89,10 @@ impl Transport for Wire {
     }
 
     fn start_queue(&self, _: usize, queue: &QueueSetup, _: QueueEvents<'_>) -> block::Result<()> {
-        self.tell(|told| told.queue = Some(*queue))
+        self.tell(|told| {
+            told.queue = Some(*queue);
+            told.starts += 1;
+        })
     }
 
     fn stop_queue(&self, _: usize) -> block::Result<()> {
@@ -194,6 +200,18 @@ impl Device {
         Ok(())
     }
 
+    /// Takes and ends all requests.
+    fn end_all(&mut self) {
+        while let Ok(Some((head, request))) = self.good.pop() {
+            drop(request);
+            self.held.push(head);
+        }
+        for head in self.held.drain(..) {
+            self.good.complete(head, Status::Ok);
+        }
+        self.good.publish();
+    }
+
     fn misbehave(&mut self, u: &mut Unstructured<'_>) -> Result<()> {
         if u.ratio(1u8, 3)? {
             // The ring, the headers and the status bytes come first.
@@ -264,11 +282,12 @@ impl Submitted {
             _ => IoBuf::zeroed(length),
         };
         let flags = *u.choose(&[OpFlags::NONE, OpFlags::FUA, OpFlags::PREFLUSH])?;
-        let op = match u.int_in_range(0..=7)? {
+        let op = match u.int_in_range(0..=8)? {
             0..=2 => Op::read(offset, buf.whole()),
             3 | 4 => Op::write(offset, buf.whole(), flags),
             5 => Op::Discard { offset, length: length as u64 },
             6 => Op::WriteZeroes { offset, length: length as u64, may_unmap: u.arbitrary()?, flags },
+            7 => Op::SecureErase { offset, length: length as u64 },
             _ => Op::Flush,
         };
         queue.submit(self.ends.len() as u64, op);
@@ -293,6 +312,7 @@ fn config(u: &mut Unstructured<'_>) -> Result<BlkConfig> {
     (config.capacity_sectors, config.seg_max, config.blk_size_bytes) = (4096, 14, 512);
     config.max_discard_sectors = u.int_in_range(0..=64)?;
     config.max_write_zeroes_sectors = u.int_in_range(0..=64)?;
+    config.max_secure_erase_sectors = u.int_in_range(0..=64)?;
     config.writeback = u.arbitrary()?;
     if u.ratio(1u8, 4)? {
         config.seg_max = u.arbitrary()?;
@@ -310,43 +330,126 @@ fn options(u: &mut Unstructured<'_>) -> Result<DriverOptions> {
     (options.memory_bytes, options.bounce_bytes) = (64 << 10, 64 << 10);
     (options.packed, options.indirect, options.event_idx) = (u.arbitrary()?, u.arbitrary()?, u.arbitrary()?);
     options.path = if u.arbitrary()? { DriverPath::Request } else { DriverPath::Bio };
-    // The device does not answer while the driver attaches.
-    (options.without_serial, options.answer_timeout_ms) = (true, 1);
+    // The device does not answer while the driver attaches, and few freezes end.
+    (options.without_serial, options.answer_timeout_ms) = (true, 2);
     options.without_features = features::LIFETIME;
     Ok(options)
 }
 
-pub(crate) fn device(u: &mut Unstructured<'_>) -> Result<()> {
-    let told = Arc::new(Mutex::new(Told::default()));
-    let left_out: u64 = if u.ratio(1u8, 4)? { u.arbitrary()? } else { features::RO };
-    let wire = Wire { offered: !left_out | features::VERSION_1, config: config(u)?, told: Arc::clone(&told) };
-    let Ok(driver) = Driver::over(Box::new(wire), options(u)?) else { return Ok(()) };
-    let reactor = Rc::new(HandReactor::default());
-    let ctx: Rc<dyn ReactorCtx> = reactor.clone();
-    let mut queue = driver.open_queue(&ctx).expect("there is one");
-    let told = told.lock().expect("nobody panics with it");
-    let Some(mut device) = Device::new(&told) else { return Ok(()) };
-    let mut submitted = Submitted::default();
-    for _ in 0..u.int_in_range(1..=STEPS_MAX)? {
-        match u.int_in_range(0..=7)? {
-            0..=2 => submitted.submit(u, &driver, queue.as_mut())?,
-            3..=5 => device.serve(u)?,
-            6 => device.misbehave(u)?,
-            _ if reactor.each(|poller| poller.arm()) => {}
-            _ => drop(reactor.each(|poller| {
+/// What is asked of the driver itself.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Call {
+    Freeze,
+    Restore,
+    Reset,
+    SwitchCache(bool),
+}
+
+impl Call {
+    fn any(u: &mut Unstructured<'_>) -> Result<Self> {
+        let switch = Self::SwitchCache(u.arbitrary()?);
+        Ok(*u.choose(&[Self::Freeze, Self::Restore, Self::Reset, switch])?)
+    }
+
+    fn make(self, driver: &Driver) -> block::Result<()> {
+        match self {
+            Self::Freeze => driver.freeze(),
+            Self::Restore => driver.restore(),
+            Self::Reset => driver.reset(),
+            Self::SwitchCache(volatile) => {
+                driver.set_volatile_cache(volatile);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// The driver, its queue, and the device.
+struct Play {
+    told: Arc<Mutex<Told>>,
+    driver: Driver,
+    reactor: Rc<HandReactor>,
+    queue: Box<dyn DiskQueue>,
+    device: Device,
+    submitted: Submitted,
+}
+
+impl Play {
+    /// Begins it; `None` if the driver refuses the device.
+    fn begin(u: &mut Unstructured<'_>) -> Result<Option<Self>> {
+        let told = Arc::new(Mutex::new(Told::default()));
+        let left_out: u64 = if u.ratio(1u8, 4)? { u.arbitrary()? } else { features::RO };
+        let wire = Wire { offered: !left_out | features::VERSION_1, config: config(u)?, told: Arc::clone(&told) };
+        let Ok(driver) = Driver::over(Box::new(wire), options(u)?) else { return Ok(None) };
+        let reactor = Rc::new(HandReactor::default());
+        let ctx: Rc<dyn ReactorCtx> = reactor.clone();
+        let queue = driver.open_queue(&ctx).expect("there is one");
+        let device = Device::new(&told.lock().expect("nobody panics with it"));
+        let submitted = Submitted::default();
+        Ok(device.map(|device| Self { told, driver, reactor, queue, device, submitted }))
+    }
+
+    fn turn(&mut self) {
+        self.reactor.each(|poller| poller.poll());
+        self.submitted.harvest(self.queue.as_mut());
+    }
+
+    /// Makes the call on another thread, as a monitor does. The queue turns meanwhile, and the device may end all requests.
+    fn call(&mut self, call: Call, device_ends_all: bool) {
+        let Self { told, driver, reactor, queue, device, submitted } = self;
+        let starts = || told.lock().expect("nobody panics with it").starts;
+        let before = starts();
+        let done = std::thread::scope(|scope| {
+            let driver = &*driver;
+            let thread = scope.spawn(move || call.make(driver));
+            while !thread.is_finished() {
+                if device_ends_all {
+                    device.end_all();
+                }
+                reactor.each(|poller| poller.poll());
+                submitted.harvest(queue.as_mut());
+            }
+            thread.join().expect("no panic")
+        });
+        if starts() > before {
+            *device = Device::new(&told.lock().expect("nobody panics with it")).expect("as at the start");
+        }
+        if done.is_ok() && call == Call::Reset {
+            self.turn();
+            assert_eq!(self.queue.in_flight(), 0, "a reset ends all");
+        }
+    }
+
+    fn step(&mut self, u: &mut Unstructured<'_>) -> Result<()> {
+        match u.int_in_range(0..=8)? {
+            0..=2 => self.submitted.submit(u, &self.driver, self.queue.as_mut())?,
+            3..=5 => self.device.serve(u)?,
+            6 => self.device.misbehave(u)?,
+            // They take a thread, and most freezes their whole time.
+            7 if u.ratio(1u8, 8)? => self.call(Call::any(u)?, u.arbitrary()?),
+            _ if self.reactor.each(|poller| poller.arm()) => {}
+            _ => drop(self.reactor.each(|poller| {
                 poller.disarm();
                 false
             })),
         }
-        reactor.each(|poller| poller.poll());
-        submitted.harvest(queue.as_mut());
+        self.turn();
+        Ok(())
+    }
+}
+
+pub(crate) fn device(u: &mut Unstructured<'_>) -> Result<()> {
+    let Some(mut play) = Play::begin(u)? else { return Ok(()) };
+    for _ in 0..u.int_in_range(1..=STEPS_MAX)? {
+        play.step(u)?;
     }
     // The device dies.
-    told.link.iter().for_each(|link| link.end());
+    let link = play.told.lock().expect("nobody panics with it").link.take();
+    link.iter().for_each(|link| link.end());
     for _ in 0..3 {
-        reactor.each(|poller| poller.poll());
-        submitted.harvest(queue.as_mut());
+        play.turn();
     }
+    let Play { submitted, queue, driver: _driver, .. } = play;
     assert!(submitted.ends.iter().all(|ends| *ends == 1), "a request never ended");
     drop(queue);
     // The device knows nothing of the caller's own memory.

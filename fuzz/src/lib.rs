@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 mod chains;
+mod control_socket;
 mod device;
 mod disk;
 mod golden;

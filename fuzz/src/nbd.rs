@@ -4,57 +4,22 @@
 pub(crate) mod answers;
 mod peer;
 pub(crate) mod requests;
+mod talk;
 
 use arbitrary::{Result, Unstructured};
 use block::Disk;
 use export_nbd::{Handshake, NbdExport, Step};
 use image::NullDisk;
 use nbd_wire::Reader;
-use nbd_wire::numbers::{BASE_ALLOCATION, option};
-use nbd_wire::option::{AnswerHeader, Info, InfoRequest, MetaRequest, put_option, read_greeting};
+use nbd_wire::option::{AnswerHeader, Info, read_greeting};
 use nbd_wire::reply::{ReplyHead, Style, read_status};
 use nbd_wire::request::Request;
 use std::sync::Arc;
+use talk::put_any_option;
 
 const OPTIONS_MAX: usize = 24;
 /// The most bytes of a server's answer to one message. (Two exports with short names.)
 const ANSWER_BYTES_MAX: usize = 4096;
-
-/// Puts an option that is right, or nearly right.
-fn put(u: &mut Unstructured<'_>, out: &mut Vec<u8>) -> Result<()> {
-    let name: &[u8] = match u.int_in_range(0..=2)? {
-        0 => b"",
-        1 => b"one",
-        _ => u.arbitrary()?,
-    };
-    let known = [
-        option::EXPORT_NAME,
-        option::ABORT,
-        option::LIST,
-        option::STARTTLS,
-        option::INFO,
-        option::GO,
-        option::STRUCTURED_REPLY,
-        option::LIST_META_CONTEXT,
-        option::SET_META_CONTEXT,
-        option::EXTENDED_HEADERS,
-    ];
-    let kind = if u.ratio(15u8, 16)? { *u.choose(&known)? } else { u.arbitrary()? };
-    let data = match u.int_in_range(0..=4)? {
-        0 => Vec::new(),
-        1 => InfoRequest { name, wanted: u.arbitrary()? }.to_bytes(),
-        2 => MetaRequest { name, queries: vec![BASE_ALLOCATION.as_bytes(), u.arbitrary()?] }.to_bytes(),
-        3 => name.to_vec(),
-        _ => u.arbitrary()?,
-    };
-    put_option(out, kind, &data);
-    // Some byte of it is changed.
-    if u.ratio(1u8, 4)? {
-        let at = u.choose_index(out.len())?;
-        out[at] = u.arbitrary()?;
-    }
-    Ok(())
-}
 
 /// Tests a server's handshake with a client that sends anything, in pieces of any size.
 pub(crate) fn server(u: &mut Unstructured<'_>) -> Result<()> {
@@ -64,7 +29,7 @@ pub(crate) fn server(u: &mut Unstructured<'_>) -> Result<()> {
     let mut handshake = Handshake::begin(exports.into(), 32 << 20, &mut out);
     let mut said = u.int_in_range(0..=4u32)?.to_be_bytes().to_vec();
     for _ in 0..u.int_in_range(0..=OPTIONS_MAX)? {
-        put(u, &mut said)?;
+        put_any_option(u, &mut said)?;
     }
     let (mut start, mut end) = (0, 0);
     while end < said.len() {

@@ -35,6 +35,8 @@ pub enum Target {
     Device,
     /// A vhost-user server, with a peer that sends anything.
     Messages,
+    /// A control socket, with clients that send anything.
+    Control,
     /// An NBD server's handshake, with a client that sends anything.
     NbdServer,
     /// The replies that an NBD client reads.
@@ -47,7 +49,7 @@ pub enum Target {
 
 impl Target {
     /// All targets.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Open,
         Self::Read,
         Self::Write,
@@ -57,6 +59,7 @@ impl Target {
         Self::Chains,
         Self::Device,
         Self::Messages,
+        Self::Control,
         Self::NbdServer,
         Self::NbdClient,
         Self::NbdRequests,
@@ -76,6 +79,7 @@ impl Target {
             Self::Chains => "chains",
             Self::Device => "device",
             Self::Messages => "messages",
+            Self::Control => "control",
             Self::NbdServer => "nbd-server",
             Self::NbdClient => "nbd-client",
             Self::NbdRequests => "nbd-requests",
@@ -105,6 +109,7 @@ impl Target {
             Self::Chains => return crate::chains::chains(u),
             Self::Device => return crate::device::device(u),
             Self::Messages => return crate::messages::messages(u),
+            Self::Control => return crate::control_socket::control(u),
             Self::NbdServer => return crate::nbd::server(u),
             Self::NbdClient => return crate::nbd::client(u),
             Self::NbdRequests => return crate::nbd::requests::requests(u),

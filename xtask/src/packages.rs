@@ -36,6 +36,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("systemd-socket-activate", "systemd"),
     ("bwrap", "bubblewrap"),
     ("prlimit", "util-linux"),
+    ("mkfs.btrfs", "btrfs-progs"),
     ("../lib/python3/dist-packages/jsonschema/__init__.py", "python3-jsonschema"),
 ];
 

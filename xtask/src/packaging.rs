@@ -52,10 +52,7 @@ pub(crate) fn missing_for_a_trial() -> Option<&'static str> {
     if !rustix::process::geteuid().is_root() {
         return Some("only root can try the package in a Debian of its own");
     }
-    if packages::find_program("debootstrap").is_none() {
-        return Some("debootstrap is not installed");
-    }
-    (!has_builder()).then_some("cargo-deb is not installed")
+    packages::find_program("debootstrap").is_none().then_some("debootstrap is not installed")
 }
 
 /// Puts a program where cargo would. The next build of cargo's puts its own there again.

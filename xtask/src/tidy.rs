@@ -5,10 +5,11 @@ use anyhow::Result;
 use std::path::Path;
 
 /// A source file longer than this tells more than one story.
-const LONGEST_FILE_LINES: usize = 800;
+const LONGEST_FILE_LINES: usize = 600;
 
 /// Files that may be longer, with the reason.
-const LONG_FILES: &[(&str, &str)] = &[];
+const LONG_FILES: &[(&str, &str)] =
+    &[("crates/image/tests/mirror_sim.rs", "one simulation, and the changes of a disk that the power is cut in")];
 
 /// Crates with `unsafe`; every other one forbids it.
 const UNSAFE_CRATES: &[&str] = &["crates/memory", "crates/engine", "crates/virtio"];

@@ -1,5 +1,6 @@
 //! Two kinds of error: [`Error`] speaks to a person, [`IoError`] travels with a request and costs nothing.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io;
 
@@ -9,6 +10,8 @@ use std::io;
 pub enum ErrorKind {
     /// An option or argument is unknown or impossible.
     BadOption,
+    /// What was named is not there (a snapshot in an image).
+    NotFound,
     /// The image is damaged, or contradicts itself.
     BadImage,
     /// Valid, but not served (a feature, an encryption method, a call the kernel lacks).
@@ -88,10 +91,29 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)?;
         match &self.source {
-            Some(source) => write!(f, ": {source}"),
+            Some(source) => write!(f, ": {}", without_numbers(&source.to_string())),
             None => Ok(()),
         }
     }
+}
+
+/// Returns a message without the numbers that the standard library puts behind the kernel's words: `(os error 2)` says
+/// nothing to a person.
+#[must_use]
+pub fn without_numbers(message: &str) -> Cow<'_, str> {
+    const START: &str = " (os error ";
+    let mut parts = message.split(START);
+    let first = parts.next().unwrap_or_default();
+    let mut text = Cow::Borrowed(first);
+    for part in parts {
+        let rest = part.trim_start_matches('-').trim_start_matches(|char: char| char.is_ascii_digit());
+        let text = text.to_mut();
+        match rest.strip_prefix(')').filter(|_| rest.len() < part.len()) {
+            Some(rest) => text.push_str(rest),
+            None => text.extend([START, part]),
+        }
+    }
+    text
 }
 
 // `source()` stays `None`: Display already tells the whole chain, and reporters would print it twice.
@@ -183,7 +205,7 @@ impl fmt::Display for IoError {
             IoErrorKind::Corrupt => f.write_str("the image's metadata are damaged"),
             IoErrorKind::Unsupported => f.write_str("the operation is not supported here"),
             IoErrorKind::Io | IoErrorKind::NoSpace => {
-                write!(f, "{}", io::Error::from_raw_os_error(self.errno))
+                f.write_str(&without_numbers(&io::Error::from_raw_os_error(self.errno).to_string()))
             }
         }
     }
@@ -200,5 +222,24 @@ impl From<io::Error> for IoError {
 impl From<memory::OutOfMemory> for IoError {
     fn from(_: memory::OutOfMemory) -> Self {
         Self::from_errno(ENOMEM)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_have_the_kernels_words_without_its_numbers() {
+        let missing = || io::Error::from_raw_os_error(2);
+        let shown = Error::io("Could not open 'a'", missing()).to_string();
+        assert_eq!(shown, "Could not open 'a': No such file or directory");
+        let wrapped = Error::io("Could not open 'b'", io::Error::other(missing()));
+        assert_eq!(wrapped.to_string(), "Could not open 'b': No such file or directory");
+        assert_eq!(IoError::from_errno(28).to_string(), "No space left on device");
+        for text in ["", "a (os error )", "a (os error 2", "a (os error x)", "it said (os error"] {
+            assert_eq!(without_numbers(text), text);
+        }
+        assert_eq!(without_numbers("a (os error 2): b (os error -13)"), "a: b");
     }
 }

@@ -147,6 +147,14 @@ pub trait File: Send + Sync + Debug {
         None
     }
 
+    /// Changes the file's locks: to those of a file that is written to, or to those of one that is only read. There is no
+    /// moment without locks. Fails if somebody else uses the file in a way that contradicts it. For a locked file that is
+    /// also open without locks, for writing, in this program. A file without locks has nothing to change.
+    fn lock_again(&self, for_writing: bool) -> Result<()> {
+        let _ = for_writing;
+        Ok(())
+    }
+
     /// Returns the descriptor from which the host can copy by itself; `None` if it cannot or should not.
     fn copy_source(&self) -> Option<BorrowedFd<'_>> {
         None

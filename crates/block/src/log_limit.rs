@@ -3,6 +3,9 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+/// The log's target for what a command waits for: one that logs hardly anything else logs this.
+pub const WAITING: &str = "ringdisk::waiting";
+
 /// Counts one kind of event, on any thread.
 #[derive(Debug, Default)]
 pub struct LogLimit(AtomicU64);

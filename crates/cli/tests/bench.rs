@@ -205,6 +205,31 @@ fn a_disk_that_is_served_to_ones_own_guest_tells_what_its_server_does_for_a_batc
     }
 }
 
+#[test]
+fn two_disks_of_one_server_are_measured_together_and_the_report_counts_both() {
+    let dir = directory();
+    let [first, second] = ["first.raw", "second.raw"].map(|name| at(&dir, name));
+    for file in [&first, &second] {
+        run_ok(&["create", "-q", "-f", "raw", path_str(file), "1M"]);
+    }
+    let served = format!("server.beside={},format=raw,file={}", second.display(), first.display());
+    let load = ["--queues", "2", "--depth", "4", "--rw", "write", "--count", "400", "--verify"];
+    let report = json(&[&["--serve", &served], &load[..]].concat());
+    let counters = report["counters"].as_array().unwrap();
+    let counted = counters.iter().find(|counter| counter["name"] == "ring_requests").unwrap()["total"].as_u64();
+    // Each goes through a ring of one of the disks.
+    assert!(report["requests"].as_u64() >= Some(400) && counted >= report["requests"].as_u64(), "{report}");
+    for file in [&first, &second] {
+        assert!(std::fs::read(file).unwrap().iter().any(|byte| *byte != 0), "{} was not used", file.display());
+    }
+    let pools = report["pools"].as_array().unwrap();
+    let has_all = |pool: &Value| {
+        let figures = ["made", "freed", "spare", "peak_in_flight", "context_bytes"];
+        pool["name"].is_string() && figures.iter().all(|name| pool[name].is_u64())
+    };
+    assert!(!pools.is_empty() && pools.iter().all(has_all), "{report}");
+}
+
 /// Whether a write to a file's page cache is known to end in the system call that many writes share.
 fn writes_end_in_one_call(directory: &std::path::Path) -> bool {
     let words = std::process::Command::new("stat").args(["-f", "-c", "%T"]).arg(directory).output().unwrap();

@@ -191,6 +191,10 @@ fn what_is_wrong_with_a_call_is_said() {
     let said = run_fails(1, &daemon.arguments(&["remove", "a"]));
     assert!(said.contains("where a guest is connected: end that first"), "{said}");
     assert!(run_fails(1, &daemon.arguments(&["resize", "a", "2G"])).contains("not an image"));
+    assert!(
+        run_fails(2, &daemon.arguments(&["resize", "a", "foo"])).contains("'foo' is not a size: it has to start with")
+    );
+    assert!(run_fails(2, &daemon.arguments(&["resize", "a", "-1M"])).contains("cannot be made smaller"));
     assert!(run_fails(1, &daemon.arguments(&["set", "a", "serial=b"])).contains("serial: cannot be changed"));
     assert!(run_fails(2, &daemon.arguments(&["snapshot", "a"])).contains("OVERLAY-FILE"));
     // For scripts.
@@ -221,15 +225,27 @@ fn other_users_are_refused() {
     }
     let daemon = Daemon::new();
     let server = daemon.start(&[]);
-    let call = ["-sS", "--unix-socket", path_str(&daemon.control), "http://ringdisk/v1/version"];
-    assert!(tool_ok("curl", &call).contains("\"api\":1"));
+    let call = ["curl", "-sS", "--unix-socket", path_str(&daemon.control), "http://ringdisk/v1/version"];
+    assert!(tool_ok(call[0], &call[1..]).contains("\"api\":1"));
+    // The client, where another user can run it.
+    let public = directory();
+    let client = at(&public, "client");
+    std::fs::copy(ringdisk().get_program(), &client).unwrap();
+    tool_ok("chmod", &["755", path_str(&client), path_str(public.path())]);
+    let list = [&[path_str(&client)][..], &daemon.arguments(&["list"])].concat();
+    let refused = |call: &[&str]| {
+        let other = [&["--reuid=65534", "--regid=65534", "--clear-groups"][..], call].concat();
+        let output = std::process::Command::new("setpriv").args(other).output().unwrap();
+        assert!(!output.status.success(), "{}", text(&output.stdout));
+        text(&output.stderr)
+    };
+    assert!(refused(&list).contains("answers only its own user and root"), "{}", refused(&list));
     // Even where the socket's mode would let them in.
     for path in [daemon.control.as_path(), daemon.dir.path()] {
         tool_ok("chmod", &["777", path_str(path)]);
     }
-    let other = [&["--reuid=65534", "--regid=65534", "--clear-groups", "curl"][..], &call].concat();
-    let output = std::process::Command::new("setpriv").args(other).output().unwrap();
-    assert!(!output.status.success(), "{}", text(&output.stdout));
+    refused(&call);
+    assert!(refused(&list).contains("answers only its own user and root"), "{}", refused(&list));
     server.stop();
 }
 

@@ -25,7 +25,7 @@ fn agree(family: Family) {
         return;
     }
     if !tool_ok("qemu-img", &["--version"]).contains(VERSION) {
-        return eprintln!("SKIPPED: this compares with qemu-img 10");
+        return testkit::skipped("this compares with qemu-img 10");
     }
     let dir = common::directory();
     let fixtures = Fixtures::make(&dir.path().join("fixtures"));

@@ -179,20 +179,29 @@ fn an_overlay_takes_its_size_from_its_base_and_info_opens_the_base_only_when_ask
 }
 
 #[test]
-fn a_backing_file_with_a_protocol_is_found_from_here_and_recorded_so_that_its_image_finds_it() {
+fn a_backing_file_with_a_protocol_is_found_from_the_working_directory_as_by_qemu() {
     let dir = directory();
     run_ok(&["create", "-q", path_str(&at(&dir, "base.raw")), "3M"]);
     std::fs::create_dir(at(&dir, "sub")).unwrap();
     for overlay in ["here.qcow2", "sub/there.qcow2"] {
-        let arguments = ["create", "-q", "-f", "qcow2", "-b", "file:base.raw", "-F", "raw", overlay];
-        let made = common::ringdisk().args(arguments).current_dir(dir.path()).output().unwrap();
+        let here = |mut command: std::process::Command| command.current_dir(dir.path()).output().unwrap();
+        let ours = |arguments: &[&str]| {
+            let mut command = common::ringdisk();
+            command.args(arguments);
+            here(command)
+        };
+        let made = ours(&["create", "-q", "-f", "qcow2", "-b", "file:base.raw", "-F", "raw", overlay]);
         assert!(made.status.success(), "{}", text(&made.stderr));
-        let overlay = at(&dir, overlay);
-        let said = run_ok(&["map", "--output=json", "--allow-backing=any", path_str(&overlay)]);
-        assert!(said.contains("3145728"), "{said}");
+        let map = ["map", "--output=json", "--allow-backing=any", overlay];
+        let said = ours(&map);
+        assert!(text(&said.stdout).contains("3145728"), "{}", text(&said.stderr));
         if has_tool("qemu-img") {
-            tool_ok("qemu-img", &["map", path_str(&overlay)]);
+            let mut command = std::process::Command::new("qemu-img");
+            command.args(["map", overlay]);
+            assert!(here(command).status.success(), "{overlay}");
         }
+        let elsewhere = run_fails(1, &["map", "--allow-backing=any", path_str(&at(&dir, overlay))]);
+        assert!(elsewhere.contains("'base.raw'"), "{elsewhere}");
     }
 }
 

@@ -174,65 +174,176 @@ fn a_disk_gets_another_base_while_guests_work_and_a_layer_of_its_chain_after_tha
     bench.history.check_read(0, &bench.as_qemu_sees(&top), bench.history.now()).unwrap();
 }
 
-fn commits_and_streams_are_killed(moments: u64) {
-    if !has_tool("qemu-img") {
-        return;
-    }
-    let mut bench = Bench::new();
-    // A base outside the chain, which holds something else.
-    let other = bench.path("other.qcow2");
-    run_ok(&["create", "-q", "-f", "qcow2", path_str(&other), &(SIZE / 2).to_string()]);
-    tool_ok("qemu-io", &["-f", "qcow2", "-c", &format!("write -P 90 0 {}", SIZE / 4), path_str(&other)]);
-    for moment in 0..moments {
+/// What is killed. Mirrors, backups and compactions have tests of their own.
+const KILLED: [&str; 8] =
+    ["commit", "commit-below", "stream", "rebase", "snapshot", "bitmap", "snapshot-create", "snapshot-delete"];
+
+/// A daemon is killed at moments of one call after the other.
+struct Killing {
+    bench: Bench,
+    /// A base outside the chain, which holds something else.
+    other: std::path::PathBuf,
+}
+
+impl Killing {
+    fn new() -> Self {
+        // Many small clusters: changes of its snapshots are those of a large image.
+        let bench = Bench::with_clusters("2k");
         let server = bench.serve();
-        let guests = bench.guests(10 + moment, 50);
-        let overlay = bench.path(&format!("overlay{moment}.qcow2"));
-        guests.wait_for_more(300);
-        bench.ctl(&["snapshot", "root", path_str(&overlay)]);
-        guests.wait_for_more(300);
-        let verb = ["commit", "stream", "rebase"][moment as usize % 3];
-        let base = if verb == "rebase" { vec![path_str(&other)] } else { Vec::new() };
-        let job = [&[verb, "root"][..], &base].concat();
+        let load = HistoryLoad { seed: 1, write_percent: 95, sectors_max: 256, ..HistoryLoad::default() };
+        let guests = bench.guests_with(&load);
+        guests.wait_for_more(200);
+        assert_eq!(guests.finish(), [""; 0]);
+        server.stop();
+        let other = bench.path("other.qcow2");
+        run_ok(&["create", "-q", "-f", "qcow2", path_str(&other), &(SIZE / 2).to_string()]);
+        tool_ok("qemu-io", &["-f", "qcow2", "-c", &format!("write -P 90 0 {}", SIZE / 4), path_str(&other)]);
+        Self { bench, other }
+    }
+
+    /// Returns the call, after what it needs.
+    fn prepare(&self, verb: &str, moment: u64, guests: &testkit::RunningLoad) -> Vec<String> {
+        let bench = &self.bench;
+        let put_on = |which: &str| {
+            let overlay = bench.path(&format!("{which}{moment}.qcow2"));
+            bench.ctl(&["snapshot", "root", path_str(&overlay)]);
+            guests.wait_for_more(300);
+            path_str(&overlay).to_owned()
+        };
         // Without a limit several pieces are under way.
-        let rate = if moment / 3 % 2 == 0 { "100M" } else { "0" };
-        bench.ctl(&[&job[..], &["--no-wait", "--rate", rate]].concat());
+        let rate = if moment.is_multiple_of(2) { "100M" } else { "0" };
+        let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+        match verb {
+            "commit-below" => {
+                let middle = put_on("middle");
+                put_on("top");
+                words(&["commit", "root", "--top", &middle, "--rate", rate])
+            }
+            "rebase" => {
+                put_on("top");
+                words(&["rebase", "root", path_str(&self.other), "--rate", rate])
+            }
+            "commit" | "stream" => {
+                put_on("top");
+                words(&[verb, "root", "--rate", rate])
+            }
+            "snapshot" => words(&["snapshot", "root", path_str(&bench.path(&format!("new{moment}.qcow2")))]),
+            "bitmap" => words(&["bitmap", "add", "root", "b"]),
+            _ => {
+                if verb == "snapshot-delete" {
+                    bench.ctl(&["snapshot-create", "root", "s"]);
+                    guests.wait_for_more(300);
+                }
+                words(&[verb, "root", "s"])
+            }
+        }
+    }
+
+    /// Brings what was broken off to its end, or back. What the guest sees stays the same.
+    fn again(&self, verb: &str, call: &[String], before: &std::path::Path) {
+        let bench = &self.bench;
+        let call: Vec<&str> = call.iter().map(String::as_str).collect();
+        let layers = bench.json(&["show", "root"])["layers"].to_string();
+        let file = call.get(2).copied().unwrap_or_default();
+        match verb {
+            "commit" if bench.recorded_top() == before => {
+                bench.ctl(&call);
+            }
+            "commit-below" if layers.contains(call[3]) => {
+                bench.ctl(&call);
+            }
+            "stream" if bench.layers() > 1 => {
+                bench.ctl(&call);
+            }
+            "rebase" => {
+                bench.ctl(&call);
+            }
+            "snapshot" if !layers.contains(file) => {
+                assert!(!std::path::Path::new(file).exists(), "a layer that was made, and is none, is left behind");
+                bench.ctl(&call);
+            }
+            "bitmap" => {
+                let bitmaps = bench.json(&["bitmap", "list", "root"]).to_string();
+                if bitmaps.contains("\"b\"") {
+                    bench.ctl(&["bitmap", "remove", "root", "b"]);
+                }
+            }
+            "snapshot-create" | "snapshot-delete" => {
+                // A fleece of the change that was broken off is taken back first.
+                while bench.json(&["jobs"]).to_string().contains("\"running\"") {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                if bench.json(&["snapshot-list", "root"]).to_string().contains("\"s\"") {
+                    bench.ctl(&["snapshot-delete", "root", "s"]);
+                }
+                let left = std::fs::read_dir(bench.path("")).unwrap().map(|entry| entry.unwrap().file_name());
+                let left = left.filter(|name| name.to_string_lossy().contains("fleece")).count();
+                assert_eq!(left, 0, "a fleece is left behind");
+            }
+            _ => {}
+        }
+        // A chain does not become longer and longer.
+        if bench.layers() > 4 {
+            bench.ctl(&["stream", "root"]);
+        }
+    }
+
+    fn is_killed_at(&mut self, verb: &str, moment: u64) {
+        let server = self.bench.serve();
+        let guests = self.bench.guests(10 + moment, 50);
+        guests.wait_for_more(300);
+        let call = self.prepare(verb, moment, &guests);
+        let before = self.bench.recorded_top();
+        let arguments = self.bench.arguments(&call.iter().map(String::as_str).collect::<Vec<_>>());
+        let mut caller = ringdisk();
+        caller.args(arguments).stdout(Stdio::null()).stderr(Stdio::null());
+        let mut caller = caller.spawn().unwrap();
         std::thread::sleep(Duration::from_millis(moment * 37 % 150));
         server.kill();
+        caller.wait().unwrap();
         assert_eq!(guests.abandon(), [""; 0], "moment {moment}, {verb}");
 
         // The daemon's locks go when the kernel has taken it down.
-        let top = bench.recorded_top();
+        let top = self.bench.recorded_top();
         common::info_after_kill(&top);
         assert_valid(&top, true);
-        let seen = bench.as_qemu_sees(&top);
-        bench.history.check_survivors(0, &seen).unwrap_or_else(|wrong| panic!("moment {moment}, {verb}: {wrong}"));
+        let seen = self.bench.as_qemu_sees(&top);
+        let survivors = self.bench.history.check_survivors(0, &seen);
+        survivors.unwrap_or_else(|wrong| panic!("moment {moment}, {verb}: {wrong}"));
         // What survived is where the next guests begin.
-        let server = bench.serve();
-        let job_again = match verb {
-            "commit" => bench.recorded_top() == overlay,
-            "stream" => bench.layers() > 1,
-            _ => true,
-        };
-        if job_again {
-            bench.ctl(&job);
-        }
+        let server = self.bench.serve();
+        self.again(verb, &call, &before);
         server.stop();
-        let top = bench.recorded_top();
-        assert_eq!(bench.as_qemu_sees(&top), seen, "moment {moment}: the same job again, {verb}");
+        let top = self.bench.recorded_top();
+        assert!(self.bench.as_qemu_sees(&top) == seen, "moment {moment}: the same again, {verb}");
         assert_valid(&top, true);
-        bench.history = Arc::new(SectorHistory::holding(&seen));
+        self.bench.history = Arc::new(SectorHistory::holding(&seen));
     }
 }
 
 #[test]
 fn killed_at_any_moment_of_a_job_the_chain_holds_what_was_flushed() {
-    commits_and_streams_are_killed(common::kill9_moments(6));
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let mut killing = Killing::new();
+    for moment in 0..common::kill9_moments(KILLED.len() as u64) {
+        killing.is_killed_at(KILLED[moment as usize % KILLED.len()], moment);
+    }
 }
 
+/// `RINGDISK_KILL9_JOB=commit` plays one of [`KILLED`] only.
 #[test]
 #[ignore = "takes minutes"]
-fn commits_and_streams_killed_at_fifty_moments() {
-    commits_and_streams_are_killed(common::kill9_moments(50));
+fn each_job_killed_at_fifty_moments() {
+    let only = std::env::var("RINGDISK_KILL9_JOB").ok();
+    for verb in KILLED.into_iter().filter(|verb| only.as_deref().is_none_or(|only| only == *verb)) {
+        let mut killing = Killing::new();
+        for moment in 0..common::kill9_moments(50) {
+            killing.is_killed_at(verb, moment);
+        }
+        println!("{verb}: killed at {} moments", common::kill9_moments(50));
+    }
 }
 
 /// Fills the disk, and discards most of it again.

@@ -83,8 +83,8 @@ fn a_name_that_is_no_text_is_shown_with_its_bytes_and_refused_where_only_text_ca
     let mut create = ringdisk();
     let arguments = ["create", "-f", "qcow2", "-F", "raw", "-b"].map(OsStr::new);
     let said = succeed(create.current_dir(&dir), &[&arguments[..], &[&file, OsStr::new("new.qcow2")]].concat());
-    assert!(text(&said.stdout).contains("backing_file=b\\xff\\xc3se.raw"), "{}", text(&said.stdout));
-    assert_eq!(recorded(&at(&dir, "new.qcow2")), NAME);
+    assert!(text(&said.stdout).contains("backing_file=file:b\\xff\\xc3se.raw"), "{}", text(&said.stdout));
+    assert_eq!(recorded(&at(&dir, "new.qcow2")), file.as_bytes());
     let mut option = OsString::from("backing_fmt=");
     option.push(base());
     let arguments = ["create", "-f", "qcow2", "-o"].map(OsStr::new).to_vec();

@@ -52,6 +52,12 @@ fn disks_are_served_under_their_names_until_a_signal() {
 fn a_server_without_a_place_or_without_a_disk_says_so() {
     assert!(run_fails(2, &["nbd", "disk.raw"]).contains("--socket"));
     assert!(run_fails(2, &["nbd", "--socket", "x"]).contains("IMAGE"));
+    // What is said of IMAGE does nothing to another disk.
+    for (option, instead) in [(&["--export-name", "x"][..], "name="), (&["--read-only"], "readonly=on")] {
+        let drive = ["nbd", "--socket", "x", "--drive", "format=null,size=1M"];
+        let said = run_fails(2, &[&drive[..], option].concat());
+        assert!(said.contains(option[0]) && said.contains(instead), "{said}");
+    }
 }
 
 #[test]

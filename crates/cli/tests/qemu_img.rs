@@ -300,6 +300,32 @@ fn options_of_new_images_are_qemu_imgs() {
 }
 
 #[test]
+fn headers_of_new_images_are_qemu_imgs_byte_by_byte() {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let dir = directory();
+    let [ours, theirs] = worlds(&dir);
+    for options in [
+        "-o compat=1.1",
+        "-o compat=0.10",
+        "-u -b base.raw -F raw",
+        "-o compat=0.10 -u -b base.raw -F raw",
+        "-o extended_l2=on",
+        "-o data_file=d.bin,data_file_raw=on",
+        "-o compression_type=zstd",
+        "-o lazy_refcounts=on,refcount_bits=1",
+    ] {
+        let headers = [&ours, &theirs].map(|world| {
+            let output = world.run(&format!("create -q -f qcow2 {options} new.qcow2 1M"));
+            assert!(output.status.success(), "{options}: {}", text(&output.stderr));
+            std::fs::read(world.directory.join("new.qcow2")).unwrap()[..65536].to_vec()
+        });
+        assert!(headers[0] == headers[1], "{options}");
+    }
+}
+
+#[test]
 fn a_backing_format_that_is_not_served_is_a_name_as_in_qemu_img() {
     agree(FOREIGN_BACKING);
 }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Server, at, directory, numbered, path_str, ringdisk, run, run_fails, run_ok, text};
+use common::{Server, at, directory, has_tool, numbered, path_str, ringdisk, run, run_fails, run_ok, text, tool_ok};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -312,4 +312,104 @@ fn no_file_is_ever_longer_than_its_space() {
         assert_eq!(open_files(server.pid(), &place).len(), 2);
         server.stop();
     }
+}
+
+/// Where a file cannot be mapped, its index is in memory. Where that has no room, or no space can be reserved, the overlay
+/// is another image.
+#[test]
+fn on_a_file_system_that_maps_no_files_the_overlay_does_without_or_is_a_qcow2_image_and_the_log_says_so() {
+    let limited = &["--index-memory", "0"][..];
+    let cases = [
+        (true, &[][..], None),
+        (true, limited, Some("maps no files")),
+        (false, &[][..], Some("no space can be reserved")),
+    ];
+    for (reserves_space, more, reason) in cases {
+        let images = Images::new();
+        let Some(place) = testkit::UnmappableDirectory::mount(&images.temporary, reserves_space) else {
+            skipped();
+            return;
+        };
+        let mut command = serve_command();
+        command.args(more);
+        let server = images.serve(command);
+        let written = at(&images.dir, "written.raw");
+        // Twice: what was written is written over.
+        for shift in [1000, 2000] {
+            let mut bytes = numbered(SIZE);
+            bytes.rotate_left(shift);
+            std::fs::write(&written, &bytes).unwrap();
+            run_ok(&["convert", "-n", "-f", "raw", "-O", "raw", path_str(&written), &images.disk()]);
+            run_ok(&["compare", "-f", "raw", "-F", "raw", path_str(&written), &images.disk()]);
+        }
+        let expected = if reason.is_some() { 1 } else { 2 };
+        assert_eq!((open_files(server.pid(), &images.temporary).len(), place.names()), (expected, 0), "{reason:?}");
+        let (status, said) = server.terminate();
+        assert!(status.success(), "{said}");
+        let is_said = said.contains("a temporary qcow2 image takes what is written");
+        let names = reason.is_some_and(|reason| said.contains(reason) && said.contains(path_str(&images.temporary)));
+        assert!(is_said == reason.is_some() && names == reason.is_some(), "{reason:?}: {said}");
+        images.assert_untouched();
+    }
+}
+
+/// Whether the file system is to overwrite a file's data in place.
+fn is_nocow(file: &Path) -> bool {
+    let file = std::fs::File::open(file).unwrap();
+    rustix::fs::ioctl_getflags(&file).unwrap().contains(rustix::fs::IFlags::NOCOW)
+}
+
+#[test]
+fn where_data_are_copied_on_write_temporary_files_and_images_that_ask_for_it_are_not() {
+    if !has_tool("mkfs.btrfs") {
+        return;
+    }
+    let images = Images::new();
+    let device = at(&images.dir, "btrfs");
+    std::fs::File::create(&device).unwrap().set_len(256 << 20).unwrap();
+    tool_ok("mkfs.btrfs", &["-q", path_str(&device)]);
+    let script = "mount -o loop \"$0\" \"$TMPDIR\" && exec \"$@\"";
+    let mounted = |program: &std::ffi::OsStr| {
+        let mut command = Command::new("unshare");
+        command.args(["-m", "sh", "-c", script]).args([device.as_os_str(), program]).env("TMPDIR", &images.temporary);
+        command
+    };
+    if !mounted("true".as_ref()).output().is_ok_and(|output| output.status.success()) {
+        testkit::skipped("no btrfs file system can be mounted here");
+        return;
+    }
+    let mut command = mounted(ringdisk().get_program());
+    command.arg("serve");
+    let server = images.serve(command);
+    run_ok(&["convert", "-n", "-f", "raw", "-O", "raw", path_str(&images.files[0]), &images.disk()]);
+    run_ok(&["compare", "-f", "raw", "-F", "raw", path_str(&images.files[0]), &images.disk()]);
+    let pid = server.pid().to_string();
+    let sizes = open_files(server.pid(), &images.temporary);
+    assert!(sizes.len() == 2 && sizes.iter().all(|(length, space)| space >= length), "{sizes:?}");
+    let fds = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().map(|entry| entry.unwrap().path());
+    let own = |fd: &PathBuf| std::fs::read_link(fd).is_ok_and(|target| target.starts_with(&images.temporary));
+    assert!(fds.filter(own).all(|fd| is_nocow(&fd)));
+
+    let there = |name: &str| images.temporary.join(name);
+    let make = |program: &std::ffi::OsStr, arguments: &[&str]| {
+        let output = Command::new("nsenter").args(["-m", "-t", &pid]).arg(program).args(arguments).output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    };
+    let ringdisk = ringdisk();
+    for (program, prefix) in [(ringdisk.get_program(), "own"), ("qemu-img".as_ref(), "theirs")] {
+        if prefix == "theirs" && !has_tool("qemu-img") {
+            continue;
+        }
+        let [plain, raw, qcow2, data] =
+            ["plain", "raw", "qcow2", "data"].map(|name| there(&format!("{prefix}.{name}")));
+        make(program, &["create", "-q", "-f", "raw", path_str(&plain), "1M"]);
+        make(program, &["create", "-q", "-f", "raw", "-o", "nocow=on", path_str(&raw), "1M"]);
+        let options = format!("nocow=on,data_file={}", data.display());
+        make(program, &["create", "-q", "-f", "qcow2", "-o", &options, path_str(&qcow2), "1M"]);
+        // Other processes see the file system through one that does.
+        let seen = |path: &Path| is_nocow(Path::new(&format!("/proc/{pid}/root{}", path.display())));
+        assert_eq!([&plain, &raw, &qcow2, &data].map(|path| seen(path)), [false, true, true, true], "{prefix}");
+    }
+    server.stop();
+    images.assert_untouched();
 }

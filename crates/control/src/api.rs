@@ -87,11 +87,12 @@ pub enum ErrorKind {
 pub struct Disks {
     /// In the order in which they were added.
     pub disks: Vec<Disk>,
-    /// Disks of the state directory that could not be opened, and disks that are served without one of their exports.
+    /// Disks of the state directory that could not be opened, new drives that the last reload could not open, and disks
+    /// that are served without one of their exports.
     pub failed: Vec<FailedDisk>,
 }
 
-/// A disk that was served before and could not be opened, or that is served without one of its exports.
+/// A disk that could not be opened, or that is served without one of its exports.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct FailedDisk {

@@ -4,7 +4,7 @@ use crate::api::{BackupDisk, BackupMode, Job};
 use crate::manager::Manager;
 use crate::record::{DiskRecord, recorded_name, target_name};
 use block::{Error, ErrorKind, Result};
-use daemon::{BackupOptions, BackupRecord, LastBackup, NodeId, TakenOff, WholeBackup};
+use daemon::{BackupOptions, BackupRecord, FleeceRecord, LastBackup, NodeId, TakenOff, WholeBackup};
 use drive::absolute;
 use image::{FileName, Format};
 use std::path::{Path, PathBuf};
@@ -128,7 +128,9 @@ impl BackupRecord for RecordOfBackup {
     fn is_given_up(&mut self, target: &FileName) -> Result<()> {
         self.0.forget_unfinished(target)
     }
+}
 
+impl FleeceRecord for RecordOfBackup {
     fn will_make(&mut self, fleece: &Path) -> Result<()> {
         self.0.change(|disk| disk.fleeces.push(fleece.to_string_lossy().into_owned()))
     }

@@ -143,10 +143,7 @@ impl Client {
 
     /// Returns the answer to a call; an error if the daemon refused it.
     async fn request(&self, method: Method, path: &str, body: Bytes) -> Result<Response<Incoming>, CallError> {
-        let stream = self.connect().await.map_err(|error| {
-            let what = format!("cannot reach a daemon at '{}' (is it served with --control?)", self.socket.display());
-            Error::io(what, error)
-        })?;
+        let stream = self.connect().await.map_err(|error| self.no_connection(error))?;
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(stream)).await.map_err(|error| self.no_answer(error))?;
         tokio::spawn(async move {
@@ -160,7 +157,11 @@ impl Client {
             .header(header::CONTENT_TYPE, "application/json")
             .body(Full::new(body))
             .map_err(|error| self.no_answer(error))?;
-        let response = sender.send_request(request).await.map_err(|error| self.no_answer(error))?;
+        let response = sender.send_request(request).await.map_err(|error| match self.is_of_another_user() {
+            // It hangs up on them.
+            true => CallError::NoAnswer(Error::with_source(ErrorKind::Denied, self.not_for_this_user(), error)),
+            false => self.no_answer(error),
+        })?;
         if response.status().is_success() {
             return Ok(response);
         }
@@ -183,6 +184,26 @@ impl Client {
                 result => return result,
             }
         }
+    }
+
+    fn no_connection(&self, error: std::io::Error) -> Error {
+        match error.kind() {
+            std::io::ErrorKind::PermissionDenied => Error::io(self.not_for_this_user(), error),
+            _ => {
+                let what = "cannot reach a daemon at";
+                Error::io(format!("{what} '{}' (is it served with --control?)", self.socket.display()), error)
+            }
+        }
+    }
+
+    /// Whether the socket belongs to somebody who does not answer this user.
+    fn is_of_another_user(&self) -> bool {
+        let own = rustix::process::geteuid();
+        !own.is_root() && rustix::fs::stat(&self.socket).is_ok_and(|socket| socket.st_uid != own.as_raw())
+    }
+
+    fn not_for_this_user(&self) -> String {
+        format!("the daemon at '{}' answers only its own user and root", self.socket.display())
     }
 
     fn no_answer(&self, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> CallError {

@@ -11,7 +11,8 @@ pub(crate) struct Failure(pub(crate) ErrorDetail);
 
 impl Failure {
     pub(crate) fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self(ErrorDetail { kind, message: message.into(), field: None })
+        let message = block::without_numbers(&message.into()).into_owned();
+        Self(ErrorDetail { kind, message, field: None })
     }
 
     pub(crate) fn bad_request(message: impl Into<String>) -> Self {
@@ -44,6 +45,7 @@ impl From<block::Error> for Failure {
     fn from(error: block::Error) -> Self {
         let kind = match error.kind() {
             block::ErrorKind::BadOption => ErrorKind::BadRequest,
+            block::ErrorKind::NotFound => ErrorKind::NotFound,
             block::ErrorKind::BadImage => ErrorKind::BadImage,
             block::ErrorKind::Unsupported => ErrorKind::Unsupported,
             block::ErrorKind::Denied => ErrorKind::Denied,

@@ -3,11 +3,11 @@
 use crate::api::{CommitDisk, CompactDisk, EventKind, Job, JobState, RebaseDisk, StreamDisk};
 use crate::failure::Failure;
 use crate::manager::Manager;
-use crate::record::{DiskRecord, RecordedDisk};
+use crate::record::{DiskRecord, RecordedDisk, recorded_name};
 use block::{Error, ErrorKind, Result};
-use daemon::{BaseRecord, JobId, NodeId, TakenOff};
+use daemon::{BaseRecord, CommitOptions, CommitRecord, JobId, NodeId, TakenOff};
 use drive::absolute;
-use image::Aim;
+use image::{Aim, FileName};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -43,6 +43,27 @@ impl BaseRecord for RecordOfBase {
     }
 }
 
+/// Which layers a disk has, in the record, while they are committed.
+struct RecordOfLayers(DiskRecord);
+
+impl CommitRecord for RecordOfLayers {
+    fn takes_off(&mut self, layers: &TakenOff) -> Result<()> {
+        self.0.change_if_it_can(|disk| disk.take_off(layers))
+    }
+
+    fn goes(&mut self, layer: &FileName) -> Result<()> {
+        self.0.change(|disk| disk.layer_goes(layer))
+    }
+
+    fn is_gone(&mut self, layer: &FileName) {
+        tell(&self.0, self.0.change(|disk| disk.layer_is_gone(layer)));
+    }
+
+    fn stays(&mut self) {
+        tell(&self.0, self.0.change(RecordedDisk::stays));
+    }
+}
+
 /// The next daemon looks which base the image names.
 fn tell(record: &DiskRecord, noted: Result<()>) {
     if let Err(error) = noted {
@@ -51,14 +72,19 @@ fn tell(record: &DiskRecord, noted: Result<()>) {
 }
 
 impl Manager {
-    /// Starts to take layers of a disk back, from the top down.
+    /// Starts to commit layers of a disk into the layer below them.
     pub fn commit(self: &Arc<Self>, name: &str, request: CommitDisk) -> Result<Job> {
         let node = self.node(name)?;
-        let record = self.record_of(name, node);
         let aim = aim_of(request.within_ms, request.stall_ms);
-        let take_off = move |layers: &TakenOff| record.change_if_it_can(|disk| disk.take_off(layers));
-        let id =
-            self.daemon.start_take_layers_back_with(node, request.layers, request.bytes_per_second, aim, take_off)?;
+        let options = CommitOptions::default().with(|options| {
+            (options.top, options.base, options.layers) = (request.top, request.base, request.layers);
+            (options.bytes_per_second, options.aim) = (request.bytes_per_second, aim);
+        });
+        let files = self.daemon.layers_of_commit(node, &options)?;
+        let files: Vec<String> = files.iter().map(recorded_name).collect();
+        self.refuse_writing_below(Some(name), &files)?;
+        let record = RecordOfLayers(self.record_of(name, node));
+        let id = self.daemon.start_commit(node, options, record)?;
         self.tell_if_behind(name, id, aim);
         self.has_started(name, id)
     }

@@ -56,6 +56,8 @@ pub struct Manager {
     away: Away,
     /// The disks that serve drives of the command line or of the configuration file, by name.
     configured: Mutex<BTreeMap<String, NodeId>>,
+    /// New drives of the configuration that the last reload could not open, and why.
+    not_opened: Mutex<Vec<FailedDisk>>,
     /// Recorded exports that could not be served.
     failed_exports: Mutex<Vec<exports::NotServed>>,
     pub(crate) events: Arc<Events>,
@@ -95,6 +97,7 @@ impl Manager {
             exports: Mutex::default(),
             away: Away::default(),
             configured: Mutex::default(),
+            not_opened: Mutex::default(),
             failed_exports: Mutex::default(),
             events,
             storage_calls: Arc::default(),
@@ -198,6 +201,7 @@ impl Manager {
                 self.record_of(name, *node).check()?;
                 if let Some(disk) = record.disk_mut(name) {
                     disk.put_on(&recorded_name(file));
+                    disk.forget_unfinished(&recorded_name(file));
                 }
             }
             Ok(())
@@ -212,7 +216,16 @@ impl Manager {
                 }
             }
         };
-        self.daemon.put_overlays_with(&nodes, || self.records.try_change(put_on), || self.records.change(undo))?;
+        // A file that is made, and not yet a layer when the daemon is killed, is removed by the next one.
+        let is_new = |file: &FileName| !file.path().is_some_and(Path::exists);
+        let new = wanted.iter().filter(|(_, _, file)| is_new(file));
+        let _unfinished = new.map(|(name, node, file)| self.reserve(name, *node, file)).collect::<Result<Vec<_>>>()?;
+        let has_made = |node: NodeId, file: &FileName| {
+            let mut its = wanted.iter().filter(|(_, other, _)| *other == node);
+            its.try_for_each(|(name, node, _)| self.record_of(name, *node).has_made(file))
+        };
+        let commit = || self.records.try_change(put_on);
+        self.daemon.put_overlays_with(&nodes, has_made, commit, || self.records.change(undo))?;
         for (name, _, file) in wanted {
             let message = format!("'{file}' is the new top");
             self.events.publish(EventKind::LayersChanged, Some(name), None, Some(message));
@@ -317,7 +330,8 @@ impl Manager {
         self.daemon.disks().into_iter().map(|disk| to_disk(disk, &record, &exports)).collect()
     }
 
-    /// Returns recorded disks that could not be opened, and those that are served without one of their exports.
+    /// Returns recorded disks that could not be opened, new drives that the last reload could not open, and disks that
+    /// are served without one of their exports.
     #[must_use]
     pub fn failed_disks(&self) -> Vec<FailedDisk> {
         let to_failed = |(name, error)| FailedDisk { name, error: format!("could not be opened: {error}") };
@@ -326,6 +340,7 @@ impl Manager {
             name: disk,
             error: format!("is served, but its export {id} is not ('ctl unexport {id}' forgets it): {error}"),
         };
+        failed.extend(lock(&self.not_opened).iter().filter(|new| !self.knows(&new.name)).cloned());
         failed.extend(self.failed_exports().into_iter().map(without));
         failed
     }

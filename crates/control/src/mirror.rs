@@ -51,9 +51,9 @@ impl Manager {
         self.has_started(name, id)
     }
 
-    /// Records the file that a job is going to make for a disk, until the job ends. Returns `None` if another job runs,
+    /// Records a file that is going to be made for a disk, until the job that makes it ends. Returns `None` if another job runs,
     /// because the new one will be refused.
-    fn reserve(&self, name: &str, node: NodeId, file: &FileName) -> Result<Option<Unfinished>> {
+    pub(crate) fn reserve(&self, name: &str, node: NodeId, file: &FileName) -> Result<Option<Unfinished>> {
         let is_busy = self.daemon.jobs().iter().any(|job| job.node == node && is_under_way(&job.state));
         if is_busy { Ok(None) } else { Unfinished::record(self.record_of(name, node), file).map(Some) }
     }
@@ -127,16 +127,12 @@ impl DiskRecord {
     /// Forgets the file, which the job has left or removed.
     pub(crate) fn forget_unfinished(&self, file: &FileName) -> Result<()> {
         let text = recorded_name(file);
-        self.change(|disk| {
-            if disk.unfinished.as_ref() == Some(&text) {
-                disk.is_finished();
-            }
-        })
+        self.change(|disk| disk.forget_unfinished(&text))
     }
 }
 
 /// A file that a job makes, in the record until the job has ended. A run that finds it in the record removes it.
-struct Unfinished {
+pub(crate) struct Unfinished {
     record: DiskRecord,
     file: FileName,
 }

@@ -68,6 +68,7 @@ impl Record {
                     disk.kept_in = old.kept_in.take();
                     disk.fleeces = std::mem::take(&mut old.fleeces);
                     disk.leaving_tops = std::mem::take(&mut old.leaving_tops);
+                    disk.leaving_below = old.leaving_below;
                     disk.last_backups = std::mem::take(&mut old.last_backups);
                 }
                 *old = disk;

@@ -225,7 +225,9 @@ async fn remove_disk(
     Path(name): Path<String>,
     query: Result<Query<Removal>, axum::extract::rejection::QueryRejection>,
 ) -> Result<StatusCode, Failure> {
-    let Query(removal) = query.map_err(|error| Failure::bad_request(error.body_text()))?;
+    // It has one field, and others are refused before.
+    let wrong = |_| Failure::bad_request("the parameter 'force' is given once, as true or false").in_field("force");
+    let Query(removal) = query.map_err(wrong)?;
     known(&manager, &name)?;
     let removed = ending(manager, move |manager| {
         known(manager, &name)?;
@@ -263,7 +265,7 @@ async fn resume_disk(State(manager): Shared, Path(name): Path<String>) -> Answer
     resumed.await.map(Json)
 }
 
-/// Start to take the top layer of a disk back into the layer below
+/// Start to commit layers of a disk into the layer below them
 #[utoipa::path(post, path = "/v1/disks/{name}/commit", params(("name" = String, Path)), request_body = CommitDisk,
     responses((status = 202, body = Job), (status = "default", body = ErrorBody)))]
 async fn commit_disk(

@@ -29,6 +29,9 @@ pub(crate) const HELD_THREADS_MAX: usize = TOTAL_MAX + REMOVALS_MAX;
 pub(crate) const HELD_CONNECTIONS_MAX: usize = WAITING_MAX + WAITING_REMOVALS_MAX + HELD_THREADS_MAX + WATCHERS_MAX;
 /// How long a call waits for its turn.
 const WAIT_MAX: Duration = Duration::from_secs(60);
+/// The same for a removal. Each of those before it may take as long as the daemon waits for requests that the storage does
+/// not end, so this is longer.
+const REMOVAL_WAIT_MAX: Duration = Duration::from_secs(600);
 
 /// The calls in progress, those that wait, and what else keeps a thread or a connection for long.
 #[derive(Debug)]
@@ -40,6 +43,7 @@ pub(crate) struct StorageCalls {
     asked_removals: Arc<Semaphore>,
     watchers: Arc<Semaphore>,
     wait_max: Duration,
+    removal_wait_max: Duration,
 }
 
 #[derive(Debug, Default)]
@@ -81,7 +85,15 @@ impl Default for StorageCalls {
         let places = |count| Arc::new(Semaphore::new(count));
         let (total, removals, watchers) = (places(TOTAL_MAX), places(REMOVALS_MAX), places(WATCHERS_MAX));
         let asked_removals = places(REMOVALS_MAX + WAITING_REMOVALS_MAX);
-        Self { turns: Mutex::default(), total, removals, asked_removals, watchers, wait_max: WAIT_MAX }
+        Self {
+            turns: Mutex::default(),
+            total,
+            removals,
+            asked_removals,
+            watchers,
+            wait_max: WAIT_MAX,
+            removal_wait_max: REMOVAL_WAIT_MAX,
+        }
     }
 }
 
@@ -122,8 +134,12 @@ impl StorageCalls {
             let what = format!("{WAITING_REMOVALS_MAX} removals wait already: try again when some have ended");
             Failure::new(ErrorKind::InUse, what)
         })?;
+        let turn = tokio::time::timeout(self.removal_wait_max, Arc::clone(&self.removals).acquire_owned());
+        let place = turn.await.map_err(|_| {
+            let what = format!("{REMOVALS_MAX} removals wait for storage that hangs: try again when some have ended");
+            Failure::new(ErrorKind::InUse, what)
+        })?;
         // Nobody closes it.
-        let place = Arc::clone(&self.removals).acquire_owned().await.ok();
         Ok(place.into_iter().chain([asked]).collect())
     }
 
@@ -372,6 +388,63 @@ mod tests {
             drop(calls.begin_removal().await.unwrap());
             assert_eq!(calls.removals.available_permits(), REMOVALS_MAX);
         });
+    }
+
+    #[test]
+    fn a_removal_that_waits_too_long_is_refused() {
+        run(async {
+            let removal_wait_max = Duration::from_millis(20);
+            let calls = StorageCalls { removal_wait_max, ..StorageCalls::default() };
+            let mut begun = Vec::new();
+            for _ in 0..REMOVALS_MAX {
+                begun.push(calls.begin_removal().await.unwrap());
+            }
+            assert_eq!(calls.begin_removal().await.unwrap_err().0.kind, ErrorKind::InUse);
+            drop(begun);
+            drop(calls.begin_removal().await.unwrap());
+            let left = (calls.removals.available_permits(), calls.asked_removals.available_permits());
+            assert_eq!(left, (REMOVALS_MAX, REMOVALS_MAX + WAITING_REMOVALS_MAX));
+        });
+    }
+
+    /// Calls on any disks come, wait, are given up and end, in an order that a seed chooses.
+    #[test]
+    fn whoever_waits_gets_a_turn_and_no_place_is_lost() {
+        for seed in 0..50 {
+            run(async move {
+                let calls = Arc::<StorageCalls>::default();
+                let mut state: u64 = seed;
+                let mut dice = |limit: usize| {
+                    state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    (state >> 33) as usize % limit
+                };
+                let mut tasks = Vec::new();
+                for _ in 0..100 {
+                    let disks: Vec<_> = (0..=dice(3)).map(|_| dice(6).to_string()).collect();
+                    let (mine, turns) = (Arc::clone(&calls), dice(20));
+                    tasks.push(tokio::spawn(async move {
+                        let begun = mine.begin(disks).await;
+                        for _ in 0..turns {
+                            tokio::task::yield_now().await;
+                        }
+                        begun.map(drop)
+                    }));
+                    if dice(4) == 0 {
+                        tasks[dice(tasks.len())].abort();
+                    }
+                    for _ in 0..dice(3) {
+                        tokio::task::yield_now().await;
+                    }
+                }
+                for task in tasks {
+                    // An error of the task says that it was given up.
+                    task.await.unwrap_or(Ok(())).unwrap();
+                }
+                assert!(calls.lock().disks.is_empty(), "seed {seed}: {calls:?}");
+                let left = (calls.lock().waiting, calls.total.available_permits());
+                assert_eq!(left, (0, TOTAL_MAX), "seed {seed}");
+            });
+        }
     }
 
     #[test]

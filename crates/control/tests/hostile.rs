@@ -70,6 +70,11 @@ fn wrong_requests_get_structured_errors() {
     }
     let (_, body) = served.error("GET", "/v1/disks?bogus=1", "");
     assert_eq!(body.error.field.as_deref(), Some("bogus"));
+    for query in ["force=maybe", "force=", "force", "force=true&force=false"] {
+        let (status, body) = served.error("DELETE", &format!("/v1/disks/none?{query}"), "");
+        assert_eq!((status, body.error.kind), (400, ErrorKind::BadRequest), "{query}");
+        assert_eq!(body.error.field.as_deref(), Some("force"), "{query}");
+    }
     served.end();
 }
 

@@ -36,6 +36,8 @@ pub use calls::mirror::{MirrorOptions, MirrorSwitch};
 pub use engine::sync_directory_of;
 pub use export_vhost_user::{KindLatency, LatencyHistogram, QueueLatency, RingStats};
 pub use jobs::backup::{BackupMode, BackupOptions, BackupRecord, LastBackup, WholeBackup};
+pub use jobs::commit::{CommitOptions, CommitRecord};
+pub use jobs::fleece::FleeceRecord;
 pub use jobs::layers::{BaseRecord, TakenOff};
 pub use notify::{notify, watchdog_interval};
 pub use pidfile::Pidfile;

@@ -9,7 +9,7 @@ use crate::state::caller::{Caller, Switches};
 use crate::state::place::PassedSocket;
 use crate::state::status::{ExportId, ExportStatus, NodeId};
 use block::{Error, ErrorKind, Result};
-use drive::{DiskOptions, OpenedDisk};
+use drive::{DiskOptions, OpenedDisk, absolute};
 use export_vhost_user::{QueueLatency, RingStats};
 use image::{CopyWatch, FileName, Hold};
 use std::collections::BTreeMap;
@@ -160,7 +160,7 @@ impl Table {
         };
         let path = options.file.as_ref().and_then(|file| file.path()).map(Path::to_owned);
         state.next_node += 1;
-        let (file, options) = (options.display_name(), options.clone());
+        let (file, options) = (shown_name(options), options.clone());
         let past = Past::default();
         let node = Node { name, file, path, options, disk: Phase::Coming, gave_up_requests: false, past };
         state.nodes.insert(id, node);
@@ -504,10 +504,33 @@ impl Node {
     }
 }
 
+/// Returns the file's name, or a substitute: whoever reads it may have another working directory.
+fn shown_name(options: &DiskOptions) -> String {
+    match &options.file {
+        Some(FileName::File(path) | FileName::HostDevice(path)) => absolute(path).display().to_string(),
+        _ => options.display_name(),
+    }
+}
+
 fn no_disk(id: NodeId) -> Error {
     bad(format!("there is no disk {id}"))
 }
 
 fn bad(message: String) -> Error {
     Error::new(ErrorKind::BadOption, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_is_shown_with_the_whole_path_of_its_file() {
+        let here = std::env::current_dir().unwrap();
+        let shown = |file: &str| shown_name(&DiskOptions::of_file(FileName::parse(file).unwrap()));
+        assert_eq!(shown("a.raw"), here.join("a.raw").display().to_string());
+        assert_eq!(shown("/images/a.raw"), "/images/a.raw");
+        assert_eq!(shown("nbd://host/disk"), "nbd://host/disk");
+        assert_eq!(shown_name(&DiskOptions::null(512)), "null disk");
+    }
 }

@@ -237,10 +237,9 @@ fn what_a_filter_fails_is_an_io_error_to_the_guest_and_nothing_else_is_disturbed
 fn tables_in_memory_have_room_for_the_whole_disk_up_to_a_limit_unless_the_drive_says_how_much() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("large");
-    let large = format_qcow2::CreateOptions::default().with(|options| options.size_bytes = 1 << 40);
     engine::create(&path, 0).unwrap();
     let file = EngineOpener::default().open(&(&path).into(), Role::Writable).unwrap();
-    image::create(&file, &CreateOptions::Qcow2(large)).unwrap();
+    image::create(&file, &CreateOptions::overlay(1 << 40, None)).unwrap();
     drop(file);
     let small = dir.path().join("small");
     let small = create(&small, DriveFormat::Qcow2);

@@ -162,15 +162,8 @@ impl Opener for EngineOpener {
     fn make(&self, path: &Path) -> Result<Option<Arc<dyn File>>> {
         match engine::create(path, 0) {
             Err(_) if path.exists() => Ok(None),
-            made => {
-                made?;
-                self.open(&path.into(), Role::Writable).map(Some).inspect_err(|error| {
-                    // The faster process has found the file empty, and uses it.
-                    if error.kind() != ErrorKind::Locked {
-                        self.unmake(path);
-                    }
-                })
-            }
+            // If it cannot be opened it stays: whoever was faster has found it empty, and may have filled it by now.
+            made => made.and_then(|()| self.open(&path.into(), Role::Writable)).map(Some),
         }
     }
 
@@ -378,4 +371,22 @@ fn filtered(disk: Arc<dyn Disk>, image: Option<Arc<Image>>, options: &DiskOption
         disk = Arc::new(FilterDisk::new(disk, Hold::new(Arc::clone(control))));
     }
     Ok(OpenedDisk { disk, image, throttles, hold, below_hold })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_was_made_and_cannot_be_opened_stays_for_whoever_uses_it_by_then() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("one.scratch");
+        // Linux AIO does not go with the page cache, which is found out when the file is there.
+        let opener = EngineOpener::default().with_engine(EngineKind::LinuxAio).with_cache(CacheMode::Writeback);
+        let error = opener.make(&path).err().unwrap();
+        assert_ne!(error.kind(), ErrorKind::Locked, "{error}");
+        assert!(path.exists(), "another may have filled it");
+        assert!(EngineOpener::default().make(&path).unwrap().is_none());
+        assert_eq!(EngineOpener::default().open(&path.into(), Role::Writable).unwrap().length_bytes().unwrap(), 0);
+    }
 }

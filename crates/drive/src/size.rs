@@ -25,6 +25,9 @@ pub fn parse_size(text: &str) -> Result<u64> {
     if let Some(meant) = with_one_letter(said) {
         return Err(fail(&format!("write {meant}")));
     }
+    if !said.starts_with(|char: char| char.is_ascii_digit() || char == '.') {
+        return Err(fail("it has to start with a number"));
+    }
     let (number, shift) = match said.char_indices().next_back() {
         Some((at, last)) if last.is_ascii_alphabetic() => {
             let unit = UNITS.iter().position(|unit| *unit == last.to_ascii_lowercase());
@@ -35,7 +38,7 @@ pub fn parse_size(text: &str) -> Result<u64> {
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     let digits = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
     if (whole.is_empty() && fraction.is_empty()) || !digits(whole) || !digits(fraction) {
-        return Err(fail("it has to start with a number"));
+        return Err(fail("what stands before the unit is no number"));
     }
     let whole: u64 = if whole.is_empty() { 0 } else { whole.parse().map_err(|_| too_large())? };
     if shift == 0 && fraction.bytes().any(|digit| digit != b'0') {

@@ -27,11 +27,15 @@ impl InTemporaryDirectory {
     }
 
     fn file(&self) -> Result<std::fs::File> {
-        tempfile::tempfile_in(&self.directory).map_err(|error| {
+        let file = tempfile::tempfile_in(&self.directory).map_err(|error| {
             let directory = self.directory.display();
             let what = format!("cannot make a temporary file in '{directory}' for snapshot=on (choose another TMPDIR)");
             Error::io(what, error)
-        })
+        })?;
+        // A file system that writes each time to a new place needs more space than was reserved, and may compress. Others
+        // refuse this, and have nothing to turn off.
+        let _ = engine::disable_copy_on_write_of(&file);
+        Ok(file)
     }
 
     fn opened(&self, what: &str, file: std::fs::File) -> Result<Arc<dyn File>> {

@@ -216,7 +216,7 @@ impl Core {
             self.drain(done);
         }
         if over && !self.failed {
-            self.fail_all("the connection is over or the device gave the ring up", done);
+            self.fail_all(self.how_it_ended(), done);
         }
         self.draining = self.ring.take();
         done.append(&mut self.immediate);

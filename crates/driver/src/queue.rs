@@ -202,6 +202,14 @@ impl Core {
         self.inner.session.is_gone() || ring.is_some_and(given_up)
     }
 
+    /// Says why nothing more comes from the device.
+    pub(crate) fn how_it_ended(&self) -> &'static str {
+        match self.inner.session.is_gone() {
+            true => "the server has hung up: requests that it has not ended fail",
+            false => "the device has given the queue up: its requests fail",
+        }
+    }
+
     /// Gives the ring back to the driver. Requests in flight go on without an owner.
     fn park(&mut self) {
         if self.is_parked {
@@ -333,7 +341,7 @@ impl Core {
             self.drain(done);
         }
         if over && !self.failed {
-            self.fail_all("the connection is over or the device gave the ring up", done);
+            self.fail_all(self.how_it_ended(), done);
         }
         if !self.immediate.is_empty() {
             done.append(&mut self.immediate);

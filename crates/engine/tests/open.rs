@@ -8,6 +8,8 @@ use common::model::Model;
 use common::reactor;
 use memory::IoBuf;
 use ringdisk_engine::{CacheMode, EngineKind, OpenOptions};
+use rustix::fs::inotify;
+use std::mem::MaybeUninit;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -193,4 +195,52 @@ fn reading_does_not_change_when_a_file_was_read_last() {
     }
     let after = std::fs::metadata(&path).unwrap().accessed().unwrap();
     assert_eq!(after, read_last);
+}
+
+#[test]
+fn the_locks_of_a_file_that_is_open_for_reading_become_a_writers_and_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    ringdisk_engine::create(&path, 4096).unwrap();
+    let open = |read_only: bool| {
+        let options = OpenOptions::default().with(|options| {
+            options.read_only = read_only;
+            options.lock_timeout = std::time::Duration::ZERO;
+        });
+        ringdisk_engine::open(&path, &options)
+    };
+    let ours = open(true).unwrap();
+    let is_free = |read_only| match open(read_only) {
+        Ok(_) => true,
+        Err(error) => {
+            assert_eq!(error.kind(), ErrorKind::Locked);
+            false
+        }
+    };
+    let other = open(true).unwrap();
+    let refused = ours.lock_again(true).unwrap_err();
+    assert!(refused.kind() == ErrorKind::Locked && refused.to_string().contains("belongs to one alone"), "{refused}");
+    assert!(is_free(true) && !is_free(false), "it is locked as before");
+    drop(other);
+    for _ in 0..2 {
+        ours.lock_again(true).unwrap();
+        assert!(!is_free(true) && !is_free(false));
+        ours.lock_again(false).unwrap();
+        ours.lock_again(false).unwrap();
+        assert!(is_free(true) && !is_free(false));
+    }
+    drop(ours);
+    assert!(is_free(false));
+}
+
+#[test]
+fn a_new_empty_file_is_not_cut_after_others_can_have_found_and_filled_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let events = inotify::init(inotify::CreateFlags::NONBLOCK).unwrap();
+    inotify::add_watch(&events, dir.path(), inotify::WatchFlags::CREATE | inotify::WatchFlags::MODIFY).unwrap();
+    ringdisk_engine::create(&dir.path().join("new"), 0).unwrap();
+    let mut buffer = [MaybeUninit::uninit(); 4096];
+    let mut reader = inotify::Reader::new(&events, &mut buffer);
+    let seen: Vec<_> = std::iter::from_fn(|| reader.next().ok().map(|event| event.events())).collect();
+    assert_eq!(seen, [inotify::ReadFlags::CREATE]);
 }

@@ -5,7 +5,7 @@
 
 use crate::ffi::{Errno, Image};
 use crate::name::RbdName;
-use block::{Error, ErrorKind, Locks, Result};
+use block::{Error, ErrorKind, Locks, Result, WAITING};
 use std::io;
 use std::time::{Duration, Instant};
 
@@ -43,7 +43,8 @@ pub(crate) fn take(name: &RbdName, image: &Image, features: u64, timeout: Durati
         }
         if !has_said {
             has_said = true;
-            tracing::info!("'{name}': waiting for the image's exclusive lock, which {} has", client(&holder));
+            let holder = client(&holder);
+            tracing::warn!(target: WAITING, "'{name}': waiting for the image's exclusive lock, which {holder} has");
         }
         std::thread::sleep(PAUSE);
     }

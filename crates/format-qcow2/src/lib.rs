@@ -40,7 +40,10 @@ pub use edit::look_first::look_before_writing;
 pub use edit::measure::Measure;
 pub use edit::preallocate::{Preallocation, preallocate};
 pub use edit::resize::{GrowBy, ResizeOptions, resize, resize_looked_at};
-pub use edit::snapshots::{NewSnapshot, apply_snapshot, create_snapshot, create_snapshot_with_state, delete_snapshot};
+pub use edit::snapshots::{
+    NewSnapshot, SnapshotChange, apply_snapshot, change_snapshots_beside_readers, create_snapshot,
+    create_snapshot_with_state, delete_snapshot,
+};
 pub use edit::vm_state::VmState;
 pub use layout::bitmap::{Bitmap, BitmapBits, bitmaps, read_bitmap};
 pub use layout::file_text::{escaped_byte, name_text, os_name};

@@ -31,7 +31,7 @@ pub(crate) type Prepare = fn() -> Result<()>;
 
 /// QEMU stopped the machine because the host's KVM failed.
 #[derive(Debug)]
-pub(crate) struct KvmFailed;
+struct KvmFailed;
 
 impl std::fmt::Display for KvmFailed {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -40,6 +40,31 @@ impl std::fmt::Display for KvmFailed {
 }
 
 impl std::error::Error for KvmFailed {}
+
+/// Why a guest did not do its work, and what it said last.
+#[derive(Debug)]
+struct Failed {
+    why: anyhow::Error,
+    last_lines: VecDeque<String>,
+}
+
+impl std::fmt::Display for Failed {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "{:#}", self.why)?;
+        if self.last_lines.is_empty() {
+            return Ok(());
+        }
+        formatter.write_str("\nThe guest's last lines:")?;
+        self.last_lines.iter().try_for_each(|line| write!(formatter, "\n    {line}"))
+    }
+}
+
+impl std::error::Error for Failed {}
+
+/// Whether [`run`] failed because KVM did.
+pub(crate) fn is_by_kvm(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<Failed>().is_some_and(|failed| failed.why.is::<KvmFailed>())
+}
 
 /// Makes a command that becomes `program`. The kernel kills the program when the thread that starts it ends, for
 /// whatever reason: util-linux' setpriv arranges that. Without setpriv (every Debian has it) a guest outlives us if we
@@ -85,10 +110,7 @@ pub(crate) fn run(
         Ok(reader.is_complete())
     });
     drop(guest);
-    ended.and_then(|()| reader.finish(start.elapsed())).map_err(|error| {
-        let quoted: Vec<String> = quoted.into();
-        error.context(format!("the guest's last lines:\n{}", quoted.join("\n")))
-    })
+    ended.and_then(|()| reader.finish(start.elapsed())).map_err(|why| Failed { why, last_lines: quoted }.into())
 }
 
 /// Gives each line to `line` until the console is closed or the guest has died. `line` returns whether only the

@@ -43,7 +43,7 @@ fn with_or_without_kvm(
     mut boot: impl FnMut(&GuestOptions, &mut dyn FnMut(&str)) -> Result<GuestReport>,
 ) -> Result<GuestReport> {
     match boot(options, progress) {
-        Err(error) if options.kvm && error.downcast_ref::<console::KvmFailed>().is_some() => {
+        Err(error) if options.kvm && console::is_by_kvm(&error) => {
             progress("KVM failed on this host: starting the guest again without it");
             let report = boot(&GuestOptions { kvm: false, ..options.clone() }, progress)?;
             Ok(GuestReport { kvm_failed: true, ..report })
@@ -96,6 +96,8 @@ mod tests {
     fn a_guest_that_died_is_told_of_though_its_console_stays_open() {
         let (ended, _) = run_script("echo going; sleep 1000 & exit 3", false);
         let said = format!("{:#}", ended.unwrap_err());
-        assert!(said.contains("stopped before its work was done") && said.contains("going"), "{said}");
+        let lines: Vec<&str> = said.lines().collect();
+        assert!(lines[0].contains("stopped before its work was done"), "{said}");
+        assert_eq!(lines[1..], ["The guest's last lines:", "    going"], "{said}");
     }
 }

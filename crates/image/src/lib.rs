@@ -64,6 +64,7 @@ pub use offline::formats::{bitmaps, check, edit, edit_bitmaps, look_before_writi
 pub use offline::inspect::{Description, inspect, inspect_encrypted};
 pub use offline::overwrite::open_to_overwrite;
 pub use offline::vm_state::read_vm_state;
+pub use online::commit_layer::{LayerGoes, commit_layer, commit_layer_async};
 pub use online::compact::{Compacted, compact, compact_async};
 pub use online::copy_out::{Copied, CopyOut};
 pub use online::edit::OnlineBitmap;
@@ -73,7 +74,8 @@ pub use online::overlay::{OpenedOverlay, put_overlay, put_overlay_async};
 pub use online::point_in_time::PointInTime;
 pub use online::take_back::{take_back, take_back_async, take_back_then};
 pub use online::watch::{Aim, CopyRounds, CopyWatch};
-pub use open::gate::{BackingPolicy, Opener, Role, backing_path, pass_gate};
+pub use online::writable::{LayerOpeners, open_below_for_writing};
+pub use open::gate::{BackingPolicy, Opener, Role, backing_path, pass_gate, path_with_protocol};
 pub use open::layer::MAX_LAYERS;
 pub use open::layers::{ImageOptions, open};
 pub use open::temporary_files::{ScratchFiles, TemporaryFiles};

@@ -2,7 +2,7 @@
 
 mod common;
 
-use block::{Disk, Error, ErrorKind, File, IoError, IoErrorKind, OpFlags, Result};
+use block::{Disk, Error, ErrorKind, File, IoError, IoErrorKind, Locks, OpFlags, Result};
 use common::{Chain, Layer, SimOpener, name};
 use ringdisk_image::{BackingPolicy, FileName, Format, Image, ImageOptions, Opener, Role};
 use std::path::{Path, PathBuf};
@@ -18,11 +18,11 @@ const DATA: &str = "disk.scratch.data";
 const SIZE: u64 = 1 << 20;
 
 /// Simulated files, to which others can be added. What is below an overlay is never opened for writing.
-struct Making(SimOpener, Mutex<Vec<PathBuf>>);
+struct Making(SimOpener, Mutex<Vec<PathBuf>>, Locks);
 
 impl Making {
     fn of(storage: &SimStorage) -> Self {
-        Self(SimOpener(storage.clone()), Mutex::default())
+        Self(SimOpener(storage.clone()), Mutex::default(), Locks::Held)
     }
 }
 
@@ -41,7 +41,7 @@ impl Opener for Making {
         if storage.file(path).is_some() {
             return Ok(None);
         }
-        Ok(Some(storage.create(path, 0, SimFileOptions::default())))
+        Ok(Some(storage.create(path, 0, SimFileOptions { locks: self.2, ..SimFileOptions::default() })))
     }
 
     fn unmake(&self, path: &Path) {
@@ -328,15 +328,18 @@ fn another_image_or_another_size_below_is_refused() {
 }
 
 #[test]
-fn only_what_was_made_is_removed_when_an_overlay_cannot_be_made() {
+fn only_what_was_made_and_nobody_else_can_use_is_removed_when_an_overlay_cannot_be_made() {
     let chain = Chain::of(vec![Layer::Raw(SIZE)]);
-    let storage = chain.storage();
-    storage.create_with(DATA, &[7; 4096], SimFileOptions::default());
-    let opener = Making::of(&storage);
-    let error = ringdisk_image::open(&options_on(&chain), &opener).map(drop).unwrap_err();
-    assert!(error.to_string().contains("without the index"), "{error}");
-    assert!(!error.to_string().contains("remove"), "{error}");
-    assert_eq!(*opener.1.lock().unwrap(), [PathBuf::from(INDEX)], "the data are not ours");
+    for (locks, removed) in [(Locks::Held, &[PathBuf::from(INDEX)][..]), (Locks::Lacking, &[])] {
+        let storage = chain.storage();
+        storage.create_with(DATA, &[7; 4096], SimFileOptions::default());
+        let opener = Making(SimOpener(storage.clone()), Mutex::default(), locks);
+        let error = ringdisk_image::open(&options_on(&chain), &opener).map(drop).unwrap_err();
+        assert!(error.to_string().contains("without the index"), "{error}");
+        assert!(!error.to_string().contains("remove"), "{error}");
+        // The data are not ours. Without locks, others may have made them, and use the index.
+        assert_eq!(*opener.1.lock().unwrap(), removed, "{locks:?}");
+    }
 }
 
 #[test]

@@ -10,8 +10,8 @@ use block::{
 use common::{Chain, Layer, SimOpener, name};
 use format_qcow2::CreateOptions as Qcow2Options;
 use ringdisk_image::{
-    BitmapAction, ClosedEdit, Copied, CopyWatch, CreateOptions, Format, Image, ImageOptions, MirrorEnd, MirrorScope,
-    MirrorTarget, NewBelow, NewSnapshot, OpenedBase, OpenedOverlay, PointInTime,
+    BitmapAction, ClosedEdit, Copied, CopyWatch, CreateOptions, Format, Image, ImageOptions, LayerGoes, LayerOpeners,
+    MirrorEnd, MirrorScope, MirrorTarget, NewBelow, NewSnapshot, OpenedBase, OpenedOverlay, PointInTime, SnapshotName,
 };
 use std::cell::Cell;
 use std::rc::Rc;
@@ -99,6 +99,8 @@ enum Does {
     Copy,
     /// A layer is put on it, and taken back.
     Commit,
+    /// The layers between its top and the lowest go into that, one after the other.
+    CommitBelow,
     /// Its top layer gets what lies below.
     Stream,
     /// Its top layer comes to rest on another image, and back.
@@ -107,6 +109,8 @@ enum Does {
     Compact,
     /// It is copied as it is at one moment, below a layer that takes what guests write.
     Backup,
+    /// Its internal snapshot is taken and deleted, below such a layer.
+    Snapshot,
 }
 
 struct Changing {
@@ -139,8 +143,10 @@ impl Changing {
                     self.moved.fetch_add(compacted.moved_bytes, Ordering::Relaxed);
                 })
             }
+            Does::CommitBelow => self.commit_below().await,
             Does::Rebase => self.rebase().await,
             Does::Backup => self.back_up().await,
+            Does::Snapshot => self.change_snapshots().await,
             Does::Stream => {
                 let watch = CopyWatch::default();
                 ringdisk_image::move_onto_async(&self.image, NewBelow::Nothing, &watch, || Ok(()), || ()).await
@@ -171,6 +177,18 @@ impl Changing {
         Ok(())
     }
 
+    async fn commit_below(&self) -> Result<()> {
+        let names: Vec<_> = self.image.layer_file_names().map(|(own, _)| own).collect();
+        let Some(layer) = names.len().checked_sub(2).filter(|index| *index > 0).map(|index| &names[index]) else {
+            return Ok(());
+        };
+        let opener = SimOpener(self.storage.clone());
+        let openers = LayerOpeners { for_writing: &opener, for_reading: &opener };
+        ringdisk_image::commit_layer_async(&self.image, layer, openers, &CopyWatch::default(), &mut Untold).await?;
+        self.moved.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
     async fn rebase(&self) -> Result<()> {
         let below = self.image.layer_file_names().nth(1).unwrap().0.to_string();
         let base = if below == OTHER_BASE { name(1) } else { OTHER_BASE.to_owned() };
@@ -180,17 +198,15 @@ impl Changing {
         ringdisk_image::move_onto_async(&self.image, NewBelow::Base(base), &watch, || Ok(()), || ()).await
     }
 
-    async fn back_up(&self) -> Result<()> {
+    /// Puts a layer on the disk for a while. If one was left there by a run that was broken off, only takes that back.
+    async fn beside_guests(&self, work: impl AsyncFnOnce(&PointInTime<'_>) -> Result<()>) -> Result<()> {
         if self.image.layer_file_names().count() > 1 {
-            // One that was broken off left its layer on the disk.
             let watch = CopyWatch::default();
             return ringdisk_image::take_back_async(&self.image, &watch, || record(&self.storage, &name(0))).await;
         }
         let fleece = self.storage.file("overlay0").unwrap();
         add_overlay(fleece.clone(), self.image.info().size_bytes)?;
         let overlay = OpenedOverlay::open(&"overlay0".into(), fleece)?;
-        let to = ImageOptions::new("target0").with(|options| options.format = Some(Format::Qcow2));
-        let to = Arc::new(ringdisk_image::open(&to, &SimOpener(self.storage.clone()))?);
         let named = || record(&self.storage, "overlay0");
         let point = match PointInTime::begin_async(&self.image, overlay, named).await {
             Ok(point) => point,
@@ -199,12 +215,26 @@ impl Changing {
                 return Err(error);
             }
         };
-        let copied = match point.copy_out(to, false) {
-            Ok(copy) => copy.run_async(&Copied::All, &CopyWatch::default()).await,
-            Err(error) => Err(error),
-        };
+        let worked = work(&point).await;
         let ended = point.end_async(&CopyWatch::default(), || record(&self.storage, &name(0))).await;
-        copied.and(ended)
+        worked.and(ended)
+    }
+
+    async fn back_up(&self) -> Result<()> {
+        let to = ImageOptions::new("target0").with(|options| options.format = Some(Format::Qcow2));
+        let to = Arc::new(ringdisk_image::open(&to, &SimOpener(self.storage.clone()))?);
+        let copy = async |point: &PointInTime<'_>| {
+            point.copy_out(to, false)?.run_async(&Copied::All, &CopyWatch::default()).await
+        };
+        self.beside_guests(copy).await
+    }
+
+    async fn change_snapshots(&self) -> Result<()> {
+        let edit = match self.image.online_snapshots()?.is_empty() {
+            true => ClosedEdit::CreateSnapshot(NewSnapshot::new("one")),
+            false => ClosedEdit::DeleteSnapshot(SnapshotName::named("one")),
+        };
+        self.beside_guests(async |point: &PointInTime<'_>| point.change_snapshots_async(&edit).await).await
     }
 
     async fn commit(&self) -> Result<()> {
@@ -217,6 +247,19 @@ impl Changing {
         let watch = CopyWatch::default();
         ringdisk_image::take_back_async(&self.image, &watch, || record(&self.storage, &name(0))).await
     }
+}
+
+/// Keeps no record: the images say what they rest on.
+struct Untold;
+
+impl LayerGoes for Untold {
+    fn goes(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn is_gone(&mut self) {}
+
+    fn stays(&mut self) {}
 }
 
 struct ChangingDisk(Arc<Changing>);
@@ -376,7 +419,19 @@ impl Case {
         if self.does == Does::Compact && report.snapshots_digest != self.snapshots_digest.get() {
             return Err("an internal snapshot holds something else".to_owned());
         }
-        report.sound()
+        report.sound()?;
+        if self.does == Does::Snapshot {
+            qcow2_check(&storage.bytes(&name(0)))?.sound()?;
+        }
+        if self.does == Does::CommitBelow {
+            // Those that have gone are valid, too.
+            for (index, layer) in self.chain.layers.iter().enumerate().skip(1) {
+                if !matches!(layer, Layer::Raw(_)) {
+                    qcow2_check(&storage.bytes(&name(index)))?.sound()?;
+                }
+            }
+        }
+        Ok(())
     }
 
     fn workload(&self) -> Workload {
@@ -413,9 +468,9 @@ fn the_power_may_be_cut_while_a_disk_goes_over_to_a_copy() {
 }
 
 #[test]
-fn the_power_may_be_cut_while_the_top_gets_what_lies_below_or_another_base_or_the_disk_is_backed_up() {
-    for (does, least) in [(Does::Stream, 1), (Does::Rebase, 3), (Does::Backup, 2)] {
-        let below = (does != Does::Backup).then_some(Layer::Raw(100 << 10));
+fn the_power_may_be_cut_while_the_top_gets_what_lies_below_or_another_base_or_a_moment_is_kept() {
+    for (does, least) in [(Does::Stream, 1), (Does::Rebase, 3), (Does::Backup, 2), (Does::Snapshot, 3)] {
+        let below = (!matches!(does, Does::Backup | Does::Snapshot)).then_some(Layer::Raw(100 << 10));
         let chain = Chain::of(std::iter::once(Layer::qcow2(128 << 10, 4096)).chain(below).collect());
         for seed in common::seeds(2) {
             let case = Case::new(&chain, does, seed);
@@ -437,10 +492,55 @@ fn the_power_may_be_cut_while_the_top_gets_what_lies_below_or_another_base_or_th
     }
 }
 
+/// Layers that are shorter and longer than the one that they take, which reach beyond the disk and end within it.
+fn committable() -> Vec<Chain> {
+    let of = |top, middle, below: Vec<Layer>| Chain::of([top, middle].into_iter().chain(below).collect());
+    vec![
+        of(Layer::qcow2(128 << 10, 4096), Layer::qcow2(96 << 10, 1024), vec![Layer::Raw(60 << 10)]),
+        of(Layer::qcow2(128 << 10, 4096), Layer::qcow2((64 << 10) + 512, 4096), vec![Layer::Raw(100 << 10)]),
+        of(
+            Layer::qcow2(96 << 10, 16384),
+            Layer::qcow2(128 << 10, 512),
+            vec![Layer::qcow2(100 << 10, 16384), Layer::qcow2((70 << 10) + 512, 2048), Layer::Raw(80 << 10)],
+        ),
+    ]
+}
+
+#[test]
+fn the_power_may_be_cut_while_layers_below_the_top_go_into_the_lowest() {
+    for (chain, seed) in committable().iter().flat_map(|chain| common::seeds(2).map(move |seed| (chain, seed))) {
+        let case = Case::new(chain, Does::CommitBelow, seed);
+        let summary = PowerCutTest {
+            storage: case.storage(),
+            open: &|storage| case.open(storage),
+            check: &|storage| case.check(storage),
+            workload: case.workload(),
+            queues: 2,
+            outcomes: 2,
+            stride: 1,
+        }
+        .run();
+        let summary = summary.unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}\n{:?}", chain.layers));
+        let gone = case.moved.load(Ordering::Relaxed);
+        eprintln!("the power was cut at {} moments, {gone} layers had gone", summary.moments);
+        assert!(gone > 0 && case.failed.load(Ordering::Relaxed) == 0);
+    }
+}
+
+#[test]
+fn a_full_layer_takes_no_other_layer_and_the_disk_stays_whole() {
+    runs_full(Does::CommitBelow, &name(2), 2);
+}
+
 /// The layer below runs full while it is copied, or while what guests wrote meanwhile is taken back.
 #[test]
 fn a_full_layer_below_a_backup_leaves_the_disk_whole() {
     runs_full(Does::Backup, &name(0), 2);
+}
+
+#[test]
+fn a_full_layer_below_breaks_a_change_of_snapshots_and_not_the_disk() {
+    runs_full(Does::Snapshot, &name(0), 2);
 }
 
 #[test]
@@ -454,7 +554,11 @@ fn runs_full(does: Does, file: &str, stride: u64) {
     let (mut moments, mut done, mut failed) = (0, 0, 0);
     // A few seeds together: one alone may bring its copies between requests that write nothing.
     for seed in common::seeds(4) {
-        let below = matches!(does, Does::Stream | Does::Rebase).then_some(Layer::Raw(100 << 10));
+        let below = match does {
+            Does::Stream | Does::Rebase => vec![Layer::Raw(100 << 10)],
+            Does::CommitBelow => vec![Layer::qcow2(96 << 10, 4096), Layer::qcow2(100 << 10, 16384)],
+            _ => Vec::new(),
+        };
         let chain = Chain::of(std::iter::once(Layer::qcow2(128 << 10, 4096)).chain(below).collect());
         let case = Case::new(&chain, does, seed);
         let summary = FaultTest {
@@ -474,7 +578,7 @@ fn runs_full(does: Does, file: &str, stride: u64) {
         moments += summary.moments;
         done += case.done.load(Ordering::Relaxed);
         failed += case.failed.load(Ordering::Relaxed);
-        if does == Does::Copy || (does == Does::Backup && file == "target0") {
+        if matches!(does, Does::Copy | Does::CommitBelow) || (does == Does::Backup && file == "target0") {
             assert_eq!(summary.errors, 0);
         }
     }

@@ -13,9 +13,11 @@ use std::path::Path;
 use std::process::Command;
 use std::rc::Rc;
 use std::sync::{Arc, Condvar, Mutex};
-use testkit::HistoryLoad;
+use testkit::{HistoryLoad, Moment};
 
 const SIZE: u64 = 4 << 20;
+/// Of each kind of change, in two tests.
+const OPERATIONS: u64 = 100_000;
 
 fn bytes(image: &Path) -> Vec<u8> {
     let raw = image.with_extension("seen");
@@ -97,8 +99,8 @@ fn backups_follow(shape: &Shape) {
     bench.image.edit_online(&bitmap("b", BitmapAction::Add { granularity_bytes: Some(4096) })).unwrap();
     let load = bench.start(HistoryLoad { write_percent: 20, ..HistoryLoad::default() });
     let mut last = back_up(&bench, None, Some("b"));
-    for _ in 0..4 {
-        load.wait_for_more(300);
+    for _ in 0..5 {
+        load.wait_for_more(OPERATIONS / 10);
         last = back_up(&bench, Some(&last), Some("b"));
     }
     assert_eq!(load.finish(), [""; 0]);
@@ -351,19 +353,48 @@ fn a_layer_that_was_taken_off_and_hangs_while_it_is_emptied_can_be_left() {
     bench.assert_sound_and_as_written();
 }
 
+/// Changes snapshots of the disk below a layer that takes what guests write meanwhile. The moment is the first one.
+fn change_beside_guests(bench: &Bench, edit: &ClosedEdit) -> (Moment, Moment) {
+    let fleece = bench.new_path();
+    let overlay = bench.overlay(&fleece, 4096);
+    let since = bench.history.now();
+    let point = PointInTime::begin(&bench.image, overlay, || Ok(())).unwrap();
+    let until = bench.history.now();
+    let bitmaps = point.change_snapshots(&bitmap("none", BitmapAction::Clear));
+    assert_eq!(bitmaps.unwrap_err().kind(), ErrorKind::Unsupported);
+    point.change_snapshots(edit).unwrap();
+    point.end(&CopyWatch::default(), || Ok(())).unwrap();
+    std::fs::remove_file(fleece).unwrap();
+    (since, until)
+}
+
+fn change_while_guests_wait(bench: &Bench, edit: &ClosedEdit) -> (Moment, Moment) {
+    let since = bench.history.now();
+    bench.image.edit_online(edit).unwrap();
+    (since, bench.history.now())
+}
+
 #[test]
 fn an_internal_snapshot_is_one_moment_of_the_disk_while_queues_work() {
+    internal_snapshots_are_moments(change_while_guests_wait);
+}
+
+#[test]
+fn an_internal_snapshot_that_keeps_no_guest_waiting_is_one_moment_of_the_disk() {
+    internal_snapshots_are_moments(change_beside_guests);
+}
+
+fn internal_snapshots_are_moments(change: impl Fn(&Bench, &ClosedEdit) -> (Moment, Moment)) {
     let bench = Bench::new(&Shape::qcow2(SIZE, &[4096, 16384]));
     let load = bench.start(HistoryLoad::default());
     let mut moments = Vec::new();
     for index in 0..4 {
-        load.wait_for_more(1000);
-        let since = bench.history.now();
-        bench.image.edit_online(&ClosedEdit::CreateSnapshot(NewSnapshot::new(format!("s{index}")))).unwrap();
-        moments.push((index, since, bench.history.now()));
+        load.wait_for_more(OPERATIONS / 8);
+        let (since, until) = change(&bench, &ClosedEdit::CreateSnapshot(NewSnapshot::new(format!("s{index}"))));
+        moments.push((index, since, until));
         if index == 2 {
             load.wait_for_more(500);
-            bench.image.edit_online(&ClosedEdit::DeleteSnapshot(SnapshotName::named("s1"))).unwrap();
+            change(&bench, &ClosedEdit::DeleteSnapshot(SnapshotName::named("s1")));
             moments.remove(1);
         }
     }

@@ -138,8 +138,21 @@ fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
     reading.read_only = true;
     let chain = image::open(&reading, opener)?;
     let layers: Vec<(FileName, Option<FileName>)> = chain.layer_file_names().collect();
+    let missing = || {
+        let name = options.base.as_deref().unwrap_or(Path::new(""));
+        let what = format!("Did not find '{}' in the backing chain of '{}'", name.display(), options.top);
+        Error::new(ErrorKind::BadOption, what)
+    };
     if layers.len() < 2 {
-        return Err(Error::new(ErrorKind::BadOption, "Image does not have a backing file"));
+        if options.format.is_none() && chain.format().is_some_and(|format| !format.can_have_backing()) {
+            drop(chain);
+            // The user learns that its format was only guessed, as from qemu-img, which opens it for writing first.
+            image::open(&open_options(options, &options.top, None, false), opener)?;
+        }
+        return Err(match &options.base {
+            None => Error::new(ErrorKind::BadOption, "Image does not have a backing file"),
+            Some(_) => missing(),
+        });
     }
     let depth = match &options.base {
         None => Some(1),
@@ -152,11 +165,7 @@ fn find_base(options: &CommitOptions, opener: &dyn Opener) -> Result<Found> {
     };
     let at = |depth: usize| Some((depth, chain.said_image_names().nth(depth)?, layers.get(depth)?.1.clone()));
     let found = depth.and_then(at);
-    let Some((depth, name, data_file)) = found else {
-        let name = options.base.as_deref().unwrap_or(Path::new(""));
-        let what = format!("Did not find '{}' in the backing chain of '{}'", name.display(), options.top);
-        return Err(Error::new(ErrorKind::BadOption, what));
-    };
+    let Some((depth, name, data_file)) = found else { return Err(missing()) };
     if !options.change_snapshots {
         for (layer, format) in chain.said_image_names().zip(chain.formats()).take(depth) {
             let description = image::inspect(layer.clone(), &opener.open(&layer, Role::ReadOnly)?, Some(format))?;

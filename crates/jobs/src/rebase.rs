@@ -114,6 +114,7 @@ fn copy_differences(
     open.format = Some(format);
     open.allow_backing = options.allow_backing.clone();
     open.listed.clone_from(&options.listed);
+    open.will_have_backing = options.backing.is_some();
     let top = Arc::new(image::open(&open, opener)?);
     let below = match &options.backing {
         None => None,
@@ -129,8 +130,8 @@ fn copy_differences(
         let what = format!("'{}' cannot be its own backing file", options.top);
         return Err(Error::new(ErrorKind::BadOption, what));
     }
-    // An image without a backing file need not say that a cluster is zero. Other data are packed.
-    let says_zero = top.formats().count() > 1 && (top.can_say_zero() || !options.compress);
+    // Where an image cannot say that a cluster is zero, zeros are written, and packed.
+    let says_zero = top.can_say_zero() || !options.compress;
     closed(copy(&top, below.as_ref(), (options.compress, says_zero), reactors, control), &top)
 }
 
@@ -183,8 +184,9 @@ fn copy(
             })
         })
     };
-    // Only whole clusters can be compressed.
-    let pieces = Pieces { grain: if compress { cluster.max(1) } else { 1 }, piece, size, handed_out: 0 };
+    // Only whole clusters can be compressed, or marked as zero in an image that had no layer below.
+    let is_whole = compress || top.formats().count() == 1;
+    let pieces = Pieces { grain: if is_whole { cluster.max(1) } else { 1 }, piece, size, handed_out: 0 };
     let walked = walk(top, below, pieces, &pipeline, control);
     let finished = pipeline.finish(control);
     walked?;

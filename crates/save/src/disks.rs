@@ -146,7 +146,7 @@ impl Disks for Daemon {
     }
 
     fn commit(&self, name: &str, layers: usize, cancel: &AtomicBool, told: &mut dyn FnMut(u64, u64)) -> Result<()> {
-        let request = CommitDisk { layers, within_ms: None, stall_ms: None, bytes_per_second: None };
+        let request = CommitDisk { layers, ..CommitDisk::default() };
         let mut job: Job = self.0.post(&format!("/v1/disks/{}/commit", segment(name)), &request).map_err(refused)?;
         let mut is_cancelled = false;
         while matches!(job.state, JobState::Running | JobState::Paused) {

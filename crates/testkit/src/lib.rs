@@ -9,7 +9,7 @@
 //! * [`qcow2_check`]: an independent checker of qcow2 images.
 //! * [`SectorHistory`], [`HistoryLoad`]: checks what each read of a sector returns while several queues work.
 //! * [`WebServer`]: a server of one file, with faults. [`RbdStandIn`]: images without a real cluster, with faults.
-//!   [`CephNode`]: a real cluster on one machine.
+//!   [`CephNode`]: a real cluster on one machine. [`UnmappableDirectory`]: a file system that maps no files.
 //! * `schedules` and `histories` (with the feature `explore`): the order in which shuttle runs threads, and the values
 //!   that a reader may see.
 
@@ -34,6 +34,7 @@ mod qemu_nbd;
 mod request;
 mod sim;
 mod skips;
+mod unmappable;
 mod web_server;
 mod workload;
 
@@ -52,5 +53,6 @@ pub use sim::{
     Fault, FaultAction, OpKind, Recording, Replay, SimFile, SimFileOptions, SimHandle, SimReactor, SimStorage,
 };
 pub use skips::skipped;
+pub use unmappable::UnmappableDirectory;
 pub use web_server::{Behaviour, Connection, WebServer, Wrap};
 pub use workload::{GuestEvent, Story, Workload};

@@ -2,9 +2,10 @@
 
 use crate::arguments::{integer, name_text};
 use crate::images::{
-    OpenArgs, asks_for_help, backing_name, copy_bitmaps, create_target, file_name, files, holds_old_bytes, image_name,
-    leave_page_cache, open_to_overwrite, open_writable, opened_name, options_help, parse_format, path_of,
-    refuse_misfits, refuse_same_file, refuse_without_bitmaps, remote_name, remove_target, sync_directory,
+    OpenArgs, asks_for_help, backing_name, beside_image, copy_bitmaps, create_target, file_name, files,
+    holds_old_bytes, image_name, leave_page_cache, open_to_overwrite, open_writable, opened_name, options_help,
+    parse_format, path_of, refuse_misfits, refuse_same_file, refuse_without_bitmaps, remote_name, remove_target,
+    sync_directory,
 };
 use crate::output::{self, ProgressArgs, Watch, usage};
 use crate::threads::Reactors;
@@ -218,10 +219,8 @@ impl Args {
     fn listed(&self, target: &Target, sources: &[PathBuf]) -> anyhow::Result<Vec<PathBuf>> {
         let mut listed = target.data_files();
         let Some(backing) = &target.backing else { return Ok(listed) };
-        let name = backing_name(Some(&target.path), backing, true)?;
-        let beside = || target.path.parent().unwrap_or(Path::new("")).join(os_name(&name));
         let remote = remote_name(backing);
-        let path = if remote.is_some() { PathBuf::from(backing) } else { beside() };
+        let path = beside_image(&target.path, &backing_name(backing, true)?);
         // Without the backing format no image is created.
         if let Some(format) = target.backing_format.filter(|_| !self.no_create) {
             let mut options = ImageOptions::new(remote.unwrap_or_else(|| FileName::from(&path)));

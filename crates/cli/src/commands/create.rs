@@ -4,7 +4,6 @@ use crate::arguments::name_text;
 use crate::images::{NewImage, asks_for_help, create, file_name, opened_name, options_help};
 use crate::output::{self, ProgressArgs, Watch, usage};
 use drive::parse_size;
-use format_qcow2::Compression;
 use image::Format;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -55,8 +54,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     wanted.backing_file = args.backing.clone().or(wanted.backing_file);
     wanted.backing_format = args.backing_format.clone().or(wanted.backing_format);
-    create(file, &mut wanted, !args.unsafe_backing, &mut Watch::start(&args.progress)?)?;
-    if args.progress.quiet { Ok(()) } else { output::print(&announcement(&wanted, said)) }
+    let mut announce = |new: &NewImage| match args.progress.quiet {
+        true => Ok(()),
+        false => output::print(&announcement(new, said)),
+    };
+    create(file, &mut wanted, !args.unsafe_backing, &mut announce, &mut Watch::start(&args.progress)?)?;
+    Ok(())
 }
 
 /// Returns qemu-img's message; the size is the requested one.
@@ -71,10 +74,10 @@ fn announcement(new: &NewImage, file: &Path) -> String {
     let hint = new.extent_size_hint.map(|bytes| bytes.to_string());
     if is_qcow2 {
         say("encryption", new.encryption.said());
-        say("cluster_size", Some(&(1u64 << new.cluster_bits).to_string()));
+        say("cluster_size", Some(&new.cluster_bytes.to_string()));
         say("extended_l2", new.extended_l2.said().or(Some("off")));
         say("preallocation", new.preallocation.as_deref());
-        say("compression_type", Some(if new.compression == Compression::Zstd { "zstd" } else { "zlib" }));
+        say("compression_type", Some(new.compression.as_deref().unwrap_or("zlib")));
     }
     say("size", Some(&new.size_bytes.unwrap_or(0).to_string()));
     if !is_qcow2 {

@@ -137,6 +137,7 @@ fn asked(args: &Args, passed: &PassedDescriptors) -> anyhow::Result<Result<Vec<A
         let (export_name, description) = (args.export_name.clone(), args.description.clone());
         asked.push(Asked { drive, export_name, description, bitmaps: args.bitmap.clone() });
     }
+    refuse_what_is_for_the_image(args)?;
     for text in &args.drive {
         let in_context = |error: block::Error| error.in_context(format!("--drive {}", options_without_secrets(text)));
         match DriveOptions::parse_with(text, passed).map_err(in_context)? {
@@ -153,6 +154,19 @@ fn asked(args: &Args, passed: &PassedDescriptors) -> anyhow::Result<Result<Vec<A
         true => Err(usage("nothing to serve: name an IMAGE or give --drive file=PATH,...")),
         false => Ok(Ok(asked)),
     }
+}
+
+/// Refuses options of IMAGE where none is given: a disk would be served under another name, or for writing.
+fn refuse_what_is_for_the_image(args: &Args) -> anyhow::Result<()> {
+    let message = match args.image {
+        Some(_) => return Ok(()),
+        None if !args.export_name.is_empty() => {
+            "--export-name is for IMAGE: the export of a --drive has the disk's name (name=)"
+        }
+        None if args.read_only => "--read-only is for IMAGE: give the --drive readonly=on",
+        None => return Ok(()),
+    };
+    Err(usage(message))
 }
 
 /// Refuses keys that would do nothing here.

@@ -69,7 +69,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 // An unsupported format is refused before anything is copied.
                 false => drop(format.parse::<image::Format>()?),
             }
-            Some(Backing { file: backing_name(file.path(), name, !args.unsafe_backing)?, format: Some(format.clone()) })
+            Some(Backing { file: backing_name(name, !args.unsafe_backing)?, format: Some(format.clone()) })
         }
     };
     let (writing, reading) = (opener(&args.cache)?, opener(&args.source_cache)?);

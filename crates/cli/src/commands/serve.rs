@@ -142,7 +142,7 @@ pub(crate) fn run(args: &Args, lock_timeout_s: Option<u32>) -> anyhow::Result<()
     let server = server.transpose()?;
     let pidfile = settings.pidfile.as_deref().map(Pidfile::create).transpose()?;
     output::print(&match args.output {
-        Output::Human => announcement::human(manager.daemon()),
+        Output::Human => announcement::human(manager.daemon(), settings.control.as_deref()),
         Output::Json => announcement::json(manager.daemon()),
     })?;
     daemon::notify("READY=1");

@@ -60,22 +60,24 @@ pub(crate) const ON_PURPOSE: &[Purpose] = &[
     ),
     purpose("dd-zeros", "dd leaves zeros out of a qcow2 target, where qemu-img writes them"),
     purpose("half-targets", "a new image that could not be finished is removed, where qemu-img leaves it"),
+    purpose(
+        "feature-names",
+        "where a changed header does not fit its first sector with them, the names of features are left out: one sector is all that changes",
+    ),
     purpose("node-names", "errors do not name QEMU's nodes (#block123)"),
     purpose(
         "backing-not-opened",
         "check, snapshot and bitmap look at the image only: a backing file that is missing does not keep them from it",
     ),
     purpose("compat-names", "measure takes compat=v2 and compat=v3, as create does"),
-    purpose("formatting-line", "create says 'Formatting' when the image is there, qemu-img also before it fails"),
     purpose("measured-options", "measure refuses values of -o that create refuses, where qemu-img overlooks some"),
-    purpose("repair-lines", "check -r does not list each entry that it repairs, and counts them instead"),
+    purpose(
+        "far-refcount-blocks",
+        "check -r all drops a refcount block that lies far behind the end of the file, and counts anew; qemu-img makes the file that long",
+    ),
     purpose("first-block", "a new raw file is a hole, where qemu-img writes its first block: map and measure show it"),
     purpose("directories", "what is no file is refused before it is opened, and in other words than the system's"),
     purpose("same-file", "dd refuses to write into the disk that it reads"),
-    purpose(
-        "recorded-backing",
-        "a backing file that is named with file: or host_device: is recorded without it, and from where the image is",
-    ),
     purpose("bitmaps-after-snapshot", "snapshot -a marks enabled bitmaps wholly, where qemu-img refuses"),
     purpose(
         "larger-snapshots",

@@ -29,29 +29,33 @@ pub(crate) fn create_target(
     wanted.size_bytes = Some(size_bytes);
     wanted.backing_file = backing.map(str::to_owned).or(wanted.backing_file);
     wanted.backing_format = backing_format.map(|format| format.to_string()).or(wanted.backing_format);
-    create(file, &mut wanted, true, watch)
+    create(file, &mut wanted, true, &mut |_| Ok(()), watch)
 }
 
-/// Makes the image. Returns the external data file if that is new.
+/// Makes the image. `announce` is called before, with all options as they will be. Returns the external data file if that
+/// is new.
 pub(crate) fn create(
     file: &Path,
     wanted: &mut NewImage,
     look_at_backing: bool,
+    announce: &mut dyn FnMut(&NewImage) -> anyhow::Result<()>,
     watch: &mut Watch,
 ) -> anyhow::Result<Option<PathBuf>> {
     match cluster_image(file)? {
         Some(image) if wanted.data_file.is_some() => {
             bail!("'{image}': an image of a cluster has no external data file")
         }
-        None if is_socket(file) && !wanted.format.has_tables() => return check_served(file, wanted).map(|()| None),
+        None if is_socket(file) && !wanted.format.has_tables() => {
+            check_served(file, wanted)?;
+            return announce(wanted).map(|()| None);
+        }
         None if is_socket(file) && wanted.data_file.is_some() => {
             bail!("'{}': an image at a server has no external data file", opened_name(file))
         }
         _ => {}
     }
     wanted.settle_backing(file, look_at_backing)?;
-    let options = wanted.create_options()?;
-    options.validate()?;
+    let size_bytes = wanted.size()?;
     let beside = |name: &String| file.parent().unwrap_or(Path::new("")).join(os_name(name));
     let data_path = wanted.data_file.as_ref().map(beside);
     if let Some(backing) = &wanted.backing_file {
@@ -59,6 +63,9 @@ pub(crate) fn create(
         let format = parse_format(wanted.backing_format.as_deref()).ok().flatten();
         own_backing::refuse(&files, &beside_image(file, backing), format, look_at_backing)?;
     }
+    announce(wanted)?;
+    let options = wanted.options_of_size(size_bytes)?;
+    options.validate()?;
     let mut emptied = Vec::new();
     let mut empty = |path: PathBuf| -> anyhow::Result<Arc<dyn File>> {
         let path = behind_links(path);
@@ -94,6 +101,7 @@ fn is_servers_disk(path: &Path) -> anyhow::Result<bool> {
 
 /// Checks that a server's disk can take a raw image. It exists already, if the server's disk is long enough for it.
 fn check_served(socket: &Path, wanted: &NewImage) -> anyhow::Result<()> {
+    wanted.preallocation()?;
     let disk_bytes = files().open(&opened_name(socket), Role::ReadOnly)?.length_bytes()?;
     match wanted.size_bytes {
         Some(size_bytes) if size_bytes > disk_bytes => {
@@ -145,21 +153,20 @@ impl NewImage {
             return Err(usage("a raw image cannot have a backing file: use -f qcow2"));
         }
         let said = name.clone();
-        *name = backing_name(Some(image), name, look)?;
+        *name = backing_name(name, look)?;
         let name = &*name;
         if !look {
             let unsaid = || Err(usage("Backing file specified without backing format: add -F"));
             return self.backing_format.as_deref().map_or_else(unsaid, new_image::check_backing_format);
         }
         let format = parse_format(self.backing_format.as_deref())?;
-        if is_socket(image) && remote_name(name).is_none() && Path::new(name).is_relative() {
+        if is_socket(image) && remote_name(name).is_none() && beside_image(Path::new(""), name).is_relative() {
             bail!(
                 "'{name}' is relative, and an image of a cluster or server lies in no directory: name its backing file by a \
                  whole path"
             );
         }
-        let beside = || FileName::File(image.parent().unwrap_or(Path::new("")).join(os_name(name)));
-        let backing = remote_name(&said).unwrap_or_else(beside);
+        let backing = remote_name(&said).unwrap_or_else(|| FileName::File(beside_image(image, name)));
         let file = files().open(&backing, Role::Backing)?;
         let below = inspect(backing, &file, format)?;
         if format.is_none() {
@@ -190,19 +197,16 @@ impl NewImage {
         }
     }
 
-    fn create_options(&self) -> anyhow::Result<CreateOptions> {
-        let size =
-            self.size_bytes.ok_or_else(|| usage("the size of the image is missing: FILE SIZE, for example 20G"))?;
-        self.options_of_size(size)
+    fn size(&self) -> anyhow::Result<u64> {
+        self.size_bytes.ok_or_else(|| usage("the size of the image is missing: FILE SIZE, for example 20G"))
     }
 
     /// Returns the options for this image with another size.
     pub(crate) fn options_of_size(&self, size_bytes: u64) -> anyhow::Result<CreateOptions> {
         let size_bytes = size_bytes.next_multiple_of(SECTOR_BYTES);
-        let preallocation = self.preallocation()?;
         Ok(match self.format {
             Format::Raw => {
-                let space = match preallocation {
+                let space = match self.preallocation()? {
                     Preallocation::Off => GrowBy::Nothing,
                     Preallocation::Metadata => GrowBy::Tables,
                     Preallocation::Falloc => GrowBy::Space,
@@ -216,15 +220,15 @@ impl NewImage {
             Format::Qcow2 => {
                 let mut options = format_qcow2::CreateOptions::default();
                 options.size_bytes = size_bytes;
-                options.version = self.version;
-                options.cluster_size = 1 << self.cluster_bits;
-                options.refcount_bits = self.refcount_bits;
-                options.compression = self.compression;
+                options.version = self.version()?;
+                options.compression = self.compression()?;
+                options.preallocation = self.preallocation()?;
+                options.cluster_size = self.cluster_bytes;
+                options.refcount_bits = u32::try_from(self.refcount_bits).unwrap_or(u32::MAX);
                 options.lazy_refcounts = self.lazy_refcounts.is_on;
                 options.extended_l2 = self.extended_l2.is_on;
                 options.data_file = self.data_file.clone();
                 options.data_file_raw = self.data_file_raw.is_on;
-                options.preallocation = preallocation;
                 options.backing_file = self.backing_file.clone();
                 options.backing_format = self.backing_format.clone();
                 CreateOptions::Qcow2(options)

@@ -11,7 +11,9 @@ mod target;
 
 pub(crate) use bitmaps::{copy_bitmaps, refuse_misfits, refuse_without_bitmaps};
 pub(crate) use create::{create, create_target};
-pub(crate) use name::{backing_name, file_name, image_name, opened_name, parse_format, path_of, remote_name};
+pub(crate) use name::{
+    backing_name, beside_image, file_name, image_name, opened_name, parse_format, path_of, remote_name,
+};
 pub(crate) use new_image::{NewImage, asks_for_help, check_backing_format, options_help, switch};
 pub(crate) use open::{
     BackingArgs, LOCK_TIMEOUT_VARIABLE, OpenArgs, files, name_force_share, open_to_overwrite, open_writable, opener,

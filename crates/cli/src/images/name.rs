@@ -3,12 +3,8 @@
 use anyhow::{Context, anyhow, bail};
 use drive::ImageName;
 use file_rbd::RbdName;
-use image::{FileName, Format, name_text, os_name, shown};
-use std::os::unix::ffi::OsStrExt;
+use image::{FileName, Format, os_name, path_with_protocol, shown};
 use std::path::{Path, PathBuf};
-
-/// The protocols that are a file or a block device.
-const FILE_DRIVERS: [&str; 2] = ["file", "host_device"];
 
 /// Reads the name of an existing image: with `--image-opts` the text is a description.
 pub(crate) fn image_name(text: &Path, format: Option<&str>, image_opts: bool) -> anyhow::Result<ImageName> {
@@ -77,37 +73,32 @@ pub(crate) fn path_of(name: &FileName) -> anyhow::Result<PathBuf> {
     }
 }
 
-/// Returns the name that the image at `overlay` records for the backing file `text`. The name has no protocol, because
-/// protocols in images are not followed. As in QEMU, a name with a protocol is relative to the working directory, not
-/// to the image. Without `look`, the name may be anything else.
-pub(crate) fn backing_name(overlay: Option<&Path>, text: &str, look: bool) -> anyhow::Result<String> {
-    let path = match protocol(text) {
-        None => return Ok(text.to_owned()),
-        Some((protocol, _)) if !look && !FILE_DRIVERS.contains(&protocol) => return Ok(text.to_owned()),
+/// Returns the name that an image records for the backing file `text`: as the user gave it. So, as in QEMU, one with the
+/// protocol `file:` or `host_device:` is relative to the working directory of whoever opens the image. Without `look`,
+/// the name may be anything.
+pub(crate) fn backing_name(text: &str, look: bool) -> anyhow::Result<String> {
+    match protocol(text) {
+        _ if !look => Ok(text.to_owned()),
+        None => Ok(text.to_owned()),
         Some(("json", _)) => {
             bail!("'{}': an image names its backing file by the file's name, not by a description", shown(text))
         }
         Some(("vhost-user", _)) => bail!("'{text}': a backing file is a file, not the disk of a vhost-user server"),
         Some(_) if let Some(remote) = remote_name(text) => {
             // Options for reading it are given when it is opened, not recorded.
-            return Ok(remote.address().map_or_else(|| text.to_owned(), |address| address.into_owned()));
+            Ok(remote.address().map_or_else(|| text.to_owned(), |address| address.into_owned()))
         }
-        Some(_) => file_name(Path::new(&os_name(text)))?,
-    };
-    let is_here = |directory: &Path| [Path::new(""), Path::new(".")].contains(&directory);
-    let is_here = overlay.is_some_and(|overlay| overlay.parent().is_none_or(is_here));
-    let path =
-        if is_here { path } else { std::path::absolute(&path).with_context(|| format!("cannot find '{text}'"))? };
-    let name = name_text(path.as_os_str().as_bytes());
-    // A colon in the name would look like a protocol.
-    Ok(if protocol(&name).is_some() { format!("./{name}") } else { name })
+        Some(_) => file_name(Path::new(&os_name(text))).map(|_| text.to_owned()),
+    }
 }
 
-/// Returns where the file is that the image at `overlay` names as its backing file: beside it, or at a server.
-pub(super) fn beside_image(overlay: &Path, backing: &str) -> PathBuf {
-    match remote_name(backing) {
-        Some(_) => PathBuf::from(backing),
-        None => overlay.parent().unwrap_or(Path::new("")).join(os_name(backing)),
+/// Returns where the file is that the image at `overlay` names as its backing file: beside it, or at a server. With a
+/// protocol it is where the path says.
+pub(crate) fn beside_image(overlay: &Path, backing: &str) -> PathBuf {
+    match (remote_name(backing), path_with_protocol(backing)) {
+        (Some(_), _) => PathBuf::from(backing),
+        (None, Some(path)) => PathBuf::from(os_name(path)),
+        (None, None) => overlay.parent().unwrap_or(Path::new("")).join(os_name(backing)),
     }
 }
 
@@ -126,22 +117,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_backing_file_is_named_without_its_protocol_and_from_where_the_image_is() {
-        let name = |overlay: &str, text: &str, look| backing_name(Some(Path::new(overlay)), text, look).ok();
-        let here = std::env::current_dir().unwrap();
-        let absolute = here.join("b").display().to_string();
-        for (overlay, text, expected) in [
-            ("u", "b", "b"),
-            ("sub/u", "b", "b"),
-            ("u", "file:b", "b"),
-            ("./u", "host_device:/dev/sdb", "/dev/sdb"),
-            ("sub/u", "file:b", &absolute),
-            ("sub/u", "file:/x/b", "/x/b"),
-            ("u", "file:a:b", "./a:b"),
-        ] {
-            assert_eq!(name(overlay, text, true).as_deref(), Some(expected), "{text} of {overlay}");
-            assert_eq!(name(overlay, text, false).as_deref(), Some(expected), "{text} of {overlay}");
+    fn a_backing_file_is_named_as_it_was_given_without_options_for_reading_it() {
+        let name = |text: &str, look| backing_name(text, look).ok();
+        for text in ["b", "/x/b", "file:b", "file:/x/b", "file:a:b", "host_device:/dev/sdb"] {
+            assert_eq!(name(text, true).as_deref(), Some(text));
+            assert_eq!(name(text, false).as_deref(), Some(text));
         }
+        assert_eq!(beside_image(Path::new("sub/u"), "b"), Path::new("sub/b"));
+        assert_eq!(beside_image(Path::new("sub/u"), "file:b"), Path::new("b"));
         for (text, recorded) in [
             ("nbd://h/x", "nbd://h/x"),
             ("nbds://me@h/x?tls-certificates=/pki/me&reconnect-s=5", "nbds://h/x"),
@@ -149,11 +132,11 @@ mod tests {
             ("https://h/x?y#cache=/c", "https://h/x?y"),
             ("rbd:p/i@s:conf=/c", "rbd:p/i@s"),
         ] {
-            assert_eq!(name("sub/u", text, true).as_deref(), Some(recorded), "{text}");
+            assert_eq!(name(text, true).as_deref(), Some(recorded), "{text}");
         }
         for text in ["nbd:b", "vhost-user:/run/s", r#"json:{"file.filename":"b"}"#] {
-            assert_eq!(name("u", text, true), None, "{text}");
-            assert_eq!(name("u", text, false).as_deref(), Some(text));
+            assert_eq!(name(text, true), None, "{text}");
+            assert_eq!(name(text, false).as_deref(), Some(text));
         }
     }
 

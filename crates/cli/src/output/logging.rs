@@ -4,7 +4,7 @@ use super::program;
 use super::text::usage;
 use anyhow::Context;
 use std::fmt;
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal, Write};
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::Writer;
@@ -28,8 +28,8 @@ pub(crate) fn start(level: Option<&str>, default: &str) -> anyhow::Result<()> {
     };
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(|| Lines)
+        .with_ansi(io::stderr().is_terminal())
         // The library would report it on standard error by a macro that panics if that fails, too, on a reactor's
         // thread.
         .log_internal_errors(false);
@@ -38,6 +38,24 @@ pub(crate) fn start(level: Option<&str>, default: &str) -> anyhow::Result<()> {
         false => log.init(),
     }
     Ok(())
+}
+
+/// Standard error, for whole lines.
+struct Lines;
+
+impl Write for Lines {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let mut out = io::stderr();
+        match std::str::from_utf8(line) {
+            Ok(text) => out.write_all(block::without_numbers(text).as_bytes())?,
+            Err(_) => out.write_all(line)?,
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stderr().flush()
+    }
 }
 
 /// Formats lines as qemu-img does: without time or module.

@@ -2,7 +2,7 @@
 
 use super::program;
 use crate::signals;
-use block::{Error, ErrorKind};
+use block::{Error, ErrorKind, without_numbers};
 use std::io::{self, Write};
 use std::process::ExitCode;
 
@@ -26,7 +26,7 @@ pub(crate) fn error(error: &anyhow::Error) {
         () if program::is_qemu_img() && is_locked(error) => with_lock_words(&format!("{error:#}")),
         () => format!("{error:#}"),
     };
-    let message = message.split('\n').map(printable).collect::<Vec<_>>().join("\n");
+    let message = without_numbers(&message).split('\n').map(printable).collect::<Vec<_>>().join("\n");
     // If standard error is gone, the message is lost.
     let _ = writeln!(io::stderr(), "{program}: {message}");
 }

@@ -19,8 +19,9 @@ use anyhow::{Context, bail};
 use clap::{CommandFactory, FromArgMatches, Parser};
 use std::ffi::OsString;
 
-/// The only warning that qemu-img has, too: an image to be written was only guessed to be raw.
-const FILTER: &str = "error,ringdisk_image::open=warn";
+/// The only warning that qemu-img has, too: an image to be written was only guessed to be raw. And that it waits, and for
+/// what.
+const FILTER: &str = "error,ringdisk_image::open=warn,ringdisk::waiting=warn";
 
 #[derive(Parser)]
 #[command(name = QEMU_IMG, disable_help_subcommand = true, infer_long_args = true, args_override_self = true)]

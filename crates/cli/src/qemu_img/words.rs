@@ -107,10 +107,12 @@ impl<'a> Line<'a> {
 
     /// Returns the message for an image that could not be opened, with the name that the user gave.
     fn opening(&self, message: &str) -> Option<String> {
-        const WHY: [&str; 3] = ["Unsupported qcow2", "not a valid qcow2 image", "Image is not in qcow2 format"];
+        const WHY: [&str; 4] =
+            ["Unsupported qcow2", "not a valid qcow2 image", "Image is not in qcow2 format", "Parameter 'encrypt."];
         if self.verb == "create" {
             return None;
         }
+        let message = without_snapshot(message);
         let (could_not, rest) = match message.strip_prefix("Could not open '") {
             Some(rest) => (true, rest),
             None => (false, message.strip_prefix('\'')?),
@@ -146,11 +148,17 @@ impl<'a> Line<'a> {
 
     /// Returns the beginning of the message: the new file.
     fn place(&self, stage: Stage, message: &str) -> Option<String> {
-        const OF_MAKING: [&str; 6] = [
+        const OF_MAKING: [&str; 12] = [
             "Could not create ",
             "Failed to get \"write\" lock",
             "Extended L2 entries are only supported with cluster sizes",
             " only supported with compatibility level",
+            " require compatibility level",
+            "Cluster size must be",
+            "Refcount width must be",
+            "cannot be used at the same time",
+            "can only be used at the same time",
+            "The image size is too large for file format",
             "data-file-raw requires",
             "requires refcount",
         ];
@@ -195,9 +203,19 @@ impl<'a> Line<'a> {
                     format!("Could not change the backing file to '{backing}': Operation not supported"),
                 )
             }
-            "convert" if said("Can't find snapshot") => {
+            "convert" | "measure" if said("it has no snapshot") => {
                 Told::words(Stage::Line, "Failed to load snapshot: Can't find snapshot")
             }
+            "convert" | "measure" if said("a raw image has no snapshots") => Told::words(
+                Stage::Line,
+                "Failed to load snapshot: Block format 'raw' used by device '' does not support temporarily loading \
+                 internal snapshots",
+            ),
+            "convert" if said("-S takes a multiple of ") => Told::words(
+                Stage::Line,
+                "Invalid buffer size for sparse output specified. Valid sizes are multiples of 512 up to 16777216. Select \
+                 0 to disable sparse detection (fully allocates output).",
+            ),
             "convert" if said("for '--parallel") => {
                 Told::words(Stage::Line, "Invalid number of coroutines specified. Must be between 1 and 16.")
             }
@@ -208,6 +226,9 @@ impl<'a> Line<'a> {
                 Told::words(Stage::Options, "Image creation needs a size parameter")
             }
             "dd" if said("invalid number: '") => about_number(quoted),
+            "check" if said("its refcounts must be rebuilt") => {
+                Told::words(Stage::Line, "Check failed: Input/output error")
+            }
             "snapshot" => self.about_snapshot(message),
             "resize" if said("Use the --shrink option") => Told::ours(
                 Stage::Line,
@@ -228,6 +249,7 @@ impl<'a> Line<'a> {
             "map" if self.is("-s", value) => "start offset",
             "map" if self.is("-l", value) => "max length",
             "convert" if self.is("-S", value) => "buffer size for sparse output",
+            "convert" | "commit" if self.is("-r", value) => "rate limit",
             _ => {
                 let key = self.key_of(value);
                 let words = format!("Parameter '{key}' expects a non-negative number below 2^64\n{SIZE_UNITS}");
@@ -263,11 +285,7 @@ impl<'a> Line<'a> {
             let rest = message.split_once(&format!("unknown value of '{key}': '"))?.1;
             rest.split('\'').next()
         };
-        let words = if message.contains("takes a power of two from 512 to 2M") {
-            "Cluster size must be a power of two between 512 and 2048k".to_owned()
-        } else if message.contains("refcount_bits=") && message.contains("takes one of") {
-            "Refcount width must be a power of two and may not exceed 64 bits".to_owned()
-        } else if let Some(mode) = value("preallocation=").filter(|_| message.contains("valid are")) {
+        let words = if let Some(mode) = value("preallocation=").filter(|_| message.contains("valid are")) {
             match is_raw {
                 true => format!("invalid parameter value: {mode}"),
                 false => format!("Parameter 'preallocation' does not accept value '{mode}'"),
@@ -321,6 +339,15 @@ impl<'a> Line<'a> {
         };
         Told::words(Stage::Line, words)
     }
+}
+
+/// Returns the message without what was to be done with a snapshot: qemu-img opens the image first.
+fn without_snapshot(message: &str) -> &str {
+    let done = ["create", "apply", "delete"].iter().find_map(|what| {
+        let named = message.strip_prefix("Could not ")?.strip_prefix(what)?.strip_prefix(" snapshot '")?;
+        named.split_once("': ")
+    });
+    done.map_or(message, |(_, rest)| rest)
 }
 
 /// Whether a message quotes a file by this name, or by its path.
@@ -406,6 +433,16 @@ mod tests {
             "Could not open 'file:a': Unsupported qcow2 version 9"
         );
         assert_eq!(told("Could not open 'a': no", line), "Could not open 'file:a': Could not open 'a': no");
+        let locked = "Parameter 'encrypt.key-secret' is required for cipher: it is encrypted";
+        for line in [&["check", "n"][..], &["bitmap", "--add", "n", "b"], &["rebase", "-b", "", "n"]] {
+            assert_eq!(told(&format!("'n': {locked}"), line), format!("Could not open 'n': {locked}"));
+        }
+        for verb in ["create", "apply", "delete"] {
+            let said = told(&format!("Could not {verb} snapshot 's': 'n': {locked}"), &["snapshot", "-c", "s", "n"]);
+            assert_eq!(said, format!("Could not open 'n': {locked}"));
+        }
+        let said = told("Could not open 'n': it has no snapshot 's'", &["measure", "-l", "s", "n"]);
+        assert_eq!(said.lines().next(), Some("Failed to load snapshot: Can't find snapshot"));
         let said = told("Could not open 'b': no", &["convert", "-B", "b", "-F", "raw", "a", "n"]);
         assert_eq!(said, "Could not open 'n': Could not open backing file: no");
         for line in [&["info", "n"][..], &["resize", "n", "1M"], &["check", "n"], &["no-verb"], &[]] {

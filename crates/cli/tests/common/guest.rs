@@ -5,7 +5,7 @@
 use crate::common::PATIENCE;
 use block::{Disk, ReactorHandle};
 use driver::{Driver, DriverOptions};
-use engine::{Reactor, ReactorConfig};
+use engine::{Reactor, ReactorConfig, ReactorThread};
 use load::{BenchSpec, Hooks, Initial, Pattern, Stop, Verify};
 use std::path::Path;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ pub(crate) struct Guest {
 
 impl Guest {
     pub(crate) fn begin(socket: &Path) -> Self {
-        let reactor = Reactor::spawn(ReactorConfig::default().with(|config| config.name = "client".into())).unwrap();
+        let reactor = client_reactor();
         let disk: Arc<dyn Disk> = Arc::new(Driver::connect(socket, DriverOptions::default()).unwrap());
         let stop = Arc::new(AtomicBool::new(false));
         let cancel = Arc::clone(&stop);
@@ -65,5 +65,51 @@ impl Guest {
         let Worked { errors, mismatches, iops } = self.stop();
         assert_eq!((errors, mismatches), (0, 0));
         assert!(iops > 0.0, "it did nothing");
+    }
+}
+
+fn client_reactor() -> ReactorThread {
+    Reactor::spawn(ReactorConfig::default().with(|config| config.name = "client".into())).unwrap()
+}
+
+/// A guest that is connected, and then reads a few blocks once, each in a request of its own.
+pub(crate) struct Reader {
+    driver: Arc<Driver>,
+    ended_before: u64,
+    reactor: ReactorThread,
+}
+
+/// What has become of a reader's requests.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Read {
+    pub(crate) errors: u64,
+    /// Requests that the device has ended, whatever with. The others end with the connection.
+    pub(crate) answered: u64,
+}
+
+impl Reader {
+    pub(crate) const REQUESTS: u64 = 8;
+
+    pub(crate) fn connect(socket: &Path) -> Self {
+        let driver = Arc::new(Driver::connect(socket, DriverOptions::default()).unwrap());
+        Self { ended_before: driver.counters().requests, driver, reactor: client_reactor() }
+    }
+
+    /// Reads blocks of the last 32 MiB of a disk of 64 MiB.
+    pub(crate) fn read(self) -> std::thread::JoinHandle<Read> {
+        let work = move || {
+            let Self { driver, ended_before, reactor } = self;
+            let disk: Arc<dyn Disk> = Arc::clone(&driver) as _;
+            let handles: [Arc<dyn ReactorHandle>; 1] = [reactor.handle()];
+            let spec = BenchSpec::default().with(|spec| {
+                spec.queue_depth = Self::REQUESTS as u32;
+                (spec.offset_bytes, spec.length_bytes) = (32 << 20, Some(32 << 20));
+                spec.stop = Stop::Requests(Self::REQUESTS);
+                spec.drain_timeout = PATIENCE;
+            });
+            let report = load::run(&disk, &handles, &spec, &Hooks::default()).unwrap().report;
+            Read { errors: report.errors, answered: driver.counters().requests - ended_before }
+        };
+        std::thread::spawn(work)
     }
 }

@@ -48,22 +48,12 @@ const PURPOSES: &[Purpose] = &[
     purpose("compat-names", |finding, done| {
         finding.line[0] == "measure" && done.theirs.stderr.contains("Invalid compatibility level: 'v")
     }),
-    purpose("formatting-line", |finding, done| {
-        let is_first_line = done.theirs.stdout.starts_with("Formatting ") && done.ours.stdout.is_empty();
-        finding.kind == Kind::Output && finding.line[0] == "create" && is_first_line && done.ours.code == Some(1)
-    }),
     purpose("measured-options", |finding, done| {
         let has_options = finding.line.iter().any(|word| word == "-o");
         finding.kind == Kind::Code
             && finding.line[0] == "measure"
             && has_options
             && (done.ours.code, done.theirs.code) == (Some(1), Some(0))
-    }),
-    purpose("repair-lines", |finding, done| {
-        finding.kind == Kind::Words && finding.line[0] == "check" && done.theirs.stderr.contains("Repairing ")
-    }),
-    purpose("recorded-backing", |finding, _| {
-        finding.kind == Kind::Image && finding.theirs.contains("\"backing-filename\": \"file:")
     }),
     purpose("first-block", |finding, _| {
         let of_raw = finding.line.last().is_some_and(|word| word.ends_with(".raw"));

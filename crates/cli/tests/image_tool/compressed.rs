@@ -112,6 +112,23 @@ fn rebase_compresses_what_it_copies_if_told_to() {
 }
 
 #[test]
+fn zeros_that_hide_a_new_backing_file_take_no_space() {
+    let dir = directory();
+    std::fs::write(at(&dir, "base.raw"), mixed(3 << 20)).unwrap();
+    for (name, options) in [("plain", &[][..]), ("packed", &["-c"])] {
+        let [top, blank] = [name, "blank"].map(|name| at(&dir, &format!("{name}.qcow2")));
+        for image in [&top, &blank] {
+            run_ok(&["create", "-q", "-f", "qcow2", path_str(image), "3M"]);
+        }
+        run_ok(&[&["rebase", "-b", "base.raw", "-F", "raw"][..], options, &[path_str(&top)]].concat());
+        assert_valid(&top, false);
+        assert_eq!(run_ok(&["compare", path_str(&top), path_str(&blank)]), "Images are identical.\n");
+        let bytes = std::fs::metadata(&top).unwrap().len();
+        assert!(bytes < 1 << 20, "{bytes} bytes");
+    }
+}
+
+#[test]
 fn a_rebase_of_an_image_whose_refcounts_deny_data_is_refused_and_changes_nothing() {
     if !has_tool("qemu-io") {
         return;

@@ -26,8 +26,14 @@ pub(crate) struct Bench {
 
 impl Bench {
     pub(crate) fn new() -> Self {
+        Self::with_clusters("64k")
+    }
+
+    /// With an image of another cluster size.
+    pub(crate) fn with_clusters(size: &str) -> Self {
         let dir = directory();
-        run_ok(&["create", "-q", "-f", "qcow2", path_str(&at(&dir, "base.qcow2")), &SIZE.to_string()]);
+        let (image, clusters) = (at(&dir, "base.qcow2"), format!("cluster_size={size}"));
+        run_ok(&["create", "-q", "-f", "qcow2", "-o", &clusters, path_str(&image), &SIZE.to_string()]);
         let spawn = |index| Reactor::spawn(ReactorConfig::default().with(|config| config.name = format!("c{index}")));
         let reactors = (0..2).map(|index| spawn(index).unwrap()).collect();
         Self { dir, history: Arc::new(SectorHistory::new((SIZE / 512) as usize)), reactors }

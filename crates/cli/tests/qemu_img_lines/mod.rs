@@ -469,6 +469,17 @@ pub(crate) const NAMES: &[&str] = &[
 ];
 
 pub(crate) const CREATE_OPTIONS: &[&str] = &[
+    "create -q -f qcow2 -o compression_type=zstd empty.qcow2 1M",
+    "amend -o compat=0.10 empty.qcow2",
+    "info empty.qcow2",
+    "create -f raw base.raw 64k",
+    "io raw base.raw write -P 1 0 64k",
+    "create -f qcow2 -b file:base.raw -F raw over.qcow2",
+    "info --output=json over.qcow2",
+    "info --backing-chain over.qcow2",
+    "map over.qcow2",
+    "rebase -u -b file:./base.raw -F raw over.qcow2",
+    "info over.qcow2",
     "create -f qcow2 -o size=1M two.qcow2 2M",
     "create -f raw -o size=1M two.raw 1M",
     "create -f qcow2 -o size=1M one.qcow2",

@@ -1,9 +1,11 @@
 //! Storage that does not answer.
 
+use super::guest::{Read, Reader};
 use super::{Daemon, Guest, common};
 use common::{PATIENCE, Server, assert_valid, at, directory, has_tool, path_str, ringdisk, run, run_ok, text, tool_ok};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// A disk at an NBD server that is stopped as a process can be, and a good one beside it.
@@ -20,8 +22,10 @@ fn a_disk_whose_server_hangs_is_removed_and_the_daemon_ends() {
     let drives = [format!("{file},{}", at("far")), format!("format=null,size=1G,{}", at("good"))];
     let daemon = Daemon::start_in(dir, &["--give-up-after", "1", "--drive", &drives[0], "--drive", &drives[1]]);
     let (far, good) = (Guest::begin(&daemon.path("far.sock")), daemon.path("good.sock"));
+    let reader = daemon.reader_of("far");
     std::thread::sleep(Duration::from_millis(200));
     nbd.signal("STOP");
+    let reading = daemon.begin_to_read(reader);
     daemon.wait_until_it_hangs("far");
     assert_eq!(daemon.stats("far")["connected"], true);
     let removed = run(&daemon.arguments(&["remove", "far", "--force"]));
@@ -32,6 +36,9 @@ fn a_disk_whose_server_hangs_is_removed_and_the_daemon_ends() {
     let worked = far.stop();
     assert!(worked.errors > 0, "its requests in flight end with errors");
     assert_eq!(worked.mismatches, 0);
+    // The device itself ends each request, with an error, before it hangs up.
+    let count = Reader::REQUESTS;
+    assert_eq!(reading.join().unwrap(), Read { errors: count, answered: count });
     drop(driver::Driver::connect(&good, driver::DriverOptions::default()).expect("the other disk is served"));
 
     // The same with the end of the daemon.
@@ -170,8 +177,10 @@ fn a_disk_whose_local_storage_hangs_is_removed_with_each_engine() {
         let good = format!("format=null,size=1G,name=good,socket={}", at(&dir, "good.sock").display());
         let daemon = Daemon::start_in(dir, &["--give-up-after", "1", "--drive", &drive, "--drive", &good]);
         let (far, near) = (Guest::begin(&daemon.path("far.sock")), daemon.path("good.sock"));
+        let reader = daemon.reader_of("far");
         daemon.wait_for_requests("far", 100);
         storage.signal("STOP");
+        let reading = daemon.begin_to_read(reader);
         daemon.wait_until_it_hangs("far");
         let removed = run(&daemon.arguments(&["remove", "far", "--force"]));
         let said = text(&removed.stderr);
@@ -183,6 +192,9 @@ fn a_disk_whose_local_storage_hangs_is_removed_with_each_engine() {
         let worked = far.stop();
         assert!(worked.errors > 0, "{engine} {cache}: its requests in flight end with errors");
         assert_eq!(worked.mismatches, 0, "{engine} {cache}");
+        let count = Reader::REQUESTS;
+        let answered = if cache == "none" { 0 } else { count };
+        assert_eq!(reading.join().unwrap(), Read { errors: count, answered }, "{engine} {cache}");
         drop(driver::Driver::connect(&near, driver::DriverOptions::default()).expect("the other disk is served"));
         storage.signal("CONT");
         daemon.ctl(&["shutdown"]);
@@ -293,6 +305,31 @@ fn a_job_whose_target_hangs_is_cancelled_in_time_and_the_guest_goes_on() {
     target.signal("CONT");
     let _files = daemon.end();
     assert_valid(&image, false);
+}
+
+/// A guest of its own whose requests are in flight when the storage hangs.
+impl Daemon {
+    fn reader_of(&self, disk: &str) -> Reader {
+        self.ctl(&["export", disk, "--socket", path_str(&self.path("reader.sock"))]);
+        Reader::connect(&self.path("reader.sock"))
+    }
+
+    /// Returns when the daemon has taken all its requests.
+    fn begin_to_read(&self, reader: Reader) -> JoinHandle<Read> {
+        let taken = || {
+            let exports = self.json(&["exports"]);
+            let mut exports = exports["exports"].as_array().unwrap().iter();
+            let own = exports.find(|export| export["socket"] == path_str(&self.path("reader.sock")));
+            own.unwrap()["counters"]["requests"].as_u64().unwrap()
+        };
+        let (before, deadline) = (taken(), Instant::now() + PATIENCE);
+        let reading = reader.read();
+        while taken() < before + Reader::REQUESTS {
+            assert!(Instant::now() < deadline, "its requests are not taken: {:#}", self.json(&["exports"]));
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        reading
+    }
 }
 
 /// What is the same in the tests of jobs that write to a layer of the disk.

@@ -99,6 +99,17 @@ fn hostile_clients_never_disturb_a_disk() {
             }
         });
         scope.spawn(move || {
+            // What is deep, and what has a long name.
+            let deep = format!("{{\"options\": {}1{}}}", "[".repeat(100_000), "]".repeat(100_000));
+            let long = format!("{{\"options\": {{\"name\": \"{}\"}}}}", "n".repeat(250 << 10));
+            let post = |body: &str| {
+                format!("POST /v1/disks HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len())
+            };
+            while Instant::now() < until {
+                [&deep, &long].iter().for_each(|body| send(control, post(body).as_bytes()));
+            }
+        });
+        scope.spawn(move || {
             // Up to a thousand at once that say half a word, and stay. Those that are too many wait to be connected.
             let mut held = Vec::new();
             while held.len() < 1000 && Instant::now() < until {

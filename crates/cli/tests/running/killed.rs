@@ -296,6 +296,11 @@ fn killed_at_any_moment_the_record_and_the_answers_agree() {
         // The last call was in flight: it has happened or not.
         let agrees = found == disks || found == open;
         assert!(agrees, "seed {seed}: the disks are {found:#?}\nnot {disks:#?}\nnor, by {call:?}, {open:#?}");
+        if let (true, [verb, _, file]) = (found == disks, &call[..])
+            && verb == "snapshot"
+        {
+            assert!(!Path::new(file).exists(), "seed {seed}: '{file}' was made, and is no layer");
+        }
         let files: Vec<PathBuf> = found.into_iter().flatten().map(|disk| disk.file).collect();
         let _files = daemon.end();
         files.iter().for_each(|file| assert_valid(file, true));

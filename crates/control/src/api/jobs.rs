@@ -4,17 +4,25 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use utoipa::ToSchema;
 
-/// How layers are taken back.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+/// Which layers are committed into the layer below them.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct CommitDisk {
-    /// The number of layers, from the top down; 1 by default.
+    /// The number of layers, from `top` down; 1 by default. Not with `base`.
     #[serde(default = "one")]
     pub layers: usize,
+    /// The uppermost layer that goes; the disk's top by default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub top: Option<PathBuf>,
+    /// The layer that takes their data; all layers between it and `top` go, too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub base: Option<PathBuf>,
     /// The most bytes that are moved in a second while guests go on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes_per_second: Option<u64>,
-    /// The time limit in milliseconds, however fast guests write: they are slowed down if necessary.
+    /// The time limit in milliseconds, however fast guests write: they are slowed down if necessary. For the disk's top.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub within_ms: Option<u64>,
     /// The longest delay of a guest's request because of the job, in milliseconds.
@@ -51,6 +59,12 @@ pub struct MirrorDisk {
     /// The longest delay of a guest's request because of the job, in milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stall_ms: Option<u64>,
+}
+
+impl Default for CommitDisk {
+    fn default() -> Self {
+        Self { layers: one(), top: None, base: None, bytes_per_second: None, within_ms: None, stall_ms: None }
+    }
 }
 
 fn one() -> usize {

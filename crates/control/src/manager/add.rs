@@ -228,6 +228,7 @@ fn record_of(new: &NewDisk<'_>, name: &str, exports: &[AddExport], socket: Optio
         unfinished: None,
         unfinished_made: None,
         leaving_tops: Vec::new(),
+        leaving_below: 0,
         last_backups: Vec::new(),
         fleeces: Vec::new(),
         kept_in: None,

@@ -5,6 +5,7 @@ use crate::api::{
     BitmapChange, BitmapVerb, Bitmaps, ChangeBitmaps, DirtyBitmap, EventKind, InternalSnapshot, InternalSnapshots,
     VmState,
 };
+use crate::backups::RecordOfBackup;
 use block::{Error, ErrorKind, Result};
 use drive::EngineOpener;
 use image::{BitmapAction, ClosedEdit, NewSnapshot, Opener, Role, SnapshotName, StateSource};
@@ -92,7 +93,12 @@ impl Manager {
     }
 
     fn edit(&self, name: &str, edit: &ClosedEdit) -> Result<()> {
-        self.daemon.edit_disk(self.node(name)?, edit)?;
+        let node = self.node(name)?;
+        match self.records.is_durable() {
+            true => self.daemon.edit_disk_beside(node, edit, &mut RecordOfBackup(self.record_of(name, node)))?,
+            // What guests write meanwhile goes to another file, which the next daemon has to know after a crash.
+            false => self.daemon.edit_disk(node, edit)?,
+        }
         let what = match edit {
             ClosedEdit::Bitmaps(_) => "its bitmaps were changed",
             ClosedEdit::CreateSnapshot(_) | ClosedEdit::SaveState(..) => "an internal snapshot was taken",

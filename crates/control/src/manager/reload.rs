@@ -75,7 +75,7 @@ impl Manager {
         }
         let mut present = Config { drives: Vec::new(), settings: configuration.present.settings.clone() };
         let recorded = self.records.current();
-        let mut stay: Vec<&RecordedDisk> = Vec::new();
+        let (mut stay, mut not_opened): (Vec<&RecordedDisk>, Vec<FailedDisk>) = Default::default();
         // Removals come first: new disks may need their sockets and images.
         for old in &configuration.present.drives {
             let name = old.name().unwrap_or_default();
@@ -102,12 +102,17 @@ impl Manager {
                 Ok(()) => present.drives.push(given.clone()),
                 Err(error) => {
                     fail(&mut outcome, name, &error);
+                    if !self.knows(name) {
+                        let error = format!("the last reload could not open it: {error}");
+                        not_opened.push(FailedDisk { name: name.to_owned(), error });
+                    }
                     // The next reload tries the removal again.
                     present.drives.extend(old.filter(|_| self.daemon.disk_named(name).is_some()).cloned());
                 }
             }
         }
         configuration.present = present;
+        *lock(&self.not_opened) = not_opened;
         Ok(outcome)
     }
 

@@ -149,7 +149,8 @@ impl Manager {
             return Ok(node);
         }
         let layers = self.daemon.layer_files(node).inspect_err(|_| self.undo_add(node))?;
-        let is_old = disk.names_old_base(layers.get(if options.snapshot { 2 } else { 1 }));
+        let below = layers.get(if options.snapshot { 2 } else { 1 }..).unwrap_or_default();
+        let is_old = disk.names_old_base(below);
         let noted =
             self.records.change_disk(&disk.name, if is_old { RecordedDisk::stays } else { RecordedDisk::has_moved });
         noted.inspect_err(|_| self.undo_add(node))?;

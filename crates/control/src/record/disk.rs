@@ -39,6 +39,9 @@ pub(crate) struct RecordedDisk {
     /// Former tops that go from below the top, the last on top, while its image may still name them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) leaving_tops: Vec<Top>,
+    /// How many former tops stay above those.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub(crate) leaving_below: usize,
     /// The last backups that the next ones with their bitmaps can rest on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) last_backups: Vec<LastBackup>,
@@ -256,21 +259,49 @@ impl RecordedDisk {
         self.may_name(base);
     }
 
+    /// Records that a layer below the top will go: what it holds is in the layer below it. Until
+    /// [`RecordedDisk::layer_is_gone`] or [`RecordedDisk::stays`], the image may rest on it or not.
+    pub(crate) fn layer_goes(&mut self, layer: &FileName) {
+        self.has_moved();
+        let layer = recorded_name(layer);
+        let place = self.former_tops.iter().position(|former| is_same_file(&former.file, &layer));
+        let Some(place) = place else { return };
+        let leaving = self.former_tops.remove(place);
+        if place == 0 {
+            // It was added with this file.
+            self.moved_from = self.moved_from.take().or_else(|| Some(leaving.file.clone()));
+        }
+        self.leaving_tops = vec![leaving];
+        self.leaving_below = self.former_tops.len().saturating_sub(place);
+    }
+
+    /// Records that the image does not rest on a layer below the top any more. Its file is empty.
+    pub(crate) fn layer_is_gone(&mut self, layer: &FileName) {
+        let layer = recorded_name(layer);
+        (self.leaving_tops, self.leaving_below) = (Vec::new(), 0);
+        self.bases.retain(|base| !is_same_file(base, &layer));
+    }
+
     /// Records that the image names its new base.
     pub(crate) fn has_moved(&mut self) {
         let gone = std::mem::take(&mut self.leaving_tops);
+        self.leaving_below = 0;
         self.may_name(gone.into_iter().map(|top| top.file));
     }
 
     /// Records that the image keeps its old base.
     pub(crate) fn stays(&mut self) {
+        let place = self.former_tops.len().saturating_sub(std::mem::take(&mut self.leaving_below));
+        let above = self.former_tops.split_off(place);
         self.former_tops.append(&mut self.leaving_tops);
+        self.former_tops.extend(above);
     }
 
-    /// Whether its image still names its old base, if it was to get another one: `below` is the layer below its top.
-    pub(crate) fn names_old_base(&self, below: Option<&FileName>) -> bool {
+    /// Whether its image still rests on the former tops that were to go: `below` are the layers below its top.
+    pub(crate) fn names_old_base(&self, below: &[FileName]) -> bool {
         let last = self.leaving_tops.last();
-        last.zip(below).is_some_and(|(last, below)| is_same_file(&last.file, &recorded_name(below)))
+        last.zip(below.get(self.leaving_below))
+            .is_some_and(|(last, below)| is_same_file(&last.file, &recorded_name(below)))
     }
 
     /// Moves the disk to a copy of itself. A copy of its top layer rests on the same layers, `below`; a full copy rests
@@ -281,7 +312,10 @@ impl RecordedDisk {
         self.moved_from = self.moved_from.take().or(given);
         match below {
             Some(below) => self.may_name(below),
-            None => (self.former_tops, self.bases, self.leaving_tops) = (Vec::new(), Vec::new(), Vec::new()),
+            None => {
+                (self.former_tops, self.bases, self.leaving_tops) = (Vec::new(), Vec::new(), Vec::new());
+                self.leaving_below = 0;
+            }
         }
         // Its bitmaps stay in the former image.
         self.last_backups.clear();
@@ -293,6 +327,13 @@ impl RecordedDisk {
     /// Records that no job makes a file for it, or that the file is whole.
     pub(crate) fn is_finished(&mut self) {
         (self.unfinished, self.unfinished_made) = (None, None);
+    }
+
+    /// As [`RecordedDisk::is_finished`], for this file only.
+    pub(crate) fn forget_unfinished(&mut self, file: &str) {
+        if self.unfinished.as_deref() == Some(file) {
+            self.is_finished();
+        }
     }
 
     /// Returns the last backup with this bitmap of its top layer.
@@ -340,6 +381,11 @@ impl RecordedDisk {
         }
         Ok(())
     }
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
+fn is_zero(count: &usize) -> bool {
+    *count == 0
 }
 
 /// A file's whole path; the name of what lies at a server.

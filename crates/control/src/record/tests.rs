@@ -19,6 +19,7 @@ fn disk(file: &str) -> RecordedDisk {
         unfinished: None,
         unfinished_made: None,
         leaving_tops: Vec::new(),
+        leaving_below: 0,
         last_backups: Vec::new(),
         fleeces: Vec::new(),
         kept_in: None,
@@ -130,11 +131,11 @@ fn former_tops_that_were_to_go_are_there_again_if_the_image_still_names_them() {
     disk.rest_on(2, None);
     assert_eq!((disk.former_tops.len(), disk.leaving_tops.len()), (1, 2));
     assert!(before.files().all(|file| disk.uses(file)));
-    let [gone, stays] = ["/c.qcow2", "/a.raw"].map(|name| FileName::parse(name).unwrap());
-    assert!(disk.names_old_base(Some(&gone)) && !disk.names_old_base(Some(&stays)) && !disk.names_old_base(None));
+    let [gone, stays] = ["/c.qcow2", "/a.raw"].map(|name| [FileName::parse(name).unwrap()]);
+    assert!(disk.names_old_base(&gone) && !disk.names_old_base(&stays) && !disk.names_old_base(&[]));
     let mut moved = disk.clone();
     moved.has_moved();
-    assert!(!moved.names_old_base(Some(&gone)) && moved.files().any(|file| file == "/c.qcow2"));
+    assert!(!moved.names_old_base(&gone) && moved.files().any(|file| file == "/c.qcow2"));
     disk.stays();
     assert_eq!(disk, before);
 }
@@ -256,4 +257,28 @@ fn the_disks_of_a_group_have_the_same_limits_in_the_record() {
     }
     record.set_group_limits("g", ThrottleLimits::default());
     assert!(record.disks[0].options.to_text().ends_with("filter=throttle:group=g"));
+}
+
+#[test]
+fn a_layer_between_others_goes_and_is_in_its_place_again_if_the_image_still_rests_on_it() {
+    let mut disk = disk("/a.raw");
+    ["/b.qcow2", "/c.qcow2", "/d.qcow2"].into_iter().for_each(|overlay| disk.put_on(overlay));
+    let before = disk.clone();
+    let names = |names: &[&str]| names.iter().map(|name| FileName::parse(name).unwrap()).collect::<Vec<_>>();
+    let [b, a] = [&names(&["/b.qcow2"])[0], &names(&["/a.raw"])[0]].map(Clone::clone);
+    disk.layer_goes(&b);
+    assert_eq!((disk.former_tops.len(), disk.leaving_below), (2, 1));
+    assert!(before.files().all(|file| disk.uses(file)));
+    assert!(disk.names_old_base(&names(&["/c.qcow2", "/b.qcow2", "/a.raw"])));
+    assert!(!disk.names_old_base(&names(&["/c.qcow2", "/a.raw"])));
+    let mut gone = disk.clone();
+    disk.stays();
+    assert_eq!(disk, before);
+    gone.layer_is_gone(&b);
+    assert!(!gone.uses("/b.qcow2") && gone.uses("/a.raw") && gone.uses("/c.qcow2"));
+    assert!(gone.has_layers_on(Some("/a.raw")));
+    // The image that it was added with goes.
+    disk.layer_goes(&a);
+    disk.layer_is_gone(&a);
+    assert!(disk.has_layers_on(Some("/a.raw")) && !disk.rests_on("/a.raw"));
 }

@@ -37,16 +37,18 @@ impl Daemon {
     /// If only one disk fails after all have switched, the others' former tops are safe, and the error says so.
     pub fn put_overlays(&self, overlays: &[(NodeId, &Path)]) -> Result<()> {
         let overlays: Vec<_> = overlays.iter().map(|(node, path)| (*node, FileName::from(*path))).collect();
-        self.put_overlays_with(&overlays, || Ok(()), || Ok(()))
+        self.put_overlays_with(&overlays, |_, _| Ok(()), || Ok(()), || Ok(()))
     }
 
-    /// As [`Daemon::put_overlays`], and calls `commit` when the files are made, before they are layers. There the caller
+    /// As [`Daemon::put_overlays`], and calls `has_made` when a file is there, before anything is written to it, and
+    /// `commit` when the files are made, before they are layers. There the caller
     /// makes its record of the disks durable, while guests go on. If all goes on as before after an error, `undo` is
     /// called. If that fails, the record may name the files, so they stay. A layer can also be made in a cluster, or on
     /// the empty disk of an NBD server.
     pub fn put_overlays_with(
         &self,
         overlays: &[(NodeId, FileName)],
+        has_made: impl Fn(NodeId, &FileName) -> Result<()>,
         commit: impl FnOnce() -> Result<()>,
         undo: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
@@ -55,7 +57,7 @@ impl Daemon {
         let mut works = Vec::new();
         for (node, name) in overlays {
             let (work, found, image) = self.image_for("a new overlay".to_owned(), *node, None)?;
-            let overlay = made.overlay(&found, &image, name)?;
+            let overlay = made.overlay_with(&found, &image, name, || has_made(*node, name), |options| options)?;
             disks.push((image, overlay));
             works.push((work, *node));
         }

@@ -1,9 +1,15 @@
 //! Persistent bitmaps and internal snapshots of disks in use.
 
 use crate::daemon::Daemon;
+use crate::jobs::fleece::{self, Fleece, FleeceRecord};
+use crate::jobs::layers::top_of;
 use crate::state::status::NodeId;
 use block::{Error, ErrorKind, Result};
-use image::{ClosedEdit, OnlineBitmap, Snapshot};
+use image::{Aim, ClosedEdit, CopyWatch, OnlineBitmap, Snapshot};
+use std::time::Duration;
+
+/// How much longer a request may take while a fleece is taken back.
+const STALL: Duration = Duration::from_millis(5);
 
 impl Daemon {
     /// Returns the persistent bitmaps of a disk's layers, top first.
@@ -34,5 +40,40 @@ impl Daemon {
             return Err(Error::new(ErrorKind::Locked, what));
         }
         image.edit_online(edit)
+    }
+
+    /// As [`Daemon::edit_disk`]. While a snapshot of an image with many clusters is taken or deleted, what guests write goes
+    /// to a fleece beside the image: they wait for no table. Where no file can lie beside the image, they wait.
+    pub fn edit_disk_beside(&self, node: NodeId, edit: &ClosedEdit, record: &mut dyn FleeceRecord) -> Result<()> {
+        let (work, found, image) = self.image_for("a change of its snapshots".to_owned(), node, None)?;
+        let can_be_beside = matches!(edit, ClosedEdit::CreateSnapshot(_) | ClosedEdit::DeleteSnapshot(_));
+        let path = match can_be_beside && image.has_many_clusters() {
+            true => Fleece::path_for(&image, &found.name, None),
+            false => Err(Error::new(ErrorKind::Unsupported, "")),
+        };
+        let editing = self.jobs.begin_edit(node, &found.name)?;
+        let begun = path.and_then(|path| Ok((fleece::begin(&found, &image, &path, None, record)?, path)));
+        let ((point, fleece), path) = match begun {
+            Ok(begun) => begun,
+            Err(error) => {
+                if can_be_beside && image.has_many_clusters() {
+                    tracing::warn!(disk = %found.name, "guests wait while its snapshots change: {error}");
+                }
+                drop((work, found, image, editing));
+                return self.edit_disk(node, edit);
+            }
+        };
+        let watch = CopyWatch::default();
+        watch.set_aim(Aim { stall: Some(STALL), ..Aim::default() });
+        let has_new_top = || self.table.has_new_top(node, top_of(&image));
+        has_new_top();
+        let edited = point.change_snapshots(edit);
+        let ended = fleece::end(&found.name, &image, point, &path, &watch, &has_new_top, record);
+        fleece.let_go(ended.is_ok());
+        match (edited, ended) {
+            (edited, Ok(())) => edited,
+            (Ok(()), Err(error)) => Err(error.in_context("the snapshots are changed")),
+            (Err(edited), Err(error)) => Err(Error::new(edited.kind(), format!("{edited}; {error}"))),
+        }
     }
 }

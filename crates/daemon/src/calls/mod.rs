@@ -2,6 +2,7 @@
 
 mod backup;
 mod change;
+mod commit;
 mod edit;
 mod ending;
 mod jobs;

@@ -4,9 +4,8 @@
 //! fleece is taken back after the copy, or if the copy fails or the fleece becomes too large. So a target that is slow
 //! or hangs keeps no guest waiting.
 
-use super::fleece::Fleece;
-use super::layers::{TakenOff, top_of};
-use super::made::Made;
+use super::fleece::{self, Fleece, FleeceRecord};
+use super::layers::top_of;
 use crate::table::Found;
 use block::{Disk as _, Error, ErrorKind, File, Result};
 use drive::{DiskOptions, EngineOpener, check_room, make_file, unmake_file};
@@ -105,7 +104,7 @@ pub struct LastBackup {
 }
 
 /// Keeps a record of the disks. Each change is durable when its call returns.
-pub trait BackupRecord: Send {
+pub trait BackupRecord: FleeceRecord {
     /// Returns the last backup with this bitmap, if the bitmap notes what was written since.
     fn last_with(&self, bitmap: &str) -> Option<LastBackup>;
     /// Notes that the target will be made. Until [`BackupRecord::is_whole`] or [`BackupRecord::is_given_up`] is called,
@@ -117,14 +116,6 @@ pub trait BackupRecord: Send {
     fn is_whole(&mut self, backup: &WholeBackup<'_>) -> Result<()>;
     /// Notes that the target was removed.
     fn is_given_up(&mut self, target: &FileName) -> Result<()>;
-    /// Notes that a fleece will be made.
-    fn will_make(&mut self, fleece: &Path) -> Result<()>;
-    /// Notes that the fleece is the top from here on.
-    fn is_on_top(&mut self, fleece: &Path) -> Result<()>;
-    /// Notes that the fleece was taken off, and that the layer below is the top from here on.
-    fn is_off(&mut self, layers: &TakenOff) -> Result<()>;
-    /// Notes that the fleece's file is gone.
-    fn is_removed(&mut self, fleece: &Path) -> Result<()>;
 }
 
 /// What a backup job works with.
@@ -246,23 +237,7 @@ impl Backup {
             return Err(Error::new(ErrorKind::Cancelled, "cancelled: nothing was copied"));
         }
         let path = &self.fleece;
-        record.will_make(path)?;
-        let mut made = Made::default();
-        let fleece = Fleece::make(&mut made, &self.found, image, path, self.options.fleece_quota_bytes);
-        let begun = fleece
-            .and_then(|(fleece, overlay)| Ok((PointInTime::begin(image, overlay, || record.is_on_top(path))?, fleece)));
-        let (point, fleece) = match begun {
-            Ok(begun) => begun,
-            Err(error) => {
-                if let Err(second) = record.is_removed(path) {
-                    // The record may name it as the top of the disk: it stays, and is empty.
-                    made.keep();
-                    tracing::error!("the record may name the fleece '{}', which stays: {second}", path.display());
-                }
-                return Err(error);
-            }
-        };
-        made.keep();
+        let (point, fleece) = fleece::begin(&self.found, image, path, self.options.fleece_quota_bytes, record)?;
         has_new_top();
         let copy = self.copy_of(image, &point, target);
         let (copied, ended) = std::thread::scope(|scope| {
@@ -287,7 +262,8 @@ impl Backup {
                 }),
                 _ => Ok(()),
             };
-            (copied.and(cleared), self.take_back(image, point, has_new_top, record))
+            let ended = fleece::end(&self.found.name, image, point, path, &self.ending, has_new_top, record);
+            (copied.and(cleared), ended)
         });
         target.close();
         fleece.let_go(ended.is_ok());
@@ -338,35 +314,6 @@ impl Backup {
         });
         target.copied_to = Some(Arc::clone(&to));
         Ok((point.copy_out(to, target.is_blank)?, what))
-    }
-
-    fn take_back(
-        &self,
-        image: &Image,
-        point: PointInTime<'_>,
-        has_new_top: &dyn Fn(),
-        record: &mut dyn BackupRecord,
-    ) -> Result<()> {
-        let path = &self.fleece;
-        let layers = TakenOff::of(image).ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
-        point.end(&self.ending, || record.is_off(&layers)).map_err(|error| {
-            let what = format!(
-                "what guests have written since stays in '{}', which is the top of the disk; 'ctl commit {}' takes it back",
-                path.display(),
-                self.found.name
-            );
-            error.in_context(what)
-        })?;
-        has_new_top();
-        remove_fleece(path);
-        record.is_removed(path)
-    }
-}
-
-/// Removes a fleece's file. Its contents are in the layer below.
-pub(crate) fn remove_fleece(path: &Path) {
-    if let Err(error) = std::fs::remove_file(path) {
-        tracing::warn!("cannot remove '{}', which is not used any more: {error}", path.display());
     }
 }
 

@@ -1,10 +1,11 @@
-//! The fleece: a file that takes what guests write while a backup runs. Also watches how much room it has.
+//! The fleece: a file that takes what guests write while the disk below it is copied, or its internal snapshots change.
+//! Also watches how much room it has.
 
-use super::layers::top_of;
+use super::layers::{TakenOff, top_of};
 use super::made::Made;
 use crate::table::Found;
 use block::{Disk, Error, ErrorKind, Result};
-use image::{CreateOptions, FileName, Image, OpenedOverlay};
+use image::{CopyWatch, CreateOptions, FileName, Image, OpenedOverlay, PointInTime};
 use rustix::fs::{FallocateFlags, fallocate, ftruncate, statvfs};
 use rustix::io::Errno;
 use std::fs::{File, OpenOptions};
@@ -30,6 +31,72 @@ const SPARE_BYTES_MAX: u64 = 1 << 30;
 const RESERVE_PART: u64 = 8;
 const RESERVE_BYTES_LEAST: u64 = 16 << 20;
 
+/// Keeps a record of a disk's fleece. Each change is durable when its call returns.
+pub trait FleeceRecord: Send {
+    /// Notes that a fleece will be made.
+    fn will_make(&mut self, fleece: &Path) -> Result<()>;
+    /// Notes that the fleece is the top from here on.
+    fn is_on_top(&mut self, fleece: &Path) -> Result<()>;
+    /// Notes that the fleece was taken off, and that the layer below is the top from here on.
+    fn is_off(&mut self, layers: &TakenOff) -> Result<()>;
+    /// Notes that the fleece's file is gone.
+    fn is_removed(&mut self, fleece: &Path) -> Result<()>;
+}
+
+/// Makes a fleece and puts it on a disk. On an error the disk is as before.
+pub(crate) fn begin<'a>(
+    found: &Found,
+    image: &'a Image,
+    path: &Path,
+    quota_bytes: Option<u64>,
+    record: &mut dyn FleeceRecord,
+) -> Result<(PointInTime<'a>, Fleece)> {
+    record.will_make(path)?;
+    let mut made = Made::default();
+    let fleece = Fleece::make(&mut made, found, image, path, quota_bytes);
+    let begun = fleece
+        .and_then(|(fleece, overlay)| Ok((PointInTime::begin(image, overlay, || record.is_on_top(path))?, fleece)));
+    match begun {
+        Ok(begun) => {
+            made.keep();
+            Ok(begun)
+        }
+        Err(error) => {
+            if let Err(second) = record.is_removed(path) {
+                // The record may name it as the top of the disk: it stays, and is empty.
+                made.keep();
+                tracing::error!("the record may name the fleece '{}', which stays: {second}", path.display());
+            }
+            Err(error)
+        }
+    }
+}
+
+/// Takes the fleece of the disk `name` back and removes it. `watch` watches that. On an error the fleece stays on top.
+pub(crate) fn end(
+    name: &str,
+    image: &Image,
+    point: PointInTime<'_>,
+    path: &Path,
+    watch: &CopyWatch,
+    has_new_top: &dyn Fn(),
+    record: &mut dyn FleeceRecord,
+) -> Result<()> {
+    let layers = TakenOff::of(image).ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
+    point.end(watch, || record.is_off(&layers)).map_err(|error| {
+        let what = format!(
+            "what guests have written since stays in '{}', which is the top of the disk; 'ctl commit {name}' takes it back",
+            path.display()
+        );
+        error.in_context(what)
+    })?;
+    has_new_top();
+    if let Err(error) = std::fs::remove_file(path) {
+        tracing::warn!("cannot remove '{}', which is not used any more: {error}", path.display());
+    }
+    record.is_removed(path)
+}
+
 /// A fleece's file, and its limits.
 pub(crate) struct Fleece {
     path: PathBuf,
@@ -51,7 +118,7 @@ impl Fleece {
         let is_large = image.info().size_bytes > LARGE_BYTES;
         let cluster_bytes = if is_large { CLUSTER_BYTES_OF_LARGE } else { CLUSTER_BYTES };
         let in_clusters = |options: CreateOptions| options.in_clusters(cluster_bytes, is_large);
-        let overlay = made.overlay_with(found, image, &FileName::from(path), in_clusters)?;
+        let overlay = made.overlay_with(found, image, &FileName::from(path), || Ok(()), in_clusters)?;
         let failed = |error| Error::io(format!("cannot open the fleece '{}'", path.display()), error);
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed)?;
         let mut fleece = Self { path: path.to_owned(), file, quota_bytes, watches_space: true };

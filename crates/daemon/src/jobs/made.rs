@@ -18,20 +18,18 @@ impl Made {
         name.path().map_or(Ok(()), engine::sync_directory_of)
     }
 
-    pub(crate) fn overlay(&mut self, found: &Found, image: &Image, name: &FileName) -> Result<OpenedOverlay> {
-        self.overlay_with(found, image, name, |options| options)
-    }
-
-    /// As [`Made::overlay`], with changed options.
+    /// Makes an empty overlay for the disk's top. Calls `has_made` when the file is there. `change` changes its options.
     pub(crate) fn overlay_with(
         &mut self,
         found: &Found,
         image: &Image,
         name: &FileName,
+        has_made: impl FnOnce() -> Result<()>,
         change: impl FnOnce(CreateOptions) -> CreateOptions,
     ) -> Result<OpenedOverlay> {
         let options = change(CreateOptions::overlay(image.info().size_bytes, image.layer_in_header(0)?));
         self.file(name, 0)?;
+        has_made()?;
         let file: Arc<dyn File> =
             EngineOpener::of_disk(&found.options).with_buffers(image.buffers()).open(name, Role::Writable)?;
         check_room(&*file, &options)?;

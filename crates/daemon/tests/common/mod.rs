@@ -21,11 +21,7 @@ pub(crate) const SIZE_BYTES: u64 = 8 << 20;
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(crate) fn create(path: &Path, format: DriveFormat) -> DriveOptions {
-    let qcow2 = format_qcow2::CreateOptions::default().with(|options| options.size_bytes = SIZE_BYTES);
-    let options = match format {
-        DriveFormat::Qcow2 => CreateOptions::Qcow2(qcow2),
-        _ => CreateOptions::raw(SIZE_BYTES),
-    };
+    let options = CreateOptions::new(format.of_image().unwrap(), SIZE_BYTES, None).unwrap();
     engine::create(path, 0).unwrap();
     image::create(&EngineOpener::default().open(&path.into(), Role::Writable).unwrap(), &options).unwrap();
     let mut drive = DriveOptions::of_file(path);

@@ -14,6 +14,7 @@ mod ground;
 #[path = "../../../engine/tests/common/loop_device.rs"]
 #[allow(dead_code)]
 mod loop_device;
+mod other_doors;
 #[path = "../hostile/wire.rs"]
 #[allow(dead_code)]
 mod wire;
@@ -25,7 +26,7 @@ use ground::{Desc, Ground, INDIRECT, Ring, chained, header};
 use image::{CreateOptions, Opener, Role};
 use load::{BenchSpec, Hooks, Latency, Pattern, Stop, run};
 use loop_device::LoopDevice;
-use ringdisk_daemon::Daemon;
+use ringdisk_daemon::{Daemon, NbdAddress, NbdOptions, NodeId};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -54,10 +55,12 @@ fn allowed() -> Duration {
 
 struct Setup {
     daemon: Daemon,
+    /// The nasty guest's disk.
+    node: NodeId,
     quiet: PathBuf,
     nasty: PathBuf,
     _device: Option<LoopDevice>,
-    _dir: tempfile::TempDir,
+    dir: tempfile::TempDir,
 }
 
 fn add_quiet(daemon: &Daemon, socket: &Path) {
@@ -70,6 +73,11 @@ fn add_quiet(daemon: &Daemon, socket: &Path) {
 impl Setup {
     /// A null disk, and a sparse one of clusters of `cluster_bytes`.
     fn new(cluster_bytes: u64) -> Self {
+        Self::with(cluster_bytes, |_| {})
+    }
+
+    /// As [`Setup::new`], with other options for the nasty guest.
+    fn with(cluster_bytes: u64, change: impl FnOnce(&mut DriveOptions)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         let daemon = start(1);
@@ -83,8 +91,17 @@ impl Setup {
         let mut nasty = DriveOptions::of_file(at("nasty"));
         nasty.disk.format = Some(DriveFormat::Qcow2);
         (nasty.export.queues, nasty.export.socket) = (Some(QUEUES as u16), Some(at("nasty.sock")));
-        daemon.add(&nasty).unwrap();
-        Self { daemon, quiet: at("quiet.sock"), nasty: at("nasty.sock"), _device: None, _dir: dir }
+        change(&mut nasty);
+        let (node, _) = daemon.add(&nasty).unwrap();
+        Self { daemon, node, quiet: at("quiet.sock"), nasty: at("nasty.sock"), _device: None, dir }
+    }
+
+    /// The nasty disk is for clients of NBD.
+    fn with_nbd(mut self) -> Self {
+        self.nasty = self.dir.path().join("nasty.nbd");
+        let address = NbdAddress::Unix(self.nasty.clone());
+        self.daemon.add_nbd_export(self.node, &NbdOptions::at(address)).unwrap();
+        self
     }
 
     /// A null disk, and one whose blocks are larger than its sectors; `None` where there are no loop devices.
@@ -101,9 +118,9 @@ impl Setup {
         let mut nasty = DriveOptions::of_file(device.path());
         (nasty.disk.format, nasty.disk.cache) = (Some(DriveFormat::Raw), engine::CacheMode::None);
         (nasty.export.queues, nasty.export.socket) = (Some(1), Some(at("nasty.sock")));
-        daemon.add(&nasty).unwrap();
+        let (node, _) = daemon.add(&nasty).unwrap();
         let (quiet, nasty) = (at("quiet.sock"), at("nasty.sock"));
-        Some(Self { daemon, quiet, nasty, _device: Some(device), _dir: dir })
+        Some(Self { daemon, node, quiet, nasty, _device: Some(device), dir })
     }
 
     /// The quiet guest's latencies.

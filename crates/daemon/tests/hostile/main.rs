@@ -1,4 +1,4 @@
-//! Hostile monitors and guests beside a good one, on the same reactor. Whatever they do, the daemon lives, the good
+//! Hostile monitors, guests and NBD clients beside a good guest, on the same reactor. Whatever they do, the daemon lives, the good
 //! guest's requests are all answered with the right data, nothing of the others is left, and the daemon ends in order.
 //!
 //! `RINGDISK_HOSTILE_SESSIONS=10000 RINGDISK_HOSTILE_REQUESTS=1000000 cargo test -p ringdisk-daemon --test hostile` plays
@@ -9,6 +9,7 @@
 mod common;
 mod dice;
 mod ground;
+mod nbd;
 mod packed;
 mod requests;
 mod session;
@@ -18,7 +19,7 @@ use common::{Client, Guest, PATIENCE, assert_clean, assert_holds, at_socket, con
 use dice::Dice;
 use drive::DriveFormat;
 use load::Initial;
-use ringdisk_daemon::Daemon;
+use ringdisk_daemon::{Daemon, NbdAddress, NbdOptions};
 use session::{Tally, play};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -67,16 +68,19 @@ fn count_panics() {
 
 struct Target {
     socket: PathBuf,
+    nbd: PathBuf,
     image: PathBuf,
     format: DriveFormat,
 }
 
 fn add(daemon: &Daemon, dir: &Path, name: &str, format: DriveFormat) -> Target {
-    let (image, socket) = (dir.join(name), dir.join(format!("{name}.sock")));
+    let image = dir.join(name);
+    let [socket, nbd] = ["sock", "nbd"].map(|kind| dir.join(format!("{name}.{kind}")));
     let mut drive = at_socket(create(&image, format), &socket);
     drive.export.shown.packed = Some(true);
-    daemon.add(&drive).unwrap();
-    Target { socket, image, format }
+    let (node, _) = daemon.add(&drive).unwrap();
+    daemon.add_nbd_export(node, &NbdOptions::at(NbdAddress::Unix(nbd.clone()))).unwrap();
+    Target { socket, nbd, image, format }
 }
 
 /// Plays sessions of these numbers, with so many requests each in the mean.
@@ -86,7 +90,11 @@ fn haunt(target: &Target, seed: u64, numbers: impl Iterator<Item = u64>, request
         // Many end before they get so far: the next ones make up for it.
         let requests = (requests * (tally.sessions + 1)).saturating_sub(tally.requests);
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            play(&target.socket, common::SIZE_BYTES / 512, &mut Dice::new(seed, number), requests, &mut tally);
+            let mut dice = Dice::new(seed, number);
+            match dice.percent(30) {
+                true => nbd::play(&target.nbd, &mut dice, requests, &mut tally),
+                false => play(&target.socket, common::SIZE_BYTES / 512, &mut dice, requests, &mut tally),
+            }
         }));
         assert!(result.is_ok(), "RINGDISK_HOSTILE_SEED={seed} RINGDISK_HOSTILE_FIRST={number} plays it again");
     }
@@ -128,12 +136,14 @@ fn whatever_hostile_peers_do_a_good_guest_is_served_and_nothing_is_left_of_them(
     println!("{tallies:?}, {} KiB more in memory", grown >> 10);
     assert!(grown < 128 << 20, "{grown} bytes more are in memory");
     assert!(tallies.iter().all(|tally| tally.packed > 0 || sessions < 20), "no guest had packed rings");
+    assert!(tallies.iter().all(|tally| tally.nbd > 0 || sessions < 20), "there was no NBD client");
 
     // All are served still, and in order.
     let (disk, state) = guest.stop();
     assert_holds(&disk, 0, state);
     drop(disk);
     for target in &targets {
+        nbd::assert_served(&target.nbd);
         let (disk, client) = (connect(&target.socket, 1), Client::new(1));
         let (report, state) = client.pass(&disk, 0, Initial::Zeros);
         assert_clean(&report);

@@ -45,6 +45,8 @@ pub(crate) struct Tally {
     pub(crate) requests: u64,
     /// Guests with packed rings.
     pub(crate) packed: u64,
+    /// Clients of NBD.
+    pub(crate) nbd: u64,
 }
 
 /// A descriptor that has no business in the message that it comes with, or has.

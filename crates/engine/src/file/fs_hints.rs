@@ -3,7 +3,7 @@
 use block::{Error, Result};
 use rustix::fs::{IFlags, Mode, OFlags, ioctl_getflags, ioctl_setflags};
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 
 fn open(path: &Path) -> rustix::io::Result<OwnedFd> {
@@ -13,11 +13,13 @@ fn open(path: &Path) -> rustix::io::Result<OwnedFd> {
 /// Makes the file system overwrite data in place, if it otherwise copies on write (btrfs). Works only on an empty file;
 /// most file systems refuse.
 pub fn disable_copy_on_write(path: &Path) -> Result<()> {
-    let set = || {
-        let fd = open(path)?;
-        ioctl_setflags(&fd, ioctl_getflags(&fd)? | IFlags::NOCOW)
-    };
-    set().map_err(|errno| Error::io(format!("cannot turn copy on write off for '{}'", path.display()), errno.into()))
+    let set = open(path).map_err(io::Error::from).and_then(|fd| disable_copy_on_write_of(&fd));
+    set.map_err(|error| Error::io(format!("cannot turn copy on write off for '{}'", path.display()), error))
+}
+
+/// As [`disable_copy_on_write`], for an open file.
+pub fn disable_copy_on_write_of(file: impl AsFd) -> io::Result<()> {
+    Ok(ioctl_setflags(&file, ioctl_getflags(&file)? | IFlags::NOCOW)?)
 }
 
 /// `struct fsxattr` of `linux/fs.h`.

@@ -5,7 +5,7 @@
 //! exclusively. If not, another opener's role conflicts with its own.
 
 use super::lock_holders::{self, Holder};
-use block::{Error, ErrorKind, Locks, Result};
+use block::{Error, ErrorKind, Locks, Result, WAITING};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::{Duration, Instant};
@@ -87,12 +87,14 @@ pub(crate) fn lock(fd: BorrowedFd<'_>, name: &str, read_only: bool, timeout: Dur
             let holders =
                 lock_holders::living(fd, |first, last, for_writing| role.is_hindered(first, last, for_writing));
             if is_over || !holders.is_empty() {
+                let may_read = !read_only && may_read(fd);
                 unlock(fd);
-                return Err(in_use(name, read_only, &holders, waited));
+                return Err(in_use(name, read_only, may_read, &holders, waited));
             }
             if tries == 0 {
                 let limit_s = timeout.as_secs();
                 tracing::warn!(
+                    target: WAITING,
                     "waiting up to {limit_s} s for the lock of '{name}': no living process is seen to hold it. After a \
                      kill it stays until the last write has landed"
                 );
@@ -103,6 +105,29 @@ pub(crate) fn lock(fd: BorrowedFd<'_>, name: &str, read_only: bool, timeout: Dur
         unlock(fd);
         let pause = if waited < HAND_OVER { RETRY_SOON } else { RETRY };
         std::thread::sleep(pause.min(timeout.saturating_sub(waited)));
+    }
+}
+
+/// Changes the locks of an image that is locked: to those of a writer, or back to those of a reader. There is no moment
+/// without locks. Waits a second at most for others.
+pub(crate) fn lock_again(fd: BorrowedFd<'_>, name: &str, for_writing: bool) -> Result<()> {
+    let (role, former) = if for_writing { (Role::WRITER, Role::READER) } else { (Role::READER, Role::WRITER) };
+    let began = Instant::now();
+    loop {
+        let contradicted = matches!(attempt(fd, name, role)?, Attempt::Contradicted);
+        let (stays, goes) = if contradicted { (former, role) } else { (role, former) };
+        let goes = goes.own_bytes().filter(|byte| !stays.own_bytes().any(|own| own == *byte));
+        goes.for_each(|byte| drop(ofd_lock(fd, libc::F_OFD_SETLK, libc::F_UNLCK, byte)));
+        let waited = began.elapsed();
+        if !contradicted {
+            return Ok(());
+        }
+        if waited >= HAND_OVER {
+            let holders =
+                lock_holders::living(fd, |first, last, for_writing| role.is_hindered(first, last, for_writing));
+            return Err(in_use(name, !for_writing, for_writing && may_read(fd), &holders, waited));
+        }
+        std::thread::sleep(RETRY_SOON);
     }
 }
 
@@ -137,8 +162,15 @@ pub(crate) fn unlock(fd: BorrowedFd<'_>) {
     }
 }
 
-/// Makes the error for an image in use. It names the living processes: one of them has to end.
-fn in_use(name: &str, read_only: bool, holders: &[Holder], waited: Duration) -> Error {
+/// Whether nobody's lock keeps the image from being read.
+fn may_read(fd: BorrowedFd<'_>) -> bool {
+    let is_taken = |byte| ofd_lock(fd, libc::F_OFD_GETLK, libc::F_WRLCK, byte);
+    Role::READER.opposite_bytes().all(|byte| matches!(is_taken(byte), Ok(false)))
+}
+
+/// Makes the error for an image in use. It names the living processes, because one of them has to end. `may_read` says
+/// whether opening it for reading only would help.
+fn in_use(name: &str, read_only: bool, may_read: bool, holders: &[Holder], waited: Duration) -> Error {
     let who = match holders {
         [] => {
             let message = format!(
@@ -152,9 +184,10 @@ fn in_use(name: &str, read_only: bool, holders: &[Holder], waited: Duration) -> 
         holders => format!("by {}", holders.iter().map(Holder::to_string).collect::<Vec<_>>().join(" and ")),
     };
     let refused = |why: &str| Error::new(ErrorKind::Locked, format!("'{name}' is in use {who}: {why}"));
-    match read_only {
-        true => refused("it is open for writing there. Stop what writes to it"),
-        false => refused("an image that is written belongs to one alone. Stop what uses it").only_for_writing(),
+    match (read_only, may_read) {
+        (true, _) => refused("it is open for writing there. Stop what writes to it"),
+        (false, true) => refused("an image that is written belongs to one alone. Stop what uses it").only_for_writing(),
+        (false, false) => refused("it is written there, and belongs to one alone then. Stop what writes to it"),
     }
 }
 

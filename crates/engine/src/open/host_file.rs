@@ -2,10 +2,13 @@
 
 use crate::file::device_facts;
 use crate::file::holes;
+use crate::file::image_lock;
 use crate::file::open_file::OpenFile;
 use crate::queue::engines::Engines;
 use crate::queue::host_queue::HostQueue;
-use block::{Error, ErrorKind, File, FileInfo, FileQueue, Lifetime, MapPiece, PastEnd, ReactorCtx, Result, Topology};
+use block::{
+    Error, ErrorKind, File, FileInfo, FileQueue, Lifetime, Locks, MapPiece, PastEnd, ReactorCtx, Result, Topology,
+};
 use memory::{BufferAccount, MappedRange};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::rc::Rc;
@@ -110,6 +113,13 @@ impl File for HostFile {
 
     fn buffers(&self) -> &BufferAccount {
         &self.file.buffers
+    }
+
+    fn lock_again(&self, for_writing: bool) -> Result<()> {
+        match self.file.info.locks {
+            Locks::Held => image_lock::lock_again(self.file.fd.as_fd(), &self.file.info.name, for_writing),
+            Locks::NotWanted | Locks::Lacking => Ok(()),
+        }
     }
 
     fn copy_source(&self) -> Option<BorrowedFd<'_>> {

@@ -270,6 +270,10 @@ pub fn create(path: &Path, length_bytes: u64) -> Result<()> {
     };
     let flags = OFlags::CLOEXEC | OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY;
     let fd = rustix::fs::open(path, flags, Mode::from_raw_mode(0o644)).map_err(fails)?;
+    if length_bytes == 0 {
+        // Whoever has found the empty file may have filled it by now.
+        return Ok(());
+    }
     rustix::fs::ftruncate(&fd, length_bytes).map_err(|errno| {
         // The file is not in use yet.
         let _ = std::fs::remove_file(path);

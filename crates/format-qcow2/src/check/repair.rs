@@ -70,6 +70,7 @@ pub async fn repair(
     walk.go_on().map_err(|error| error.in_context(format!("'{name}'")))?;
     walk.lift_limits();
     if walk.needs_rebuild && what == Repair::Leaks {
+        walk.find("ERROR need to rebuild refcount structures".to_owned());
         let text = format!("'{name}': its refcounts must be rebuilt; 'check -r all' does it");
         return Err(Error::new(ErrorKind::BadImage, text));
     }
@@ -218,6 +219,7 @@ impl<'a, 'w> Job<'a, 'w> {
             let block = usize::try_from(header.geometry().block_of(cluster)).unwrap_or(usize::MAX);
             table.get(block).is_some_and(|offset| *offset != 0)
         };
+        self.tell_refcounts(mismatches.iter().filter(|mismatch| is_counted(mismatch.cluster)));
         let too_low = mismatches.iter().filter(|m| m.references > m.refcount && !is_counted(m.cluster)).count() as u64;
         let left = after.corruptions.saturating_add(too_low);
         self.walk.table = table;
@@ -285,11 +287,14 @@ impl<'a, 'w> Job<'a, 'w> {
     async fn set_refcounts(&mut self, mismatches: &[Mismatch]) -> IoResult {
         let table = self.walk.table.clone();
         self.set_refcounts_in(&table, mismatches).await?;
-        for mismatch in mismatches {
-            let Mismatch { cluster, refcount, references } = mismatch;
+        self.tell_refcounts(mismatches.iter());
+        Ok(())
+    }
+
+    fn tell_refcounts<'m>(&mut self, repaired: impl Iterator<Item = &'m Mismatch>) {
+        for Mismatch { cluster, refcount, references } in repaired {
             self.walk.find(format!("Repairing cluster {cluster} refcount={refcount} reference={references}"));
         }
-        Ok(())
     }
 
     /// Sets refcounts to the numbers of references, block by block, durably. After a power cut, any part of the writes

@@ -96,8 +96,8 @@ impl CreateOptions {
         (self.backing_file, self.backing_format) = below.map_or((None, None), |below| (Some(below.file), below.format));
     }
 
-    /// Refuses options that do not go together, in qemu's words.
-    fn check_combinations(&self) -> Result<()> {
+    /// Refuses options about the data file that do not go together, in qemu's words.
+    fn check_data_file(&self) -> Result<()> {
         let data_file = self.data_file.as_deref().map(os_name);
         let is_no_name = |name: OsString| name.is_empty() || name.len() > 1023 || name.as_bytes().contains(&0);
         if data_file.is_some_and(is_no_name) {
@@ -109,10 +109,7 @@ impl CreateOptions {
         if self.data_file_raw && self.backing_file.is_some() {
             return Err(bad("Backing file and data-file-raw cannot be used at the same time"));
         }
-        if self.backing_file.is_some() && self.preallocation != Preallocation::Off && !self.extended_l2 {
-            return Err(bad("Backing file and preallocation can only be used at the same time if extended_l2 is on"));
-        }
-        Ok(())
+        self.needs_version_3(self.data_file.is_some(), "External data files are only supported with")
     }
 
     /// Returns the preallocation that the image needs. In a raw external data file every cluster has its place from the
@@ -140,9 +137,21 @@ impl CreateOptions {
 
     /// Checks the options that determine the size of the file.
     pub(super) fn check_sizes(&self) -> Result<()> {
+        self.check_clusters()?;
+        self.check_refcounts()
+    }
+
+    fn check_clusters(&self) -> Result<()> {
         if !self.cluster_size.is_power_of_two() || !(512..=2 << 20).contains(&self.cluster_size) {
             return Err(bad("Cluster size must be a power of two between 512 and 2048k"));
         }
+        if self.extended_l2 && self.cluster_size < 1 << EXTENDED_L2_CLUSTER_BITS_MIN {
+            return Err(bad("Extended L2 entries are only supported with cluster sizes of at least 16384 bytes"));
+        }
+        Ok(())
+    }
+
+    fn check_refcounts(&self) -> Result<()> {
         if !self.refcount_bits.is_power_of_two() || self.refcount_bits > 64 {
             return Err(bad("Refcount width must be a power of two and may not exceed 64 bits"));
         }
@@ -151,23 +160,24 @@ impl CreateOptions {
                         greater)";
             return Err(bad(what));
         }
-        if self.extended_l2 && self.cluster_size < 1 << EXTENDED_L2_CLUSTER_BITS_MIN {
-            return Err(bad("Extended L2 entries are only supported with cluster sizes of at least 16384 bytes"));
-        }
         Ok(())
     }
 
+    /// Checks in qemu's order: of several faults the same one is told.
     fn check(&self) -> Result<Geometry> {
         if !(2..=3).contains(&self.version) {
             return Err(bad(format!("qcow2 version {} does not exist: 2 and 3 do", self.version)));
         }
-        self.check_sizes()?;
         self.needs_version_3(self.extended_l2, "Extended L2 entries are only supported with")?;
+        self.check_clusters()?;
+        if self.backing_file.is_some() && self.preallocation != Preallocation::Off && !self.extended_l2 {
+            return Err(bad("Backing file and preallocation can only be used at the same time if extended_l2 is on"));
+        }
         self.needs_version_3(self.lazy_refcounts, "Lazy refcounts only supported with")?;
-        self.needs_version_3(self.data_file.is_some(), "External data files are only supported with")?;
+        self.check_refcounts()?;
+        self.check_data_file()?;
         let packs_otherwise = self.compression != Compression::Zlib;
         self.needs_version_3(packs_otherwise, "Non-zlib compression type is only supported with")?;
-        self.check_combinations()?;
         if self.backing_file.as_ref().is_some_and(|name| name.is_empty() || name.len() > 1023 || name.contains('\0')) {
             return Err(bad("the backing file's name must have 1 to 1023 bytes"));
         }

@@ -78,6 +78,8 @@ pub(crate) struct Edit<'a, 'w> {
     nobodys: Vec<Range<u64>>,
     /// Whether the check of all references has found compressed clusters.
     pub(crate) has_compressed: bool,
+    /// Somebody still reads by the old tables: what the change frees keeps its contents.
+    pub(crate) keeps_freed: bool,
     watch: &'a mut EditWatch<'w>,
 }
 
@@ -145,6 +147,7 @@ impl<'a, 'w> Edit<'a, 'w> {
             file,
             nobodys: Vec::new(),
             has_compressed: false,
+            keeps_freed: false,
             header,
             watch,
         };
@@ -317,7 +320,8 @@ impl<'a, 'w> Edit<'a, 'w> {
         Ok(())
     }
 
-    /// Makes the prepared change durable, and frees unused space. Returns the clusters that are unused.
+    /// Makes the prepared change durable, and frees unused space, unless that is kept. Returns the clusters that are
+    /// unused.
     pub(crate) async fn commit(mut self) -> Result<Vec<Range<u64>>> {
         let prepared = self.prepare().await;
         if let Err(error) = prepared {
@@ -328,6 +332,9 @@ impl<'a, 'w> Edit<'a, 'w> {
             return self.not_switched(failed).await;
         }
         self.cut_data_file().await;
+        if self.keeps_freed {
+            return Ok(cut::joined(self.refs.freed()));
+        }
         // Only space is lost.
         let _ = self.give_back().await;
         Ok(self.nobodys)

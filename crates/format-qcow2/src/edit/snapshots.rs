@@ -94,6 +94,36 @@ pub async fn delete_snapshot(
     edit.end(done).await
 }
 
+/// A change of the snapshots of an image that others read.
+#[derive(Debug, Clone, Copy)]
+pub enum SnapshotChange<'a> {
+    /// Take one.
+    Create(&'a NewSnapshot),
+    /// Delete one.
+    Delete(&'a SnapshotName),
+}
+
+/// Changes the snapshots of an image that nobody writes to. Whoever opened it before may go on reading: what the change
+/// frees keeps its contents. Returns it, in bytes of the file. It may be discarded when those have gone, before anybody
+/// writes to the image.
+pub async fn change_snapshots_beside_readers(
+    io: &MetaIo,
+    file: &dyn File,
+    name: &str,
+    change: SnapshotChange<'_>,
+    watch: &mut EditWatch<'_>,
+) -> Result<Vec<Range<u64>>> {
+    let mut edit = Edit::of_snapshots(io, file, name, watch).await?;
+    edit.keeps_freed = true;
+    let geometry = edit.geometry;
+    let done = match change {
+        SnapshotChange::Create(new) => edit.create_snapshot(new, None).await,
+        SnapshotChange::Delete(which) => edit.delete_snapshot(which).await,
+    };
+    let freed = edit.end_freeing(done).await?;
+    Ok(freed.into_iter().map(|range| geometry.start_of(range.start)..geometry.start_of(range.end)).collect())
+}
+
 impl<'a, 'w> Edit<'a, 'w> {
     /// As [`Edit::open`]. Refuses images with an external data file: its clusters cannot be shared with snapshots.
     async fn of_snapshots(
@@ -187,7 +217,7 @@ impl Edit<'_, '_> {
         let found = find(&self.rows, which).and_then(|index| Some((index, self.rows.get(index)?.clone())));
         match found {
             Some(found) => Ok(found),
-            None => self.refuse(ErrorKind::BadOption, format_args!("it has no snapshot {which}")),
+            None => self.refuse(ErrorKind::NotFound, format_args!("it has no snapshot {which}")),
         }
     }
 

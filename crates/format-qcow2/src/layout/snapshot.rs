@@ -247,7 +247,7 @@ pub(crate) async fn of_snapshot(io: &MetaIo, header: Header, name: &str, which: 
     let (rows, _) = read_rows(io, &header, name).await?;
     let found = find(&rows, which).and_then(|index| rows.get(index));
     let Some(row) = found else {
-        return Err(Error::new(ErrorKind::BadOption, format!("'{name}': Can't find snapshot")));
+        return Err(Error::new(ErrorKind::NotFound, format!("'{name}': it has no snapshot {which}")));
     };
     if let SnapshotName::StateOf(_) = which {
         return of_state(header, name, row);

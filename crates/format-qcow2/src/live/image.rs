@@ -88,6 +88,14 @@ impl Qcow2 {
         self.inner.geometry.size_bytes
     }
 
+    /// The image is going to get a backing file: from now on a zeroed cluster gets the zero flag, even if nothing is mapped
+    /// there. Call it before the image is shared; later calls change nothing.
+    pub fn expect_backing(&mut self) {
+        if let Some(inner) = Arc::get_mut(&mut self.inner) {
+            inner.geometry.has_backing = true;
+        }
+    }
+
     /// Limits the memory for L2 tables. Call it before the image is shared and used; later calls change nothing. At
     /// least two slices of 4 KiB are kept. Refcount blocks may take another eighth of this size.
     pub fn set_cache_bytes(&mut self, l2_bytes: u64) {

@@ -7,6 +7,7 @@ use crate::file_name::FileName;
 use crate::guess::Format;
 use block::{Error, ErrorKind, File, FileInfo, FileQueue, IoError, MetaIo, ReactorCtx, Result};
 use format_qcow2::{Backing, Bitmap, BitmapBits, EditWatch, ResizeOptions, Snapshot};
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 
@@ -135,6 +136,21 @@ impl Layer {
     /// change.
     pub(crate) async fn edit_closed(&self, edit: &ClosedEdit) -> Result<()> {
         self.mapping.edit_closed(&self.open_blocking()?, &*self.file, &self.name, edit).await
+    }
+
+    /// Takes or deletes an internal snapshot durably. The layer is closed and nobody writes to it; guests read it meanwhile.
+    /// Returns what became free, for [`Layer::give_back`].
+    pub(crate) async fn change_snapshots_beside_readers(&self, edit: &ClosedEdit) -> Result<Vec<Range<u64>>> {
+        self.mapping.change_snapshots_beside_readers(&self.open_blocking()?, &*self.file, &self.name, edit).await
+    }
+
+    /// Gives back to the host what a change has freed. Nobody reads it any more, and nobody writes to the layer.
+    pub(crate) async fn give_back(&self, freed: &[Range<u64>]) {
+        let Ok(io) = self.open_blocking() else { return };
+        for range in freed.iter().filter(|_| self.file.info().can_discard) {
+            // Only space is lost.
+            let _ = io.discard(range.start, range.end.saturating_sub(range.start)).await;
+        }
     }
 
     /// Records another backing file, or none, durably. The layer is closed and nobody uses it.

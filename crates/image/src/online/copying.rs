@@ -18,6 +18,8 @@ use std::sync::Arc;
 
 /// The largest piece.
 const PIECE_BYTES: u64 = 256 << 10;
+/// Zeros without a copy are written in parts of this size.
+const ZEROED_BYTES: u64 = 64 << 20;
 
 /// What is copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -139,6 +141,19 @@ impl<'a> Copying<'a> {
     ) -> Result<Vec<Range<u64>>> {
         let pass = Pass { copying: self, what, both, goes_on: RefCell::new(goes_on) };
         copy_in_lanes(&pass, &self.calls, ranges, self.watch).await
+    }
+
+    /// Makes a range of the other chain zeros, which nobody reads there.
+    pub(super) async fn zero(&self, range: Range<u64>) -> Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            self.watch.check()?;
+            let length_bytes = ZEROED_BYTES.min(range.end.saturating_sub(at));
+            let zeroed = self.to.write_zeroes(at, length_bytes, true).await;
+            zeroed.map_err(|error| self.next_top.failed(&format!("cannot zero it from byte {at} on"), error))?;
+            at = at.saturating_add(length_bytes);
+        }
+        Ok(())
     }
 
     fn cannot_read(&self, at: u64, error: IoError) -> Error {

@@ -15,6 +15,8 @@ use std::sync::Arc;
 
 /// How often, at most, a list is read if it changes meanwhile.
 const TRIES: usize = 5;
+/// A change of snapshots counts that many clusters in some milliseconds.
+const MANY_CLUSTERS: u64 = 4096;
 /// The longest bitmap that is returned, in bytes.
 const DIRTY_BYTES_MAX: u64 = 64 << 20;
 
@@ -58,6 +60,19 @@ impl Image {
             refuse_other_size(top, which, chain.size_bytes).await?;
         }
         self.edit_layer(0, edit).await
+    }
+
+    /// Whether taking or deleting an internal snapshot takes so long that guests notice it: the change reads the tables of
+    /// all clusters. [`crate::PointInTime::change_snapshots`] keeps nobody waiting.
+    #[must_use]
+    pub fn has_many_clusters(&self) -> bool {
+        let chain = self.chain();
+        let top = chain.layers.first().filter(|top| top.mapping.can_be_edited());
+        let clusters = top.and_then(|top| {
+            let length_bytes = top.file.length_bytes().ok()?;
+            length_bytes.checked_div(u64::from(top.mapping.cluster_bytes()?))
+        });
+        clusters.is_some_and(|clusters| clusters > MANY_CLUSTERS)
     }
 
     /// Like [`Image::edit_online`], for a layer of the chain that was opened for writing. The caller holds the right to

@@ -22,6 +22,9 @@
 //! So the data are copied down while guests go on, in rounds, and at last guests write to both layers ([`converge`]).
 //! Then the layer below becomes the top. Others see how far the copy has come, and can cancel it ([`watch`]).
 //!
+//! **Committing a lower layer** ([`commit_layer`]). Nobody writes to it, nor to the layer below it, so one pass copies all.
+//! Then the layer above names the one below as its backing file.
+//!
 //! **A copy elsewhere** ([`mirror`]) is made in the same way, of all layers or of the top one, and may take the disk's
 //! place.
 //!
@@ -40,6 +43,7 @@
 //!
 //! **The same files opened anew** ([`reopen`]): nothing in flight, the top closed, and a chain of fresh layers.
 
+pub(crate) mod commit_layer;
 pub(crate) mod compact;
 pub(crate) mod converge;
 pub(crate) mod copy_out;
@@ -51,6 +55,7 @@ pub(crate) mod grow;
 mod lanes;
 pub(crate) mod mirror;
 pub(crate) mod move_onto;
+mod new_base;
 pub(crate) mod overlay;
 pub(crate) mod point_in_time;
 mod ranges;
@@ -58,3 +63,4 @@ pub(crate) mod recent_rate;
 mod reopen;
 pub(crate) mod take_back;
 pub(crate) mod watch;
+pub(crate) mod writable;

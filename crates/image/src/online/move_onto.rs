@@ -10,8 +10,8 @@
 //! So a crash at any moment leaves a chain with the same contents.
 
 use super::lanes::{InEpochs, Pieces, copy_in_lanes};
+use super::new_base::{NewBase, rest_on};
 use super::watch::CopyWatch;
-use crate::chain::exchange::hold_quiet_for;
 use crate::chain::give_up::Ends;
 use crate::chain::image::Image;
 use crate::chain::job_calls::JobCalls;
@@ -97,52 +97,15 @@ pub async fn move_onto_async(
     watch.check()?;
     let chain = image.chain();
     let below = check(&chain, below).await?;
-    let backing = below.first().map(|base| base.in_header()).transpose()?;
+    // Refused before anything is copied.
+    below.first().map(|base| base.in_header()).transpose()?;
     let Some(top) = chain.layers.first() else { return Ok(()) };
     watch.more(chain.size_bytes);
     Pulling::new(&chain, &below, watch)?.pull(chain.size_bytes, watch).await?;
     top.flush().await?;
     watch.check()?;
-    let is_new = |layer: &&Arc<Layer>| !chain.layers.iter().any(|known| Arc::ptr_eq(known, layer));
-    let new = below.iter().filter(is_new).cloned().collect();
-    let barrier = hold_quiet_for(&image.board, new).await?;
-    // The storage may have hung since the last look.
-    let mut is_asked = false;
-    let decide = || {
-        watch.check()?;
-        watch.set_decided(true);
-        is_asked = true;
-        commit()
-    };
-    if let Err(error) = top.close().await.and_then(|()| decide()) {
-        watch.set_decided(false);
-        barrier.give_up().await;
-        if is_asked {
-            stay();
-        }
-        return Err(error);
-    }
-    let result = top.set_backing(backing.as_ref()).await;
-    let stays;
-    let next = match chain.reopened(top) {
-        // The header says what the layer rests on, even if the change failed halfway.
-        Ok(layer) => {
-            let has_moved = layer.mapping.backing().map(|(name, _)| name) == backing.as_ref().map(|new| &*new.file);
-            stays = result.is_err() && !has_moved;
-            let rest = if stays { chain.layers.get(1..).unwrap_or_default() } else { &*below };
-            Chain::new(std::iter::once(Arc::new(layer)).chain(rest.iter().cloned()).collect(), &chain.disk)
-        }
-        Err(error) => {
-            tracing::error!("{error}; every request fails from now on");
-            barrier.release(vec![Arc::new(Chain::dead(chain.layers.clone(), &chain.disk))]).await;
-            return result.and(Err(error));
-        }
-    };
-    barrier.release(vec![Arc::new(next)]).await;
-    if stays {
-        stay();
-    }
-    result
+    let change = NewBase { layers: &chain.layers, index: 0, writer: top, below: &below };
+    rest_on(image, &chain, &change, watch, commit, stay).await
 }
 
 async fn check(chain: &Chain, below: NewBelow) -> Result<Vec<Arc<Layer>>> {

@@ -3,6 +3,9 @@
 //! A new top layer takes what guests write from the barrier on. What lies below is the disk at that moment, and does
 //! not change. Afterwards the new layer is taken back. That writes to the layer below as guests would have done, so the
 //! persistent bitmaps there note it.
+//!
+//! Meanwhile a backup copies what lies below, or an internal snapshot of it is taken or deleted. Such a change writes new
+//! tables beside the old ones, by which guests go on reading until they go over to the new ones.
 
 use super::copy_out::CopyOut;
 use super::overlay::{OpenedOverlay, put_overlay_in_turn, refuse_unless_named};
@@ -10,6 +13,7 @@ use super::take_back::take_back_in_turn;
 use super::watch::CopyWatch;
 use crate::chain::closed_edit::ClosedEdit;
 use crate::chain::exchange::board::Turn;
+use crate::chain::exchange::go_over;
 use crate::chain::image::Image;
 use crate::chain::layer::Layer;
 use crate::chain::layers::{Chain, Constants, TableCacheSetting};
@@ -67,6 +71,49 @@ impl<'a> PointInTime<'a> {
     pub fn clear_bitmap(&self, bitmap: &str) -> Result<()> {
         let edit = ClosedEdit::Bitmaps(vec![(bitmap.to_owned(), BitmapAction::Clear)]);
         block_on(self.image.edit_layer(1, &edit))
+    }
+
+    /// Takes or deletes an internal snapshot of the former top, while guests go on. It holds the disk as it was then.
+    /// Durable when this returns. If the layer cannot be opened again, every request fails, and the temporary layer has
+    /// to stay.
+    pub fn change_snapshots(&self, edit: &ClosedEdit) -> Result<()> {
+        block_on(self.change_snapshots_async(edit))
+    }
+
+    /// Like [`PointInTime::change_snapshots`], as a future. Its calls still block the thread.
+    #[doc(hidden)]
+    pub async fn change_snapshots_async(&self, edit: &ClosedEdit) -> Result<()> {
+        let former = self.former_top()?;
+        // What was written by then has to be in it.
+        self.view()?;
+        let changed = former.change_snapshots_beside_readers(edit).await;
+        let chain = self.image.chain();
+        // Its tables may have changed even if the change failed.
+        let lower = Chain::plain(chain.layers.get(1..).unwrap_or_default().to_vec(), &chain.disk);
+        let next = lower.reopened(&former).map(|opened| {
+            let (above, below) = (chain.layers.iter().take(1).cloned(), chain.layers.iter().skip(2).cloned());
+            let opened = Arc::new(opened);
+            (Chain::new(above.chain([Arc::clone(&opened)]).chain(below).collect(), &chain.disk), opened)
+        });
+        let gone_over = match next {
+            Ok((next, opened)) => go_over(&self.image.board, next).await.map(|()| opened),
+            Err(error) => Err(error),
+        };
+        let opened = match gone_over {
+            Ok(opened) => opened,
+            Err(error) => {
+                // Nobody may write by the old tables.
+                tracing::error!("{error}; every request fails from now on");
+                go_over(&self.image.board, Chain::dead(chain.layers.clone(), &chain.disk)).await?;
+                return changed.and(Err(error));
+            }
+        };
+        // Whoever still looks at the layer without a request fails, or asks the next chain.
+        if let Some(epochs) = former.mapping.epochs() {
+            epochs.close();
+        }
+        opened.give_back(&changed?).await;
+        Ok(())
     }
 
     /// Opens a new image over the layers below the former top, as the target for a copy of the former top.

@@ -76,7 +76,7 @@ pub(super) async fn take_back_in_turn(
     let chain = image.chain();
     check(&chain).await?;
     let former = chain.layers.first().cloned().ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
-    let layers = below_made_as_large(image, &chain, watch).await?;
+    let layers = made_as_large(image, &chain.layers, 1, chain.size_bytes, watch).await?;
     if let Err(error) = take_back_to(image, &chain, &layers, watch, commit).await {
         // Both layers hold the data now, as far as they were copied. Nothing is noted any more.
         if let Err(second) = stay_on(image, &chain, &layers).await {
@@ -101,7 +101,7 @@ async fn stay_on(image: &Image, chain: &Chain, layers: &[Arc<Layer>]) -> Result<
 
 /// Empties a layer that no disk uses any more: its space goes back to the host. It stays a valid image, which shows
 /// what the layer below holds. Goes on until the `watch` cancels, and waits while it pauses.
-async fn empty(former: &Layer, watch: &CopyWatch) -> Result<()> {
+pub(super) async fn empty(former: &Layer, watch: &CopyWatch) -> Result<()> {
     if !former.mapping.can_reveal() || former.mapping.data_file().is_some() {
         return Ok(());
     }
@@ -148,6 +148,9 @@ async fn check(chain: &Chain) -> Result<()> {
     if chain.is_handing_over() {
         return refuse("the layer below could not be made durable");
     }
+    if chain.is_dead() {
+        return refuse("the layer below could not be opened again after a change");
+    }
     if below.size_bytes > chain.size_bytes {
         return refuse("the layer below is larger");
     }
@@ -161,26 +164,36 @@ async fn check(chain: &Chain) -> Result<()> {
     }
 }
 
-/// Makes the layer below the top as large as the disk, if the disk has grown. Returns the layers.
-async fn below_made_as_large(image: &Image, chain: &Chain, watch: &CopyWatch) -> Result<Vec<Arc<Layer>>> {
-    let [top, below, rest @ ..] = &*chain.layers else { return Ok(chain.layers.clone()) };
-    if below.size_bytes >= chain.size_bytes {
-        return Ok(chain.layers.clone());
-    }
-    let in_context = |error: Error| error.in_context(format!("'{}'", below.name));
-    below.memory_bitmaps.check_size(chain.size_bytes).map_err(in_context)?;
-    let lower = Arc::new(Chain::new(chain.layers.get(1..).unwrap_or_default().to_vec(), &chain.disk));
-    // Nobody writes to the layer below, so this look takes its time while guests go on.
-    below.look_before_edit(&mut |_, _| !watch.is_cancelled()).await?;
+/// Makes a layer below the top at least this large. Returns the layers.
+pub(super) async fn made_as_large(
+    image: &Image,
+    layers: &[Arc<Layer>],
+    index: usize,
+    size_bytes: u64,
+    watch: &CopyWatch,
+) -> Result<Vec<Arc<Layer>>> {
+    let present = image.chain();
+    let disk = &present.disk;
+    let Some(layer) = layers.get(index).filter(|layer| layer.size_bytes < size_bytes) else {
+        return Ok(layers.to_vec());
+    };
+    let in_context = |error: Error| error.in_context(format!("'{}'", layer.name));
+    layer.memory_bitmaps.check_size(size_bytes).map_err(in_context)?;
+    let lower = Arc::new(Chain::new(layers.get(index..).unwrap_or_default().to_vec(), disk));
+    // Nobody writes to the layer, so this look takes its time while guests go on.
+    layer.look_before_edit(&mut |_, _| !watch.is_cancelled()).await?;
     watch.check()?;
     let barrier = hold_quiet(&image.board).await?;
-    let Grown { layer, result } = lower.grown_top(chain.size_bytes).await;
+    let Grown { layer, result } = lower.grown_top(size_bytes).await;
     let Some(layer) = layer else {
-        barrier.release(vec![Arc::new(Chain::dead(chain.layers.clone(), &chain.disk))]).await;
+        barrier.release(vec![Arc::new(Chain::dead(layers.to_vec(), disk))]).await;
         return result.map(|()| Vec::new());
     };
-    let layers: Vec<_> = [Arc::clone(top), Arc::new(layer)].into_iter().chain(rest.iter().cloned()).collect();
-    barrier.release(vec![Arc::new(Chain::new(layers.clone(), &chain.disk))]).await;
+    let mut layers = layers.to_vec();
+    if let Some(place) = layers.get_mut(index) {
+        *place = Arc::new(layer);
+    }
+    barrier.release(vec![Arc::new(Chain::new(layers.clone(), disk))]).await;
     result.map(|()| layers)
 }
 

@@ -1,8 +1,8 @@
 //! The gate: an image never makes the daemon open a file that its user did not allow.
 //!
-//! Every file that is opened because an image names it passes the [`Gate`]. Images name files by path. The disk or file
-//! of a server passes only if the user named the same one, or allowed all. Other protocols and `json:` descriptions
-//! inside images are refused under every policy.
+//! Every file that is opened because an image names it passes the [`Gate`]. Images name files by path; `file:` and
+//! `host_device:` may stand before a backing file's. The disk or file of a server passes only if the user named the same
+//! one, or allowed all. Other protocols and `json:` descriptions inside images are refused under every policy.
 
 use super::temporary_files::TemporaryFiles;
 use crate::file_name::FileName;
@@ -30,7 +30,8 @@ pub trait Opener {
     /// Opens the file `name` for `role`.
     fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>>;
 
-    /// Makes the empty file `path` and opens it for writing; `None` if the name exists.
+    /// Makes the empty file `path` and opens it for writing; `None` if the name exists. After an error the file may be there:
+    /// from the moment that it was made, others may use it.
     fn make(&self, path: &Path) -> Result<Option<Arc<dyn File>>> {
         Err(Error::new(ErrorKind::Unsupported, format!("'{}' cannot be made here", path.display())))
     }
@@ -110,6 +111,13 @@ pub fn backing_path(overlay: &FileName, name: &str) -> Result<FileName> {
     }
 }
 
+/// Returns the path in a name with the protocol of a file of the host; `None` if it is another name. As in QEMU, it is
+/// relative to the working directory, not to the image.
+#[must_use]
+pub fn path_with_protocol(name: &str) -> Option<&str> {
+    ["file:", "host_device:"].iter().find_map(|protocol| name.strip_prefix(protocol))
+}
+
 /// Parses the name as a server's disk or file; `None` if it is none.
 fn remote(name: &str) -> Option<FileName> {
     FileName::parse(name).ok().filter(FileName::is_remote)
@@ -120,7 +128,8 @@ fn remote(name: &str) -> Option<FileName> {
 pub(crate) fn named_path(overlay: &FileName, what: &str, name: &str) -> Result<PathBuf> {
     let shown = show_name(name);
     let first_part = name.split('/').next().unwrap_or_default();
-    if first_part.contains(':') {
+    let with_protocol = path_with_protocol(name).filter(|_| what == BACKING_FILE);
+    if first_part.contains(':') && with_protocol.is_none() {
         let known = FileName::PROTOCOLS.join(", ");
         let message = format!(
             "'{overlay}' names its {what} as '{shown}': names with a protocol (known are {known}) and json: \
@@ -128,8 +137,11 @@ pub(crate) fn named_path(overlay: &FileName, what: &str, name: &str) -> Result<P
         );
         return Err(Error::new(ErrorKind::Denied, message));
     }
-    if name.is_empty() || name.contains('\0') {
+    if with_protocol.unwrap_or(name).is_empty() || name.contains('\0') {
         return Err(Error::new(ErrorKind::BadImage, format!("'{overlay}' has an impossible {what} name '{shown}'")));
+    }
+    if let Some(path) = with_protocol {
+        return Ok(PathBuf::from(os_name(path)));
     }
     match overlay.path() {
         Some(path) => Ok(path.parent().unwrap_or(Path::new("")).join(os_name(name))),
@@ -336,7 +348,7 @@ mod tests {
     fn protocol_and_json_names_are_refused_and_plain_ones_are_relative_to_the_overlay() {
         let overlay = FileName::from("/vms/a/disk.qcow2");
         let path = |name: &str| named_path(&overlay, "backing file", name);
-        for name in ["json:{\"driver\":\"file\"}", "file:x", "fd:3", "vhost-user:/run/x", "ssh://h/x", "base:1/x"] {
+        for name in ["json:{\"driver\":\"file\"}", "File:x", "fd:3", "vhost-user:/run/x", "ssh://h/x", "base:1/x"] {
             let error = path(name).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Denied, "{name}");
             assert!(error.to_string().contains("file, host_device, fd"), "{error}");
@@ -344,6 +356,12 @@ mod tests {
         assert!(path("").is_err() && path("a\0b").is_err());
         assert_eq!(path("sub/a:b").unwrap(), Path::new("/vms/a/sub/a:b"));
         assert_eq!(path("/abs").unwrap(), Path::new("/abs"));
+        assert_eq!(path("file:/abs:1").unwrap(), Path::new("/abs:1"));
+        // As in QEMU, relative to the working directory.
+        assert_eq!(path("file:sub/x").unwrap(), Path::new("sub/x"));
+        assert_eq!(path("host_device:/dev/sdb").unwrap(), Path::new("/dev/sdb"));
+        assert!(path("file:").is_err() && path("file:a\0b").is_err());
+        assert!(named_path(&overlay, "data file", "file:/abs").is_err());
     }
 
     #[test]

@@ -7,7 +7,7 @@ use crate::chain::layer::{DataFile, Layer};
 use crate::chain::mapping::{KEPT_HEADER_MAX_BYTES, KeptHeader, make_kept};
 use crate::file_name::FileName;
 use crate::guess::Format;
-use block::{Error, ErrorKind, File, MetaIo, PastEnd, Result, block_on};
+use block::{Error, ErrorKind, File, Locks, MetaIo, PastEnd, Result, block_on};
 use format_qcow2::os_name;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -26,7 +26,7 @@ pub(crate) fn kept_layer(layers: &[Layer], path: &Path, opener: &dyn Opener) -> 
         return Err(in_context(Error::new(ErrorKind::Locked, what)));
     }
     match (is_blank(&*index, path).map_err(in_context)?, is_new) {
-        (true, true) => make(below, path, &index, opener).inspect_err(|_| opener.unmake(path))?,
+        (true, true) => make(below, path, &index, opener).inspect_err(|_| unmake(path, &*index, opener))?,
         (true, false) => {
             tracing::warn!("'{}' was never finished, and holds nothing: makes it anew", path.display());
             make(below, path, &index, opener)?;
@@ -76,8 +76,15 @@ fn is_blank(index: &dyn File, path: &Path) -> Result<bool> {
     Ok(bytes.iter().all(|byte| *byte == 0))
 }
 
-/// Fills the index file, which is blank, and makes the data file. After an error, the data file is there only if it was there
-/// before. An empty one is used: others may have begun to make the overlay.
+/// Removes a file that was made for this index, if the index is locked. Else others may have begun to use both.
+fn unmake(path: &Path, index: &dyn File, opener: &dyn Opener) {
+    if index.info().locks == Locks::Held {
+        opener.unmake(path);
+    }
+}
+
+/// Fills the index file, which is blank, and makes the data file. After an error, a data file that is there is empty, or was
+/// there before. An empty one is used: others may have begun to make the overlay.
 fn make(below: &Layer, path: &Path, index: &Arc<dyn File>, opener: &dyn Opener) -> Result<()> {
     let data_path = data_path_of(path);
     let unnamed = || {
@@ -109,7 +116,7 @@ fn make(below: &Layer, path: &Path, index: &Arc<dyn File>, opener: &dyn Opener) 
     };
     filled().inspect_err(|_| {
         if is_new {
-            opener.unmake(&data_path);
+            unmake(&data_path, &**index, opener);
         }
     })
 }

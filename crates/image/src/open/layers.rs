@@ -34,6 +34,8 @@ pub struct ImageOptions {
     pub allow_backing: BackingPolicy,
     /// Whether to ignore the backing file that the image names.
     pub is_alone: bool,
+    /// The image is going to get a backing file: of what is zeroed it says so from now on.
+    pub will_have_backing: bool,
     /// Other files that the user named (on the same command line).
     pub listed: Vec<PathBuf>,
     /// The answer to `GET_ID`.
@@ -71,6 +73,7 @@ impl ImageOptions {
             former_tops: 0,
             allow_backing: BackingPolicy::default(),
             is_alone: false,
+            will_have_backing: false,
             listed: Vec::new(),
             serial: String::new(),
             volatile_cache: true,
@@ -139,6 +142,9 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         let (format, guessed) = format_of(&said, file.as_ref(), format).map_err(in_context)?;
         let snapshot = options.snapshot.as_ref().filter(|_| layers.is_empty());
         let mut layer = open_layer(&name, file, format, role, snapshot).map_err(in_context)?;
+        if options.will_have_backing && layers.is_empty() {
+            layer.mapping.expect_backing();
+        }
         if !options.is_alone
             && let Some((backing, backing_format)) = backing_of(&layer)?
         {

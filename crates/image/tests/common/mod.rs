@@ -150,7 +150,10 @@ impl Chain {
 
     fn make(&self, storage: &SimStorage, index: usize) {
         let layer = &self.layers[index];
-        let options = if index == 0 { self.file.clone() } else { SimFileOptions::default() };
+        // A file of the host that becomes longer has zeros there. A raw layer that is taken into relies on it.
+        let grows_with_zeros = matches!(layer, Layer::Raw(_));
+        let below = SimFileOptions { grows_with_zeros, ..SimFileOptions::default() };
+        let options = if index == 0 { self.file.clone() } else { below };
         let data_options = options.clone();
         if let Some(bytes) = self.made.as_ref().filter(|_| index == 0) {
             storage.create_with(&name(0), bytes, options);

@@ -133,17 +133,20 @@ impl Served {
         pools
     }
 
-    /// Returns hooks with the driver's counters, followed by the server's.
+    /// Returns hooks with the drivers' counters, followed by the server's.
     pub(super) fn hooks(&self) -> Hooks<'static> {
-        let hooks = load::driver_hooks(&self.drivers[0]).with(|hooks| {
+        let all: Vec<_> = self.drivers.iter().map(load::driver_hooks).collect();
+        let guests: Vec<_> = all.iter().filter_map(|hooks| hooks.counters.clone()).collect();
+        let hooks = all.into_iter().next().unwrap_or_default().with(|hooks| {
             if self.drivers.len() > 1 {
-                // Memory of one driver is not the other's. The second one is not counted.
+                // Memory of one driver is not the other's.
                 hooks.alloc = None;
             }
         });
-        let (guests, daemon) = (hooks.counters.clone(), Arc::clone(&self.daemon));
+        let daemon = Arc::clone(&self.daemon);
         let counters = move || {
-            let mut all = guests.as_ref().map(|counters| counters()).unwrap_or_default();
+            let mut all = Vec::new();
+            guests.iter().for_each(|counters| add(&mut all, counters()));
             all.extend(server_counters(&daemon));
             all
         };
@@ -160,6 +163,16 @@ impl Served {
         }
         let daemon = Arc::into_inner(self.daemon).context("the server is still asked for its counters")?;
         Ok(daemon.shutdown()?)
+    }
+}
+
+/// Adds a guest's counters to those of others by their names.
+fn add(all: &mut Vec<(&'static str, u64)>, more: Vec<(&'static str, u64)>) {
+    for (name, count) in more {
+        match all.iter_mut().find(|(other, _)| *other == name) {
+            Some((_, sum)) => *sum += count,
+            None => all.push((name, count)),
+        }
     }
 }
 

@@ -68,6 +68,26 @@ pub(super) struct Mirror {
     how: How,
 }
 
+/// The layers that are committed, and how.
+#[derive(clap::Args)]
+pub(super) struct Commit {
+    /// The disk.
+    name: String,
+    /// Commit this many layers, one after the other.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    layers: usize,
+    /// The uppermost layer that goes [default: the disk's top].
+    #[arg(long, value_name = "FILE")]
+    top: Option<PathBuf>,
+    /// The layer that takes the data of all layers above it, down from --top.
+    #[arg(long, value_name = "FILE", conflicts_with = "layers")]
+    base: Option<PathBuf>,
+    #[command(flatten)]
+    aim: AimOf,
+    #[command(flatten)]
+    how: How,
+}
+
 impl How {
     pub(super) fn bytes_per_second(&self) -> anyhow::Result<Option<u64>> {
         Ok(self.rate.as_deref().map(drive::parse_size).transpose()?)
@@ -75,9 +95,16 @@ impl How {
 }
 
 impl Ctl {
-    pub(super) fn commit(&self, name: &str, layers: usize, aim: &AimOf, how: &How) -> anyhow::Result<()> {
+    pub(super) fn commit(&self, commit: &Commit) -> anyhow::Result<()> {
+        let Commit { name, layers, top, base, aim, how } = commit;
         let (bytes_per_second, (within_ms, stall_ms)) = (how.bytes_per_second()?, aim.parse()?);
-        self.start(name, "commit", &CommitDisk { layers, bytes_per_second, within_ms, stall_ms }, how)
+        let [top, base] = [top, base].map(|file| file.as_deref().map(whole_target));
+        self.start(
+            name,
+            "commit",
+            &CommitDisk { layers: *layers, top, base, bytes_per_second, within_ms, stall_ms },
+            how,
+        )
     }
 
     pub(super) fn mirror(&self, mirror: &Mirror) -> anyhow::Result<()> {

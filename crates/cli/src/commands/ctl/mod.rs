@@ -70,6 +70,7 @@ enum Verb {
         /// The disk.
         name: String,
         /// The new size: 20G, or +5G to add to the current size.
+        #[arg(allow_hyphen_values = true)]
         size: String,
     },
     /// Reopen the files of a disk while it runs: one was replaced, or changed behind the disk.
@@ -95,18 +96,8 @@ enum Verb {
         #[arg(required = true, num_args = 2.., value_names = ["NAME", "OVERLAY-FILE"])]
         pairs: Vec<String>,
     },
-    /// Take the top layer of a running disk back into the layer below.
-    Commit {
-        /// The disk.
-        name: String,
-        /// Take this many layers back, one after the other.
-        #[arg(long, value_name = "N", default_value_t = 1)]
-        layers: usize,
-        #[command(flatten)]
-        aim: jobs::AimOf,
-        #[command(flatten)]
-        how: jobs::How,
-    },
+    /// Commit a layer of a running disk into the layer below it: the top, or with --top another one.
+    Commit(jobs::Commit),
     /// Copy a running disk to another image, which then takes its place.
     Mirror(jobs::Mirror),
     /// Copy the data of lower layers into the top layer of a running disk, which then needs none of them.
@@ -241,7 +232,7 @@ fn call(args: &Args) -> anyhow::Result<()> {
         }
         Verb::Set { name, options } => ctl.set(name, options),
         Verb::Snapshot { pairs } => ctl.snapshot(pairs),
-        Verb::Commit { name, layers, aim, how } => ctl.commit(name, *layers, aim, how),
+        Verb::Commit(commit) => ctl.commit(commit),
         Verb::Mirror(mirror) => ctl.mirror(mirror),
         Verb::Stream { name, base, how } => ctl.stream(name, base.as_deref(), how),
         Verb::Rebase { name, base, format, how } => ctl.rebase(name, base, format.clone(), how),
@@ -317,13 +308,18 @@ impl Ctl {
     }
 
     fn resize(&self, name: &str, size: &str) -> anyhow::Result<()> {
-        let size_bytes = match size.strip_prefix('+') {
-            Some(more) => {
-                let present = self.disk(name)?.size_bytes;
-                let sum = present.checked_add(drive::parse_size(more)?);
+        if size.starts_with('-') {
+            return Err(usage(format!(
+                "{size}: a disk in use cannot be made smaller: remove it, then 'ringdisk resize --shrink'"
+            )));
+        }
+        let given = drive::parse_size(size)?;
+        let size_bytes = match size.starts_with('+') {
+            true => {
+                let sum = self.disk(name)?.size_bytes.checked_add(given);
                 sum.ok_or_else(|| usage(format!("{size}: no disk is that large")))?
             }
-            None => drive::parse_size(size)?,
+            false => given,
         };
         let disk: Disk =
             self.client.post(&format!("/v1/disks/{}/resize", path_segment(name)), &Resize { size_bytes })?;

@@ -10,7 +10,9 @@ use anyhow::{Context, bail};
 use drive::{FilePart, ImageName, PartOpener, human_size};
 use file::ImageFile;
 use format_qcow2::{Bitmap, Compression, Header};
-use image::{BackingPolicy, Description, FileName, Format, Opener, Role, inspect_encrypted, pass_gate};
+use image::{
+    BackingPolicy, Description, FileName, Format, Opener, Role, inspect_encrypted, pass_gate, path_with_protocol,
+};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::os::unix::fs::MetadataExt;
@@ -109,10 +111,10 @@ fn description_of(name: &FileName, part: &FilePart) -> String {
     format!("json:{{{offset}\"driver\": \"raw\", {size}\"file\": {{\"driver\": \"file\", \"filename\": {file}}}}}")
 }
 
-/// Returns the backing file's name as a path, relative to the image that names it.
+/// Returns the backing file's name as a path, relative to the image that names it. A name with a protocol stays as it is.
 fn backing_path(layer: &Layer) -> Option<String> {
     let name = layer.description.backing_file.as_ref()?;
-    if remote_name(name).is_some() {
+    if remote_name(name).is_some() || path_with_protocol(name).is_some() {
         return Some(name.clone());
     }
     Some(layer.name.path().and_then(Path::parent).unwrap_or(Path::new("")).join(name).display().to_string())
@@ -121,7 +123,8 @@ fn backing_path(layer: &Layer) -> Option<String> {
 /// Returns the name and format of the layer below the last one, if the policy allows it.
 fn below(layers: &[Layer], policy: &BackingPolicy) -> anyhow::Result<Option<(FileName, Option<Format>)>> {
     let (Some(top), Some(last)) = (layers.first(), layers.last()) else { return Ok(None) };
-    let Some(path) = backing_path(last).map(|path| PathBuf::from(image::os_name(&path))) else { return Ok(None) };
+    let Some(path) = backing_path(last) else { return Ok(None) };
+    let path = PathBuf::from(image::os_name(path_with_protocol(&path).unwrap_or(&path)));
     let name = last.description.backing_file.as_deref().unwrap_or_default();
     let target = pass_gate(policy, top.name.clone(), &[], last.name.clone(), name, &files())?;
     for layer in layers {

@@ -4,13 +4,16 @@ use daemon::{Attachment, Daemon, DiskStatus, ExportStatus};
 use rustix::fs::fstat;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
+use std::path::Path;
 
-/// Returns the text for people: the disks, "ready", and how to attach each monitor. A journal does not get the last
-/// part.
-pub(super) fn human(daemon: &Daemon) -> String {
+/// Returns the text for people: the disks, "ready", and how to attach each monitor, or how to add a disk to none. A
+/// journal does not get the last part.
+pub(super) fn human(daemon: &Daemon, control: Option<&Path>) -> String {
     let mut text = String::new();
     let mut attachments: Vec<Attachment> = Vec::new();
-    for (disk, exports) in served(daemon) {
+    let served = served(daemon);
+    let serves_nothing = served.is_empty();
+    for (disk, exports) in served {
         for export in exports {
             let size = drive::human_size(disk.info.size_bytes);
             let mode = if export.read_only { ", read-only" } else { "" };
@@ -27,7 +30,16 @@ pub(super) fn human(daemon: &Daemon) -> String {
         }
     }
     let _ = writeln!(text, "ready");
-    if !is_journal() {
+    if is_journal() {
+        return text;
+    }
+    if let (true, Some(control)) = (serves_nothing, control) {
+        let control = drive::absolute(control).display().to_string();
+        let control = daemon::quote(&control);
+        let _ =
+            writeln!(text, "\nNo disk is served yet. Add one with:\n  ringdisk ctl --control {control} add file=PATH");
+    }
+    if !attachments.is_empty() {
         let _ = writeln!(text, "\nAttach with:\n{}", daemon::attach_flags(&attachments));
     }
     text
@@ -77,4 +89,19 @@ fn is_journal() -> bool {
     let named = std::env::var("JOURNAL_STREAM").ok();
     let stat = fstat(std::io::stdout()).ok();
     named.zip(stat).is_some_and(|(named, stat)| named == format!("{}:{}", stat.st_dev, stat.st_ino))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use daemon::DaemonConfig;
+
+    #[test]
+    fn without_a_disk_it_says_how_to_add_one() {
+        let daemon = Daemon::start(DaemonConfig::default()).expect("a daemon");
+        let text = human(&daemon, Some(Path::new("/run/my control")));
+        assert!(text.starts_with("ready\n") && !text.contains("Attach"), "{text}");
+        assert!(text.contains("ringdisk ctl --control '/run/my control' add file=PATH"), "{text}");
+        daemon.shutdown().expect("an end");
+    }
 }

@@ -52,6 +52,28 @@ fn a_reload_does_not_take_the_record_of_a_disk_that_a_call_added_and_that_could_
 }
 
 #[test]
+fn a_new_drive_that_cannot_be_opened_is_listed_until_a_reload_opens_it() {
+    let managed = Managed::new();
+    let (one, other) = (managed.image("one", None), managed.image("other", None));
+    let missing = drive(&one.with_file_name("missing"), "");
+    managed.configured_by("");
+    for _ in 0..2 {
+        assert_eq!(managed.reload(&missing).failed.len(), 1);
+        let failed = managed.manager.failed_disks();
+        assert_eq!(failed.len(), 1, "{failed:?}");
+        assert!(failed[0].name == "web" && failed[0].error.contains("the last reload"), "{failed:?}");
+    }
+    // Its name is nobody's.
+    managed.add(&other, &[]).unwrap();
+    assert_eq!(managed.away(), Vec::<String>::new());
+    managed.manager.remove_disk("web", true).unwrap();
+    assert_eq!(managed.reload(&drive(&one, "")).added, ["web"]);
+    assert_eq!(managed.away(), Vec::<String>::new());
+    assert_eq!(managed.reload(&missing).failed.len(), 1);
+    assert_eq!(managed.manager.failed_disks(), Vec::new(), "it is served as before");
+}
+
+#[test]
 fn a_disk_whose_export_cannot_begin_is_served_once_and_recorded() {
     for is_new in [true, false] {
         let managed = Managed::new();

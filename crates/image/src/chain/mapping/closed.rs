@@ -5,8 +5,11 @@ use super::Mapping;
 use crate::chain::closed_edit::ClosedEdit;
 use crate::file_name::FileName;
 use block::{Error, ErrorKind, File, MetaIo, Result};
-use format_qcow2::{AmendOptions, Backing, Bitmap, BitmapBits, EditWatch, GrowBy, ResizeOptions, Snapshot, VmState};
+use format_qcow2::{
+    AmendOptions, Backing, Bitmap, BitmapBits, EditWatch, GrowBy, ResizeOptions, Snapshot, SnapshotChange, VmState,
+};
 use format_raw::NewSpace;
+use std::ops::Range;
 
 /// What lasts longer than a layer is open. `io` and `file` are the layer's, which messages call `name`.
 impl Mapping {
@@ -121,6 +124,28 @@ impl Mapping {
             ClosedEdit::DeleteSnapshot(which) => format_qcow2::delete_snapshot(io, file, name, which, go_on).await,
             ClosedEdit::ApplySnapshot(which) => format_qcow2::apply_snapshot(io, file, name, which, go_on).await,
         }
+    }
+
+    /// Takes or deletes an internal snapshot of a layer that nobody writes to; guests read it meanwhile. Returns what
+    /// became free, in bytes of the file. It keeps its contents.
+    pub(crate) async fn change_snapshots_beside_readers(
+        &self,
+        io: &MetaIo,
+        file: &dyn File,
+        name: &FileName,
+        edit: &ClosedEdit,
+    ) -> Result<Vec<Range<u64>>> {
+        self.refuse_edit(name, edit)?;
+        let change = match edit {
+            ClosedEdit::CreateSnapshot(new) => SnapshotChange::Create(new),
+            ClosedEdit::DeleteSnapshot(which) => SnapshotChange::Delete(which),
+            _ => {
+                let what = format!("'{name}': only snapshots are taken or deleted while others read");
+                return Err(Error::new(ErrorKind::Unsupported, what));
+            }
+        };
+        let go_on = &mut |_, _| true;
+        format_qcow2::change_snapshots_beside_readers(io, file, &name.to_string(), change, go_on).await
     }
 
     /// Records another backing file, or none, in the header.

@@ -153,6 +153,13 @@ impl Mapping {
         self.header().is_none_or(|header| header.version >= 3)
     }
 
+    /// The image is going to get a backing file: zeroed clusters say that they are zero from now on.
+    pub(crate) fn expect_backing(&mut self) {
+        if let Self::Qcow2(qcow2) = self {
+            qcow2.expect_backing();
+        }
+    }
+
     /// Whether many clusters take no space in the file, because only their tables were made in advance.
     pub(crate) async fn has_empty_clusters(&self, io: &MetaIo, file: &dyn File) -> bool {
         let Self::Qcow2(qcow2) = self else { return false };
@@ -173,6 +180,11 @@ impl Mapping {
     /// Whether this layer can be emptied, so that the layer below shows.
     pub(crate) fn can_reveal(&self) -> bool {
         self.qcow2().is_some() || self.kept_header().is_some()
+    }
+
+    /// Whether what its header leads to can be changed while the layer is closed: its backing file, its internal snapshots.
+    pub(crate) fn can_be_edited(&self) -> bool {
+        self.qcow2().is_some()
     }
 
     /// Returns the epochs in which queues take part, if the format reuses freed space.

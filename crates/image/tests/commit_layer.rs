@@ -1,0 +1,205 @@
+//! Layers below the top of a disk are committed while several queues work, and every read is checked against the history
+//! of the writes.
+
+mod live;
+
+use block::{Error, ErrorKind, File, Result};
+use engine::{EngineKind, OpenOptions};
+use live::{Bench, HostOpener, Shape};
+use ringdisk_image::{
+    CopyWatch, FileName, LayerGoes, LayerOpeners, NewBelow, Opener, Role, commit_layer, open_below_for_writing,
+};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::Arc;
+use testkit::{HistoryLoad, qcow2_check};
+
+const OPERATIONS: u64 = 100_000;
+const SIZE: u64 = 4 << 20;
+
+/// Opens files without locks.
+struct Unlocked;
+
+impl Opener for Unlocked {
+    fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
+        let options = OpenOptions::default().with(|options| {
+            options.engine = EngineKind::Auto;
+            options.read_only = role != Role::Writable;
+            options.lock = false;
+        });
+        engine::open(name.path().unwrap(), &options)
+    }
+}
+
+const OPENERS: LayerOpeners<'static> = LayerOpeners { for_writing: &Unlocked, for_reading: &HostOpener };
+
+/// What was told of a layer.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Told {
+    refuses: bool,
+    said: Vec<&'static str>,
+}
+
+impl LayerGoes for Told {
+    fn goes(&mut self) -> Result<()> {
+        self.said.push("goes");
+        if self.refuses { Err(Error::new(ErrorKind::Io, "no room for the record")) } else { Ok(()) }
+    }
+
+    fn is_gone(&mut self) {
+        self.said.push("is gone");
+    }
+
+    fn stays(&mut self) {
+        self.said.push("stays");
+    }
+}
+
+fn layer(bench: &Bench, index: usize) -> FileName {
+    bench.image.layer_file_names().nth(index).unwrap().0
+}
+
+/// Commits the layer of this place. Its file is empty afterwards, and is deleted: whoever still needs it fails.
+fn commit(bench: &Bench, index: usize, bytes_per_second: u64) {
+    let before = bench.files();
+    let (gone, watch, mut told) = (layer(bench, index), CopyWatch::that_can_give_up(), Told::default());
+    watch.set_rate(bytes_per_second);
+    commit_layer(&bench.image, &gone, OPENERS, &watch, &mut told).unwrap();
+    assert_eq!((told.said, watch.done_bytes()), (vec!["goes", "is gone"], watch.total_bytes()));
+    let expected: Vec<_> = before.iter().enumerate().filter(|(at, _)| *at != index).map(|(_, file)| file).collect();
+    assert_eq!(bench.files().iter().collect::<Vec<_>>(), expected);
+    let gone = gone.path().unwrap();
+    qcow2_check(&std::fs::read(gone).unwrap()).unwrap().sound().unwrap();
+    let bytes = std::fs::metadata(gone).unwrap().blocks() * 512;
+    assert!(bytes < SIZE / 4, "{bytes} bytes of a layer that has gone stay in use");
+    std::fs::remove_file(gone).unwrap();
+}
+
+fn works_on(bench: Bench, indices: &[usize], bytes_per_second: u64) {
+    let load = bench.start(HistoryLoad { write_percent: 20, ..HistoryLoad::default() });
+    for index in indices {
+        load.wait_for_more(500);
+        commit(&bench, *index, bytes_per_second);
+    }
+    while load.operations() < OPERATIONS / 4 {
+        load.wait_for_more(1000);
+    }
+    assert_eq!(load.finish(), [""; 0]);
+    bench.assert_sound_and_as_written();
+}
+
+#[test]
+fn layers_that_were_open_for_reading_go_into_the_ones_below_them() {
+    works_on(Bench::new(&Shape::qcow2(SIZE, &[4096, 65536, 512, 16384])), &[1, 1], 0);
+    works_on(Bench::new(&Shape::qcow2(SIZE - 1536, &[65536, 512, 16384, 4096])), &[2, 1], 32 << 20);
+    works_on(Bench::new(&Shape::qcow2(SIZE, &[4096, 65536, 16384]).with_direct_io()), &[1], 0);
+}
+
+#[test]
+fn eight_layers_become_two() {
+    let clusters = [4096, 65536, 16384, 4096, 8192, 65536, 512, 16384];
+    works_on(Bench::new(&Shape::qcow2(SIZE, &clusters)), &[6, 3, 1, 3, 2, 1], 0);
+}
+
+#[test]
+fn former_tops_go_into_a_raw_image_while_the_top_is_written() {
+    let bench = Bench::new(&Shape::raw(SIZE));
+    let load = bench.start(HistoryLoad::default());
+    for cluster_size in [65536, 8192, 4096] {
+        load.wait_for_more(1000);
+        bench.put_overlay(cluster_size);
+    }
+    for index in [1, 1] {
+        load.wait_for_more(1000);
+        commit(&bench, index, 0);
+    }
+    // What is left is an overlay that the layer below takes back.
+    load.wait_for_more(1000);
+    bench.take_back();
+    load.wait_for_more(1000);
+    assert_eq!((load.finish(), bench.files().len()), (Vec::new(), 1));
+    bench.assert_sound_and_as_written();
+}
+
+/// Opens it as a user who keeps others from writing, or from using it at all.
+fn is_free(path: &Path, read_only: bool) -> bool {
+    match HostOpener.open_path(path, read_only) {
+        Ok(_) => true,
+        Err(error) if error.kind() == ErrorKind::Locked => false,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+#[test]
+fn a_base_that_somebody_else_uses_takes_no_layer_and_is_locked_as_before_afterwards() {
+    let bench = Bench::new(&Shape::qcow2(SIZE, &[4096, 65536, 16384]));
+    let (before, gone) = (bench.files(), layer(&bench, 1));
+    let (base, mut told) = (before[2].clone(), Told::default());
+    for used in [2, 0] {
+        // Somebody who reads the base; then the top is this disk's own, and it works.
+        let other = (used == 2).then(|| HostOpener.open_path(&base, true).unwrap());
+        let result = commit_layer(&bench.image, &gone, OPENERS, &CopyWatch::default(), &mut told);
+        if other.is_none() {
+            result.unwrap();
+            break;
+        }
+        assert_eq!(result.unwrap_err().kind(), ErrorKind::Locked);
+        assert_eq!((&bench.files(), told.said.len()), (&before, 0));
+        assert!(is_free(&base, true) && !is_free(&base, false));
+    }
+    assert!(is_free(&base, true) && !is_free(&base, false));
+    bench.assert_sound_and_as_written();
+}
+
+#[test]
+fn a_commit_that_is_cancelled_or_not_recorded_leaves_the_chain_as_it_is() {
+    let bench = Bench::new(&Shape::qcow2(SIZE, &[4096, 65536, 16384]));
+    let (before, gone) = (bench.files(), layer(&bench, 1));
+    let load = bench.start(HistoryLoad::default());
+    let watch = Arc::new(CopyWatch::default());
+    watch.set_rate(1 << 20);
+    let its = Arc::clone(&watch);
+    let canceller = std::thread::spawn(move || {
+        while its.done_bytes() == 0 {
+            std::thread::yield_now();
+        }
+        its.cancel();
+    });
+    let mut told = Told::default();
+    let error = commit_layer(&bench.image, &gone, OPENERS, &watch, &mut told).unwrap_err();
+    canceller.join().unwrap();
+    assert_eq!((error.kind(), told.said.len()), (ErrorKind::Cancelled, 0));
+    load.wait_for_more(1000);
+    told.refuses = true;
+    let error = commit_layer(&bench.image, &gone, OPENERS, &CopyWatch::default(), &mut told).unwrap_err();
+    assert!(error.to_string().contains("no room for the record"), "{error}");
+    assert_eq!((told.said, bench.files()), (vec!["goes", "stays"], before.clone()));
+    for index in [0, 2] {
+        let it = layer(&bench, index);
+        let error = commit_layer(&bench.image, &it, OPENERS, &CopyWatch::default(), &mut Told::default()).unwrap_err();
+        assert!(error.to_string().contains("between two others"), "{error}");
+    }
+    assert!(is_free(&before[2], true) && !is_free(&before[2], false));
+    load.wait_for_more(2000);
+    assert_eq!(load.finish(), [""; 0]);
+    bench.assert_sound_and_as_written();
+}
+
+#[test]
+fn the_top_goes_into_an_image_that_was_open_for_reading() {
+    let bench = Bench::new(&Shape::qcow2(SIZE, &[4096, 65536]));
+    let load = bench.start(HistoryLoad::default());
+    load.wait_for_more(500);
+    let base = bench.files()[1].clone();
+    let watch = CopyWatch::default();
+    open_below_for_writing(&bench.image, &Unlocked, &watch).unwrap();
+    assert!(!is_free(&base, true), "it is this disk's alone");
+    load.wait_for_more(500);
+    bench.take_back();
+    load.wait_for_more(2000);
+    assert_eq!((load.finish(), bench.files()), (Vec::new(), vec![base.clone()]));
+    assert!(!is_free(&base, true));
+    // A change of its base would need one.
+    assert!(bench.move_onto(NewBelow::Nothing, &watch).is_err());
+    bench.assert_sound_and_as_written();
+}
