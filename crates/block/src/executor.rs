@@ -224,6 +224,8 @@ pub fn block_on<T>(future: impl Future<Output = T>) -> T {
     let waker = Waker::from(Arc::new(ThreadWaker(std::thread::current())));
     let mut context = Context::from_waker(&waker);
     loop {
+        // Nothing else of this thread waits for its turn.
+        turn::begin();
         match future.as_mut().poll(&mut context) {
             Poll::Ready(value) => return value,
             Poll::Pending => std::thread::park(),

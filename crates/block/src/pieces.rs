@@ -61,8 +61,9 @@ pub async fn in_pieces(
 #[cfg(all(test, not(feature = "explore")))]
 mod tests {
     use super::*;
-    use crate::{IoErrorKind, block_on, yield_now};
+    use crate::{IoErrorKind, block_on, turn, yield_now};
     use std::cell::{Cell, RefCell};
+    use std::pin::pin;
 
     /// Pieces that begin, and those that end, with the most that were under way at once.
     #[derive(Default)]
@@ -110,6 +111,26 @@ mod tests {
         assert_eq!(failed.kind(), IoErrorKind::NoSpace);
         let begun = seen.begun.borrow().len();
         assert!(begun < 20 && seen.ended.get() == begun, "{begun} of 20 pieces, {} ended", seen.ended.get());
+    }
+
+    #[test]
+    fn pieces_that_move_much_go_one_in_a_turn_on_a_thread_that_waits_too() {
+        let (polls, most) = (Cell::new(0), Cell::new(0));
+        let piece = async |_| {
+            turn::until_free().await;
+            turn::note_moved(1 << 20);
+            polls.set(polls.get() + 1);
+            most.set(most.get().max(polls.get()));
+            yield_now().await;
+            Ok(())
+        };
+        let mut request = pin!(in_pieces(0..8, |at| at + 1, piece));
+        let in_turns = poll_fn(|context| {
+            polls.set(0);
+            request.as_mut().poll(context)
+        });
+        block_on(in_turns).unwrap();
+        assert_eq!(most.get(), 1, "pieces in one turn");
     }
 
     #[test]

@@ -48,3 +48,11 @@ pub async fn moved(bytes: usize) {
     })
     .await;
 }
+
+/// Waits for a turn in which tasks may still move bytes, for a task that is about to. [`crate::block_on`] and
+/// [`crate::Executor`] begin turns.
+pub async fn until_free() {
+    while has_moved_enough() {
+        crate::yield_now().await;
+    }
+}

@@ -6,7 +6,7 @@ use crate::manager::Manager;
 use crate::record::{DiskRecord, FileIdentity, RecordedDisk, recorded_name, target_name};
 use block::{Error, ErrorKind, Result};
 use daemon::{MirrorOptions, MirrorSwitch, NodeId};
-use drive::{image_in_cluster, unmake_file};
+use drive::unmake_file;
 use image::{FileName, MirrorEnd, MirrorScope};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -63,9 +63,8 @@ impl Manager {
         let record = self.records.current();
         for disk in &record.disks {
             let Some(file) = &disk.unfinished else { continue };
-            let made = disk.unfinished_made.as_ref();
-            if !record.disks.iter().any(|disk| disk.uses(file)) && !remove_unfinished_file(&disk.name, file, made) {
-                continue;
+            if !record.disks.iter().any(|disk| disk.uses(file)) {
+                remove_unfinished_file(&disk.name, file, disk.unfinished_made);
             }
             self.records.change_disk(&disk.name, RecordedDisk::is_finished)?;
         }
@@ -75,9 +74,8 @@ impl Manager {
 
 impl DiskRecord {
     /// Notes a file that a job is going to make. Refused while another one is noted that is not made yet: the record
-    /// has room for one. What an earlier run has left of the same copy in a cluster is removed.
+    /// has room for one.
     pub(crate) fn will_make(&self, file: &FileName) -> Result<()> {
-        self.remove_left(file)?;
         let text = recorded_name(file);
         self.change_if_it_can(|disk| {
             if let Some(other) = disk.unfinished.as_ref().filter(|_| disk.unfinished_made.is_none()) {
@@ -90,23 +88,6 @@ impl DiskRecord {
         })
     }
 
-    /// Removes an image of a cluster that a job of an earlier run was making when it died. An image that has got its name
-    /// stays: it is in the way, and that is said when the new one is made.
-    fn remove_left(&self, file: &FileName) -> Result<()> {
-        let (record, text) = (self.records.current(), recorded_name(file));
-        let left = record.disk(&self.name).filter(|disk| disk.was_making(&text));
-        let Some(made) = left.and_then(|disk| disk.unfinished_made.as_ref()) else { return Ok(()) };
-        if !file.is_remote() || record.disks.iter().any(|disk| disk.uses(&text)) {
-            return Ok(());
-        }
-        let Ok(Some(found)) = image_in_cluster(file) else { return Ok(()) };
-        if made.is_surely(&FileIdentity::at_a_server(Some(found))) {
-            unmake_file(file).map_err(|error| error.in_context("a copy that was not finished"))?;
-            tracing::info!(disk = %self.name, "removed '{file}', a copy that was not finished: it begins anew");
-        }
-        Ok(())
-    }
-
     /// Notes that the file is there, if it is on record.
     pub(crate) fn has_made(&self, file: &FileName) -> Result<()> {
         let made = match file.path() {
@@ -114,7 +95,7 @@ impl DiskRecord {
                 let found = std::fs::symlink_metadata(path);
                 FileIdentity::of(&found.map_err(|error| Error::io(format!("cannot look at '{file}'"), error))?)
             }
-            None => FileIdentity::at_a_server(image_in_cluster(file)?),
+            None => FileIdentity::AT_A_SERVER,
         };
         let text = recorded_name(file);
         self.change(|disk| {
@@ -153,13 +134,27 @@ impl Drop for Unfinished {
 }
 
 /// Removes a copy that was not finished, unless this may be another file that got its name. One that was not noted as
-/// made was not written to. Returns whether that is the end of it.
-fn remove_unfinished_file(disk: &str, file: &str, made: Option<&FileIdentity>) -> bool {
-    let Ok(name) = FileName::parse(file) else { return true };
-    if name.is_remote() {
-        return has_told_of_copy_elsewhere(disk, &name, made);
+/// made was not written to.
+fn remove_unfinished_file(disk: &str, file: &str, made: Option<FileIdentity>) {
+    let Ok(name) = FileName::parse(file) else { return };
+    // Somebody may have finished it since, or made another image of that name.
+    if let FileName::Rbd(_) = name {
+        tracing::warn!(
+            disk,
+            "'{name}' may hold a copy that was not finished: it stays; remove it with 'rbd rm' if nothing needs it, or say \
+             that the next copy writes over it (--existing)"
+        );
+        return;
     }
-    let Ok(found) = std::fs::symlink_metadata(file) else { return true };
+    if name.is_remote() {
+        tracing::warn!(
+            disk,
+            "'{name}' may hold a copy that was not finished: before the next one, overwrite its first MiB with zeros, or say \
+             that it is to be written over (--existing)"
+        );
+        return;
+    }
+    let Ok(found) = std::fs::symlink_metadata(file) else { return };
     let is_it = match made {
         Some(made) => made.is_surely(&FileIdentity::of(&found)),
         None => found.is_file() && found.len() == 0 && found.blocks() == 0,
@@ -167,40 +162,11 @@ fn remove_unfinished_file(disk: &str, file: &str, made: Option<&FileIdentity>) -
     if !is_it {
         let what = "may be a copy that was not finished, or another file of that name";
         tracing::warn!(disk, "'{name}' {what}: it stays; remove it if nothing needs it");
-        return true;
+        return;
     }
     match unmake_file(&name) {
         Ok(()) => tracing::warn!(disk, "removed '{name}', a copy that was not finished"),
         Err(error) => tracing::warn!(disk, "cannot remove '{name}', a copy that was not finished: {error}"),
-    }
-    true
-}
-
-/// Says what to do with a copy that was not finished and is not here. A start does not wait for a cluster, which still sees
-/// the run that died. Returns whether the copy can be forgotten.
-fn has_told_of_copy_elsewhere(disk: &str, name: &FileName, made: Option<&FileIdentity>) -> bool {
-    match (name, made) {
-        (FileName::Rbd(_), Some(made)) if made.is_surely(made) => {
-            tracing::warn!(
-                disk,
-                "'{name}' holds a copy that was not finished: the next copy of this disk to it begins anew; if there will be \
-                 none, remove it with 'rbd rm'"
-            );
-            false
-        }
-        (FileName::Rbd(_), _) => {
-            let what = "may hold a copy that was not finished, or be another image of that name";
-            tracing::warn!(disk, "'{name}' {what}: it stays; remove it with 'rbd rm' if nothing needs it");
-            true
-        }
-        _ => {
-            tracing::warn!(
-                disk,
-                "'{name}' may hold a copy that was not finished: before the next one, overwrite its first MiB with zeros, or \
-                 say that it is to be written over"
-            );
-            true
-        }
     }
 }
 

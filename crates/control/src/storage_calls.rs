@@ -134,12 +134,12 @@ impl StorageCalls {
             let what = format!("{WAITING_REMOVALS_MAX} removals wait already: try again when some have ended");
             Failure::new(ErrorKind::InUse, what)
         })?;
+        // It is never closed, so there is a place or none in time.
         let turn = tokio::time::timeout(self.removal_wait_max, Arc::clone(&self.removals).acquire_owned());
         let place = turn.await.map_err(|_| {
             let what = format!("{REMOVALS_MAX} removals wait for storage that hangs: try again when some have ended");
             Failure::new(ErrorKind::InUse, what)
         })?;
-        // Nobody closes it.
         Ok(place.into_iter().chain([asked]).collect())
     }
 

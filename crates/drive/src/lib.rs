@@ -53,7 +53,7 @@ pub use keyval::{
     KeyValue, asks_for_help, escape, parse as parse_key_values, parse_options,
     parse_with_repeats as parse_key_values_with, unknown,
 };
-pub use making::{check_room, image_in_cluster, make_file, unmake_file};
+pub use making::{check_room, make_file, unmake_file};
 pub use memory::Placement;
 pub use opener::{EngineOpener, LOCK_TIMEOUT_S, OpenedDisk, kept_overlay, open_again, open_disk, open_disk_with};
 pub use options::{

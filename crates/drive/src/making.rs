@@ -33,15 +33,6 @@ pub fn unmake_file(name: &FileName) -> Result<()> {
     }
 }
 
-/// What a cluster calls an image of this name: another image never gets that, even if it gets the name. `None` for all that
-/// is no image of a cluster. Blocks until the cluster answers.
-pub fn image_in_cluster(name: &FileName) -> Result<Option<String>> {
-    match name {
-        FileName::Rbd(image) => file_rbd::identity(&RbdName::parse(image)?).map(Some),
-        _ => Ok(None),
-    }
-}
-
 /// Refuses a file whose size is fixed and too small for the tables of a new image.
 pub fn check_room(file: &dyn File, options: &CreateOptions) -> Result<()> {
     let info = file.info();

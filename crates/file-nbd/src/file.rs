@@ -324,8 +324,8 @@ impl Remote {
             // A partly written block is read into a second buffer first.
             let buffers = if blocks == part { 1 } else { 2 };
             let _room = self.buffers.grant(BufferUse::Bounce, length.saturating_mul(buffers)).await;
-            // Several pieces are copied one after the other.
-            turn::moved(0).await;
+            // The pieces of a request are not all copied in one turn.
+            turn::until_free().await;
             let mut bytes = PooledBuf::take(length)?;
             if blocks != part {
                 // Partly written blocks keep the rest of their data.

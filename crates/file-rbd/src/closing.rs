@@ -3,12 +3,19 @@
 use crate::ffi::Image;
 use std::cell::Cell;
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How long the end of a closing is waited for. A cluster that does not answer keeps nobody longer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// How long an image that nobody closes yet is waited for at the end. Whoever still has it only looks at something, or its
+/// storage hangs.
+const OPEN_PATIENCE: Duration = Duration::from_secs(5);
+
+/// How many images are open, or are being closed.
+static OPEN: AtomicUsize = AtomicUsize::new(0);
 /// How many handles to each image are being closed.
 static CLOSING: Mutex<Option<HashMap<String, usize>>> = Mutex::new(None);
 static CLOSED: Condvar = Condvar::new();
@@ -36,6 +43,7 @@ pub(crate) struct Closes {
 
 impl Closes {
     pub(crate) fn new(image: Image, key: &str) -> Self {
+        OPEN.fetch_add(1, Ordering::AcqRel);
         Self { image: Some(Arc::new(image)), key: key.into() }
     }
 
@@ -80,7 +88,10 @@ struct Begun(Arc<str>);
 
 impl Drop for Begun {
     fn drop(&mut self) {
-        if let Some(closing) = closing().as_mut()
+        let mut closing = closing();
+        // Below the lock, so that whoever waits sees it or is woken.
+        OPEN.fetch_sub(1, Ordering::AcqRel);
+        if let Some(closing) = closing.as_mut()
             && let Some(count) = closing.get_mut(&*self.0)
         {
             *count = count.saturating_sub(1);
@@ -94,7 +105,16 @@ impl Drop for Begun {
 
 /// Waits until nobody closes any image: the process may end. Otherwise a lock would stay until the cluster misses its owner.
 pub fn wait_for_closes() {
-    let keys: Vec<String> = closing().iter().flatten().map(|(key, _)| key.clone()).collect();
+    // A thread that ends with the process may be the last that has an image.
+    let began = Instant::now();
+    let mut waiting = closing();
+    while OPEN.load(Ordering::Acquire) > 0
+        && let Some(left) = OPEN_PATIENCE.checked_sub(began.elapsed())
+    {
+        waiting = CLOSED.wait_timeout(waiting, left).unwrap_or_else(PoisonError::into_inner).0;
+    }
+    let keys: Vec<String> = waiting.iter().flatten().map(|(key, _)| key.clone()).collect();
+    drop(waiting);
     keys.iter().for_each(|key| wait_for(key));
 }
 

@@ -124,14 +124,6 @@ pub fn create(name: &RbdName, size_bytes: u64) -> Result<()> {
     })
 }
 
-/// What the cluster calls an image. Another image never gets that, even if it gets the name.
-pub fn identity(name: &RbdName) -> Result<String> {
-    wait_for(&name.to_string());
-    let image = pool(name, false)?.open(&name.image, None, true);
-    let image = image.map_err(|errno| failed(name, "cannot open the image", errno, ""))?;
-    image.prefix_of_objects().map_err(|errno| failed(name, "cannot look at the image", errno, ""))
-}
-
 /// Removes an image that nobody has open.
 pub fn remove(name: &RbdName) -> Result<()> {
     wait_for(&name.to_string());

@@ -421,7 +421,9 @@ impl Image {
         }
     }
 
-    fn info(&self) -> Result<Info, Errno> {
+    pub(crate) fn facts(&self) -> Result<ImageFacts, Errno> {
+        let (functions, raw) = (self.functions(), self.raw.as_ptr());
+        let (mut features, mut flags, mut overlap_bytes) = (0, 0, 0);
         let mut info = Info {
             size_bytes: 0,
             object_bytes: 0,
@@ -431,27 +433,14 @@ impl Image {
             parent_pool: 0,
             parent_name: [0; 96],
         };
-        // SAFETY: the image is open, and no more than so many bytes are written there.
-        check(unsafe { (self.functions().rbd_stat)(self.raw.as_ptr(), &raw mut info, size_of::<Info>()) })?;
-        Ok(info)
-    }
-
-    /// What the names of its objects begin with. It has the image's id, which no other image of the pool gets. Blocks.
-    pub(crate) fn prefix_of_objects(&self) -> Result<String, Errno> {
-        let prefix = self.info()?.block_name_prefix.into_iter().take_while(|byte| *byte != 0);
-        Ok(prefix.map(|byte| char::from(byte.cast_unsigned())).collect())
-    }
-
-    pub(crate) fn facts(&self) -> Result<ImageFacts, Errno> {
-        let (functions, raw) = (self.functions(), self.raw.as_ptr());
-        let (mut features, mut flags, mut overlap_bytes) = (0, 0, 0);
-        let Info { size_bytes, object_bytes, .. } = self.info()?;
         // SAFETY: the image is open, and each call writes what it is given.
         unsafe {
+            check((functions.rbd_stat)(raw, &raw mut info, size_of::<Info>()))?;
             check((functions.rbd_get_features)(raw, &raw mut features))?;
             check((functions.rbd_get_flags)(raw, &raw mut flags))?;
             check((functions.rbd_get_overlap)(raw, &raw mut overlap_bytes))?;
         }
+        let Info { size_bytes, object_bytes, .. } = info;
         Ok(ImageFacts { size_bytes, object_bytes, features, flags, overlap_bytes })
     }
 

@@ -372,8 +372,8 @@ impl Remote {
         let piece = async |part: Range<u64>| {
             let length = to_usize(part.end.saturating_sub(part.start));
             let _room = self.buffers.grant(BufferUse::Bounce, length).await;
-            // Several pieces are copied one after the other.
-            turn::moved(0).await;
+            // The pieces of a request are not all copied in one turn.
+            turn::until_free().await;
             let mut buffer = AlignedBuf::try_zeroed(length)?;
             data.copy_to_slice(to_usize(part.start.saturating_sub(offset)), &mut buffer);
             turn::note_moved(length);

@@ -4,7 +4,7 @@
 //! Ceph's own library, librbd, does the work. It is loaded when it is first needed. Requests have memory of their own,
 //! which librbd keeps until it is done with it. So the caller may stop waiting at any time.
 //!
-//! * [`open`], [`create`], [`remove`], [`identity`]: an image by its name.
+//! * [`open`], [`create`], [`remove`]: an image by its name.
 //! * [`RbdName`]: the name of an image, in QEMU's syntax.
 //! * `ffi`: the calls of librbd, and the only module with `unsafe`; `cluster`: connections, which images share; `lock`:
 //!   who may write an image; `calls`: calls that wait for an answer; `closing`: closes images on a thread; `extents`:
@@ -28,7 +28,7 @@ mod lock;
 mod name;
 
 pub use closing::wait_for_closes;
-pub use cluster::{create, identity, remove};
+pub use cluster::{create, remove};
 pub use ffi::load_from;
 pub use file::{RbdOptions, open};
 pub use name::RbdName;

@@ -5,7 +5,7 @@ mod common;
 use block::{Error, ErrorKind, File, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Locks, PastEnd, block_on};
 use common::{conforms, reactors};
 use memory::{AlignedBuf, IoBuf};
-use ringdisk_file_rbd::{RbdName, RbdOptions, create, load_from, open, remove};
+use ringdisk_file_rbd::{RbdName, RbdOptions, create, load_from, open, remove, wait_for_closes};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -304,6 +304,23 @@ fn the_lock_of_a_living_client_is_left_alone_and_that_of_a_dead_one_is_taken() {
     assert!(!lock.exists(), "it is free when the file has been dropped");
     stand_in.set_faults("features set 1\n");
     assert_eq!(opened(&name).info().locks, Locks::Lacking);
+}
+
+#[test]
+fn the_end_of_a_program_waits_for_a_thread_that_still_has_an_image() {
+    let stand_in = stand_in();
+    let name = name_of(&stand_in, "disk");
+    create(&name, SIZE).unwrap();
+    let file = opened(&name);
+    let lock = stand_in.file("disk.lock");
+    assert!(lock.exists());
+    let holder = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(200));
+        drop(file);
+    });
+    wait_for_closes();
+    assert!(!lock.exists(), "the next run would wait for a lock of nobody");
+    holder.join().unwrap();
 }
 
 #[test]

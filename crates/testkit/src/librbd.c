@@ -245,10 +245,6 @@ int rbd_stat(void *image, struct info *info, size_t bytes)
     info->size = size_of(image);
     info->object_bytes = OBJECT_BYTES;
     info->order = 16;
-    struct statx found;
-    struct image *opened = image;
-    if (!statx(opened->fd, "", AT_EMPTY_PATH, STATX_INO | STATX_BTIME, &found))
-        snprintf(info->prefix, sizeof info->prefix, "rbd.%x.%x", (unsigned)found.stx_ino, (unsigned)found.stx_btime.tv_nsec);
     return 0;
 }
 int rbd_resize(void *handle, uint64_t size)

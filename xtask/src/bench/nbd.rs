@@ -336,7 +336,8 @@ fn page(rows: &[Row], rounds: usize, seconds: f64) -> Result<String> {
         "`cargo xtask bench --nbd` has written this page. Each load ran {rounds} times for {seconds} s on each server, in\n\
          turn, with the same clients, over one connection at a Unix socket. The client had a core of its own. Each server had\n\
          one core and served a raw file of {} MiB, in memory (tmpfs) or on disk. All use the page cache, which holds the whole\n\
-         file. The peers are {} with its file plugin and {} with io_uring.\n\n\
+         file. The peers are {} with its file plugin and\n\
+         {} with io_uring.\n\n\
          Requests a second are medians. Ratios are medians of the rounds, with the least and the most.\n\n\
          With a client that sends requests and looks at no data. It takes so little time that the server is the bound:\n",
         FILE_BYTES >> 20,

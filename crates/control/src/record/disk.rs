@@ -111,11 +111,6 @@ impl RecordedDisk {
         self.files().chain(self.fleeces.iter().map(String::as_str)).any(|used| is_same_file(used, file))
     }
 
-    /// Whether a job was making this file when an earlier run died.
-    pub(crate) fn was_making(&self, file: &str) -> bool {
-        self.unfinished.as_deref().is_some_and(|unfinished| is_same_file(unfinished, file))
-    }
-
     /// Whether layers were put on it since it was added with this file, also under another name of the file.
     pub(crate) fn has_layers_on(&self, file: Option<&str>) -> bool {
         let first = self.former_tops.first().map(|first| first.file.as_str());
