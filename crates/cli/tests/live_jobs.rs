@@ -270,7 +270,9 @@ impl Killing {
             }
             "snapshot-create" | "snapshot-delete" => {
                 // A fleece of the change that was broken off is taken back first.
+                let begun = std::time::Instant::now();
                 while bench.json(&["jobs"]).to_string().contains("\"running\"") {
+                    assert!(begun.elapsed() < common::PATIENCE, "a fleece is not taken back");
                     std::thread::sleep(Duration::from_millis(10));
                 }
                 if bench.json(&["snapshot-list", "root"]).to_string().contains("\"s\"") {

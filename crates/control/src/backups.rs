@@ -60,7 +60,7 @@ impl Manager {
                 }
                 continue;
             }
-            tracing::info!(disk = %name, "a backup did not come to its end: '{fleece}' is taken back");
+            tracing::info!(disk = %name, "a backup or a change of snapshots did not come to its end: '{fleece}' is taken back");
             let off = move |layers: &TakenOff| {
                 record.is_off(layers)?;
                 // From here on nothing needs the fleece, and nothing can fail.
@@ -141,6 +141,15 @@ impl FleeceRecord for RecordOfBackup {
 
     fn is_off(&mut self, layers: &TakenOff) -> Result<()> {
         self.0.change_if_it_can(|disk| disk.take_off(layers))
+    }
+
+    fn is_unmade(&mut self, fleece: &Path) -> Result<()> {
+        let text = fleece.to_string_lossy();
+        self.0.change(|disk| {
+            if let Some(place) = disk.fleeces.iter().rposition(|other| *other == text) {
+                disk.fleeces.remove(place);
+            }
+        })
     }
 
     fn is_removed(&mut self, fleece: &Path) -> Result<()> {

@@ -188,6 +188,11 @@ impl Manager {
         if wanted.is_empty() {
             return Err(Error::new(ErrorKind::BadOption, "a snapshot needs at least one disk and its overlay"));
         }
+        for (index, (name, node, _)) in wanted.iter().enumerate() {
+            if wanted.iter().take(index).any(|(_, other, _)| other == node) {
+                return Err(Error::new(ErrorKind::BadOption, format!("the disk '{name}' is named twice")));
+            }
+        }
         self.put_on(&wanted)?;
         wanted.iter().map(|(_, node, _)| self.disk_of(*node)).collect()
     }

@@ -5,14 +5,15 @@ mod live;
 
 use block::{Error, ErrorKind, File, Result};
 use engine::{EngineKind, OpenOptions};
-use live::{Bench, HostOpener, Shape};
+use live::{Bench, HostOpener, Shape, create};
 use ringdisk_image::{
     CopyWatch, FileName, LayerGoes, LayerOpeners, NewBelow, Opener, Role, commit_layer, open_below_for_writing,
 };
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
-use testkit::{HistoryLoad, qcow2_check};
+use testkit::{HistoryLoad, SectorHistory, bytes_of, qcow2_check};
 
 const OPERATIONS: u64 = 100_000;
 const SIZE: u64 = 4 << 20;
@@ -201,5 +202,44 @@ fn the_top_goes_into_an_image_that_was_open_for_reading() {
     assert!(!is_free(&base, true));
     // A change of its base would need one.
     assert!(bench.move_onto(NewBelow::Nothing, &watch).is_err());
+    bench.assert_sound_and_as_written();
+}
+
+fn tool(name: &str, arguments: &[&str]) {
+    let status = Command::new(name).args(arguments).stdout(Stdio::null()).status().expect("the tool is there");
+    assert!(status.success(), "{name} {arguments:?}");
+}
+
+/// The base gives up its compressed clusters one after the other while queues read the rest of them.
+#[test]
+fn compressed_clusters_of_a_base_are_read_while_they_are_overwritten() {
+    let directory = tempfile::tempdir().unwrap();
+    let [raw, base, middle, top] = ["raw", "base", "middle", "top"].map(|name| directory.path().join(name));
+    // A sector of each eight holds something, so clusters become smaller.
+    let (written, mut contents) = (SectorHistory::new((SIZE / 512) as usize), vec![0; SIZE as usize]);
+    for sector in (0..SIZE / 512).step_by(8) {
+        let (at, write) = (sector as usize * 512, written.begin_write(sector, 1));
+        contents[at..at + 512].copy_from_slice(&bytes_of(write));
+    }
+    std::fs::write(&raw, &contents).unwrap();
+    let [from, to] = [&raw, &base].map(|path| path.to_str().unwrap());
+    tool("qemu-img", &["convert", "-c", "-f", "raw", "-O", "qcow2", from, to]);
+    create(&middle, SIZE, 4096, Some(&base), false);
+    // A small cluster of the middle in each of the base's.
+    let mut writes = vec!["-f".to_owned(), "qcow2".to_owned()];
+    for at in (4096..SIZE as usize).step_by(64 << 10) {
+        let piece = directory.path().join(format!("piece{at}"));
+        std::fs::write(&piece, &contents[at..at + 4096]).unwrap();
+        writes.extend(["-c".to_owned(), format!("write -s {} {at} 4096", piece.display())]);
+    }
+    writes.push(middle.to_str().unwrap().to_owned());
+    tool("qemu-io", &writes.iter().map(String::as_str).collect::<Vec<_>>());
+    create(&top, SIZE, 4096, Some(&middle), false);
+    let bench = Bench::of_images(directory, vec![base, middle, top], &contents);
+    let load = bench.start(HistoryLoad { write_percent: 1, ..HistoryLoad::default() });
+    load.wait_for_more(2000);
+    commit(&bench, 1, 0);
+    load.wait_for_more(2000);
+    assert_eq!(load.finish(), [""; 0]);
     bench.assert_sound_and_as_written();
 }

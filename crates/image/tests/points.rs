@@ -360,9 +360,10 @@ fn change_beside_guests(bench: &Bench, edit: &ClosedEdit) -> (Moment, Moment) {
     let since = bench.history.now();
     let point = PointInTime::begin(&bench.image, overlay, || Ok(())).unwrap();
     let until = bench.history.now();
-    let bitmaps = point.change_snapshots(&bitmap("none", BitmapAction::Clear));
+    let bitmaps = point.change_snapshots(&bitmap("none", BitmapAction::Clear), &mut || true);
     assert_eq!(bitmaps.unwrap_err().kind(), ErrorKind::Unsupported);
-    point.change_snapshots(edit).unwrap();
+    assert!(point.change_snapshots(edit, &mut || false).is_err(), "it is told not to go on");
+    point.change_snapshots(edit, &mut || true).unwrap();
     point.end(&CopyWatch::default(), || Ok(())).unwrap();
     std::fs::remove_file(fleece).unwrap();
     (since, until)

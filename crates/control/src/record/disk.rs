@@ -45,7 +45,7 @@ pub(crate) struct RecordedDisk {
     /// The last backups that the next ones with their bitmaps can rest on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) last_backups: Vec<LastBackup>,
-    /// Fleeces of backups, from before they are made until they are gone.
+    /// Fleeces of backups and of changes of snapshots, from before they are made until they are gone.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) fleeces: Vec<String>,
     /// The directory of its kept scratch overlay, once another layer was put on that.

@@ -47,11 +47,12 @@ impl Daemon {
     pub fn edit_disk_beside(&self, node: NodeId, edit: &ClosedEdit, record: &mut dyn FleeceRecord) -> Result<()> {
         let (work, found, image) = self.image_for("a change of its snapshots".to_owned(), node, None)?;
         let can_be_beside = matches!(edit, ClosedEdit::CreateSnapshot(_) | ClosedEdit::DeleteSnapshot(_));
+        // Nobody else makes a fleece of the disk from here on, so the name stays free.
+        let editing = self.jobs.begin_edit(node, &found.name)?;
         let path = match can_be_beside && image.has_many_clusters() {
             true => Fleece::path_for(&image, &found.name, None),
             false => Err(Error::new(ErrorKind::Unsupported, "")),
         };
-        let editing = self.jobs.begin_edit(node, &found.name)?;
         let begun = path.and_then(|path| Ok((fleece::begin(&found, &image, &path, None, record)?, path)));
         let ((point, fleece), path) = match begun {
             Ok(begun) => begun,
@@ -67,7 +68,13 @@ impl Daemon {
         watch.set_aim(Aim { stall: Some(STALL), ..Aim::default() });
         let has_new_top = || self.table.has_new_top(node, top_of(&image));
         has_new_top();
-        let edited = point.change_snapshots(edit);
+        let mut too_large = Ok(());
+        let has_room = &mut || {
+            too_large = fleece.check();
+            too_large.is_ok()
+        };
+        let edited = point.change_snapshots(edit, has_room);
+        let edited = edited.map_err(|error| too_large.err().unwrap_or(error));
         let ended = fleece::end(&found.name, &image, point, &path, &watch, &has_new_top, record);
         fleece.let_go(ended.is_ok());
         match (edited, ended) {

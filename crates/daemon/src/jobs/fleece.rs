@@ -39,6 +39,8 @@ pub trait FleeceRecord: Send {
     fn is_on_top(&mut self, fleece: &Path) -> Result<()>;
     /// Notes that the fleece was taken off, and that the layer below is the top from here on.
     fn is_off(&mut self, layers: &TakenOff) -> Result<()>;
+    /// Notes that a fleece was not made, or was made and is no layer.
+    fn is_unmade(&mut self, fleece: &Path) -> Result<()>;
     /// Notes that the fleece's file is gone.
     fn is_removed(&mut self, fleece: &Path) -> Result<()>;
 }
@@ -54,15 +56,21 @@ pub(crate) fn begin<'a>(
     record.will_make(path)?;
     let mut made = Made::default();
     let fleece = Fleece::make(&mut made, found, image, path, quota_bytes);
-    let begun = fleece
-        .and_then(|(fleece, overlay)| Ok((PointInTime::begin(image, overlay, || record.is_on_top(path))?, fleece)));
+    let mut is_named = false;
+    let name = || {
+        is_named = true;
+        record.is_on_top(path)
+    };
+    let begun = fleece.and_then(|(fleece, overlay)| Ok((PointInTime::begin(image, overlay, name)?, fleece)));
     match begun {
         Ok(begun) => {
             made.keep();
             Ok(begun)
         }
         Err(error) => {
-            if let Err(second) = record.is_removed(path) {
+            // Another top of this name is not ours.
+            let undone = if is_named { record.is_removed(path) } else { record.is_unmade(path) };
+            if let Err(second) = undone {
                 // The record may name it as the top of the disk: it stays, and is empty.
                 made.keep();
                 tracing::error!("the record may name the fleece '{}', which stays: {second}", path.display());
@@ -177,7 +185,7 @@ impl Fleece {
         let used_bytes = self.file.metadata().map_err(failed)?.len();
         if let Some(quota_bytes) = self.quota_bytes.filter(|quota_bytes| used_bytes > *quota_bytes) {
             let what = format!(
-                "the backup was broken off: while it ran, guests overwrote more than the fleece's quota of {quota_bytes} \
+                "broken off: while it ran, guests overwrote more than the fleece's quota of {quota_bytes} \
                  bytes takes. Give it a larger one (--fleece-quota), or a faster target"
             );
             return Err(Error::new(ErrorKind::Io, what));
@@ -189,8 +197,8 @@ impl Fleece {
         let spare_bytes = (space.f_blocks.saturating_mul(space.f_frsize) / SPARE_PART).min(SPARE_BYTES_MAX);
         if space.f_bavail.saturating_mul(space.f_frsize) < spare_bytes {
             let what = format!(
-                "the backup was broken off: fewer than {spare_bytes} bytes are left for the fleece '{path}'. Make room, or \
-                 choose another place (--fleece-dir)"
+                "broken off: fewer than {spare_bytes} bytes are left for the fleece '{path}'. Make room, or \
+                 choose another place for the fleece of a backup (--fleece-dir)"
             );
             return Err(Error::new(ErrorKind::Io, what));
         }

@@ -166,11 +166,15 @@ impl Jobs {
         Ok(())
     }
 
-    /// Keeps jobs away from a disk while its image is edited. Refused if the disk has a job.
+    /// Keeps jobs and other edits away from a disk while its image is edited. Refused if the disk has one of them.
     pub(crate) fn begin_edit(self: &Arc<Self>, node: NodeId, disk: &str) -> Result<Editing> {
         let mut state = self.lock();
         if let Some(job) = state.running_on(node) {
             let what = format!("the disk '{disk}' has {job}; wait for its end, or cancel it");
+            return Err(Error::new(ErrorKind::Locked, what));
+        }
+        if state.edited.contains(&node) {
+            let what = format!("the image of the disk '{disk}' is being changed: try again");
             return Err(Error::new(ErrorKind::Locked, what));
         }
         state.edited.push(node);

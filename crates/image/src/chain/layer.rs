@@ -140,8 +140,13 @@ impl Layer {
 
     /// Takes or deletes an internal snapshot durably. The layer is closed and nobody writes to it; guests read it meanwhile.
     /// Returns what became free, for [`Layer::give_back`].
-    pub(crate) async fn change_snapshots_beside_readers(&self, edit: &ClosedEdit) -> Result<Vec<Range<u64>>> {
-        self.mapping.change_snapshots_beside_readers(&self.open_blocking()?, &*self.file, &self.name, edit).await
+    pub(crate) async fn change_snapshots_beside_readers(
+        &self,
+        edit: &ClosedEdit,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<Range<u64>>> {
+        let (io, watch) = (self.open_blocking()?, &mut |_, _| go_on());
+        self.mapping.change_snapshots_beside_readers(&io, &*self.file, &self.name, edit, watch).await
     }
 
     /// Gives back to the host what a change has freed. Nobody reads it any more, and nobody writes to the layer.

@@ -20,7 +20,7 @@ use crate::chain::table_cache::share_of_top;
 use crate::file_name::FileName;
 use block::{Error, ErrorKind, Participant, Result, Ticket, block_on};
 use std::cell::{Cell, RefCell};
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 /// What is told of a layer below the top that is committed.
 pub trait LayerGoes {
@@ -112,6 +112,9 @@ async fn check(chain: &Chain, index: usize) -> Result<[Arc<Layer>; 3]> {
     if chain.is_handing_over() {
         return refuse("a former top layer could not be made durable");
     }
+    if chain.is_dead() {
+        return refuse("a layer could not be opened again after a change");
+    }
     if !above.mapping.can_be_edited() {
         return refuse("the layer above is no qcow2 image, and cannot name another backing file");
     }
@@ -134,7 +137,7 @@ struct Commit<'a> {
     watch: &'a CopyWatch,
     above: Writable,
     below: Writable,
-    /// Nothing that the layer below frees is used again before guests' reads of it have ended.
+    /// Nothing that the layer below frees is used again while the copy runs: guests may be reading it.
     hold: Cell<Option<(Participant, Ticket)>>,
 }
 
@@ -179,18 +182,15 @@ impl Commit<'_> {
         go_over(&self.image.board, Chain::new(present.layers.clone(), &self.chain.disk)).await?;
         drop(self.hold.take());
         below.close().await?;
-        let Some(read_again) = self.below_read_again()? else { return Ok(()) };
+        // If it cannot be read anew, guests go on with the writer, whose locks stay.
+        let read_again = self.below_read_again().inspect_err(|_| self.below.stays(self.image))?;
+        let Some(read_again) = read_again else { return Ok(()) };
         let next = Chain::new(self.with_below(&present.layers, &read_again), &self.chain.disk);
         go_over_to(&self.image.board, next, vec![read_again]).await
     }
 
     fn below_read_again(&self) -> Result<Option<Arc<Layer>>> {
-        let read_again = self.below.read_again(self.openers).inspect_err(|_| {
-            // Guests go on with the writer, which has no locks of its own.
-            let mut kept = self.image.locked_by.lock().unwrap_or_else(PoisonError::into_inner);
-            kept.extend(self.below.locked_by().cloned());
-        })?;
-        Ok(read_again.map(|mut layer| {
+        Ok(self.below.read_again(self.openers)?.map(|mut layer| {
             let lower = self.chain.layers.get(self.index.saturating_add(2)..).unwrap_or_default();
             share_of_top(&mut layer, lower, self.chain.disk.table_cache.bytes());
             Arc::new(layer)
@@ -212,6 +212,13 @@ impl Commit<'_> {
         let copied = self.copy(&copying, &lower, size_bytes).await;
         self.hold.set(copying.into_hold());
         copied?;
+        // Closing gives back at once what the copy has freed. Reads that began before may be of that.
+        go_over(&image.board, Chain::new(layers.clone(), &self.chain.disk)).await?;
+        drop(self.hold.take());
+        if let Some(below) = lower.layers.first() {
+            below.close().await?;
+        }
+        watch.check()?;
         let mut below = lower.layers.clone();
         if let Some((first, read_again)) = below.first_mut().zip(self.below_read_again()?) {
             *first = read_again;
@@ -228,7 +235,7 @@ impl Commit<'_> {
         watch.more(size_bytes);
         copying.copy(&all, What::Top, None, |_| true).await?;
         copying.zero(size_bytes..below.size_bytes).await?;
-        below.close_by(&copying.next_meta()?).await?;
+        below.flush_by(&copying.next_meta()?).await?;
         watch.check()
     }
 }

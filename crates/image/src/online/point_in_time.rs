@@ -75,18 +75,18 @@ impl<'a> PointInTime<'a> {
 
     /// Takes or deletes an internal snapshot of the former top, while guests go on. It holds the disk as it was then.
     /// Durable when this returns. If the layer cannot be opened again, every request fails, and the temporary layer has
-    /// to stay.
-    pub fn change_snapshots(&self, edit: &ClosedEdit) -> Result<()> {
-        block_on(self.change_snapshots_async(edit))
+    /// to stay. `go_on` is asked again and again; if it returns false, the image stays as it was.
+    pub fn change_snapshots(&self, edit: &ClosedEdit, go_on: &mut dyn FnMut() -> bool) -> Result<()> {
+        block_on(self.change_snapshots_async(edit, go_on))
     }
 
     /// Like [`PointInTime::change_snapshots`], as a future. Its calls still block the thread.
     #[doc(hidden)]
-    pub async fn change_snapshots_async(&self, edit: &ClosedEdit) -> Result<()> {
+    pub async fn change_snapshots_async(&self, edit: &ClosedEdit, go_on: &mut dyn FnMut() -> bool) -> Result<()> {
         let former = self.former_top()?;
         // What was written by then has to be in it.
         self.view()?;
-        let changed = former.change_snapshots_beside_readers(edit).await;
+        let changed = former.change_snapshots_beside_readers(edit, go_on).await;
         let chain = self.image.chain();
         // Its tables may have changed even if the change failed.
         let lower = Chain::plain(chain.layers.get(1..).unwrap_or_default().to_vec(), &chain.disk);

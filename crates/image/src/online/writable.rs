@@ -9,6 +9,7 @@ use crate::chain::table_cache::share_of_top;
 use crate::open::gate::{Opener, Role};
 use crate::open::layer::open_layer;
 use block::{Error, ErrorKind, File, Result, block_on};
+use std::cell::RefCell;
 use std::sync::{Arc, PoisonError};
 
 /// Opens files of layers that are open for reading.
@@ -33,7 +34,7 @@ async fn open_below_async(image: &Image, opener: &dyn Opener, watch: &CopyWatch)
     // What is thrown away, and what only the image tool commits, is not taken back.
     let is_taken_back =
         |top: &&Arc<Layer>| !chain.disk.read_only && !top.name.is_temporary() && top.mapping.can_be_edited();
-    let top = chain.layers.first().filter(is_taken_back);
+    let top = chain.layers.first().filter(is_taken_back).filter(|_| !chain.is_dead());
     let Some((top, below)) = top.zip(chain.layers.get(1)).filter(|(_, below)| !below.writable) else { return Ok(()) };
     let rest = chain.layers.get(2..).unwrap_or_default();
     let mut opened = Writable::open(below, opener)?;
@@ -54,14 +55,14 @@ pub(super) struct Writable {
     /// The layer as it is open for writing.
     pub(super) layer: Arc<Layer>,
     /// The layer as it was, if it was open for reading. It has the locks.
-    reader: Option<Arc<Layer>>,
+    reader: RefCell<Option<Arc<Layer>>>,
 }
 
 impl Writable {
     /// Opens a layer for writing, unless it is. Fails if anybody else uses its file.
     pub(super) fn open(layer: &Arc<Layer>, opener: &dyn Opener) -> Result<Self> {
         if layer.writable {
-            return Ok(Self { layer: Arc::clone(layer), reader: None });
+            return Ok(Self { layer: Arc::clone(layer), reader: RefCell::default() });
         }
         let refuse = |what: &str| Err(Error::new(ErrorKind::Unsupported, format!("'{}' {what}", layer.name)));
         if layer.name.path().is_none() {
@@ -78,7 +79,7 @@ impl Writable {
         }
         layer.file.lock_again(true)?;
         match Self::opened(layer, opener) {
-            Ok(opened) => Ok(Self { layer: Arc::new(opened), reader: Some(Arc::clone(layer)) }),
+            Ok(opened) => Ok(Self { layer: Arc::new(opened), reader: RefCell::new(Some(Arc::clone(layer))) }),
             Err(error) => {
                 lock_for_reading(&*layer.file);
                 Err(error)
@@ -97,7 +98,7 @@ impl Writable {
     }
 
     /// Leaves it open for writing. The layer's locks stay with the disk.
-    fn stays(mut self, image: &Image) {
+    pub(super) fn stays(&self, image: &Image) {
         if let Some(reader) = self.reader.take() {
             image.locked_by.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&reader.file));
         }
@@ -105,31 +106,35 @@ impl Writable {
 
     /// Whether it was opened here.
     pub(super) fn is_opened(&self) -> bool {
-        self.reader.is_some()
+        self.reader.borrow().is_some()
     }
 
-    /// Opens the layer for reading again, as its file is after the writes. The writer is closed, and nobody writes.
+    /// Opens the layer for reading again, as its file is after the writes. The writer is closed, and nobody writes. On an
+    /// error the locks are a writer's.
     pub(super) fn read_again(&self, openers: LayerOpeners<'_>) -> Result<Option<Layer>> {
-        let Some(reader) = &self.reader else { return Ok(None) };
+        let Some(reader) = self.reader.borrow().clone() else { return Ok(None) };
         reader.file.lock_again(false)?;
-        let file = openers.for_reading.open(&reader.name, Role::Backing)?;
+        Self::opened_to_read(&reader, openers.for_reading).map(Some).inspect_err(|_| {
+            if let Err(error) = reader.file.lock_again(true) {
+                tracing::error!("'{}' is open for writing, and may be used by others: {error}", reader.name);
+            }
+        })
+    }
+
+    fn opened_to_read(reader: &Layer, opener: &dyn Opener) -> Result<Layer> {
+        let file = opener.open(&reader.name, Role::Backing)?;
         if file.identity() != reader.file.identity() {
             let what = format!("'{}' is another file than the one that the disk has open", reader.name);
             return Err(Error::new(ErrorKind::Locked, what));
         }
         let opened = open_layer(&reader.name, file, reader.format(), Role::Backing, None)?;
-        Ok(Some(Layer { said: reader.said.clone(), guessed: reader.guessed, ..opened }))
-    }
-
-    /// The file that has the locks, if it is not the layer's own.
-    pub(super) fn locked_by(&self) -> Option<&Arc<dyn File>> {
-        self.reader.as_ref().map(|reader| &reader.file)
+        Ok(Layer { said: reader.said.clone(), guessed: reader.guessed, ..opened })
     }
 }
 
 impl Drop for Writable {
     fn drop(&mut self) {
-        if let Some(reader) = &self.reader {
+        if let Some(reader) = self.reader.take() {
             lock_for_reading(&*reader.file);
         }
     }

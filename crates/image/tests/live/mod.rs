@@ -167,6 +167,22 @@ impl Bench {
         Self { image, history, directory, threads, size_bytes, layers: Mutex::new(layers), made }
     }
 
+    /// A chain of images that were made before, the lowest first, which holds this.
+    pub(crate) fn of_images(directory: TempDir, layers: Vec<PathBuf>, contents: &[u8]) -> Self {
+        let spawn = |index| {
+            Reactor::spawn(ReactorConfig::default().with(|config| config.name = format!("test-{index}"))).unwrap()
+        };
+        Self {
+            image: open_soon(layers.last().unwrap(), false),
+            history: Arc::new(SectorHistory::holding(contents)),
+            directory,
+            threads: (0..REACTORS).map(spawn).collect(),
+            size_bytes: contents.len() as u64,
+            layers: Mutex::new(layers),
+            made: AtomicUsize::new(0),
+        }
+    }
+
     pub(crate) fn start(&self, load: HistoryLoad) -> RunningLoad {
         load.start(&(Arc::clone(&self.image) as Arc<dyn Disk>), &handles(&self.threads), &self.history)
     }

@@ -226,7 +226,8 @@ impl Changing {
             true => ClosedEdit::CreateSnapshot(NewSnapshot::new("one")),
             false => ClosedEdit::DeleteSnapshot(SnapshotName::named("one")),
         };
-        self.beside_guests(async |point: &PointInTime<'_>| point.change_snapshots_async(&edit).await).await
+        self.beside_guests(async |point: &PointInTime<'_>| point.change_snapshots_async(&edit, &mut || true).await)
+            .await
     }
 
     async fn commit(&self) -> Result<()> {

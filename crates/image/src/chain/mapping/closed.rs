@@ -134,6 +134,7 @@ impl Mapping {
         file: &dyn File,
         name: &FileName,
         edit: &ClosedEdit,
+        watch: &mut EditWatch<'_>,
     ) -> Result<Vec<Range<u64>>> {
         self.refuse_edit(name, edit)?;
         let change = match edit {
@@ -144,8 +145,7 @@ impl Mapping {
                 return Err(Error::new(ErrorKind::Unsupported, what));
             }
         };
-        let go_on = &mut |_, _| true;
-        format_qcow2::change_snapshots_beside_readers(io, file, &name.to_string(), change, go_on).await
+        format_qcow2::change_snapshots_beside_readers(io, file, &name.to_string(), change, watch).await
     }
 
     /// Records another backing file, or none, in the header.
