@@ -40,13 +40,19 @@ impl<T> Drop for Ending<T> {
     }
 }
 
-/// Makes `compute` into work and a future of its result. The future fails if the work is dropped or panics.
+/// Makes `compute` into work and a future of its result. The future fails if the work is dropped or panics. Once the
+/// future is dropped, work that has not begun computes nothing.
 pub(crate) fn aside<T: Send + 'static>(
     compute: impl FnOnce() -> T + Send + 'static,
 ) -> (Work, impl Future<Output = IoResult<T>>) {
     let shared = Arc::new(Shared(Mutex::new(Slot { value: None, waker: None, has_ended: false })));
     let ending = Ending(Arc::clone(&shared));
     let work = move || {
+        // Many may be queued for a guest that has gone: a reactor that ends waits for them all.
+        let is_awaited = Arc::strong_count(&ending.0) > 1;
+        if !is_awaited {
+            return;
+        }
         let value = compute();
         ending.0.lock().value = Some(value);
     };
@@ -85,5 +91,17 @@ mod tests {
         let (work, value) = aside(|| assert!(std::hint::black_box(false), "on purpose"));
         std::thread::spawn(work).join().unwrap_err();
         assert_eq!(block_on(value), Err(IoError::EIO));
+    }
+
+    #[test]
+    fn what_nobody_waits_for_is_not_computed_and_what_it_holds_is_freed() {
+        let held = Arc::new(());
+        let holds = Arc::clone(&held);
+        let (work, value) = aside(move || {
+            assert_eq!(Arc::strong_count(&holds), 0, "it is computed");
+        });
+        drop(value);
+        work();
+        assert_eq!(Arc::strong_count(&held), 1);
     }
 }

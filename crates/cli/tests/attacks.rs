@@ -84,6 +84,18 @@ fn assert_refused(image: &Path, policy: &str, what: &str) {
     }
 }
 
+/// No policy makes a verb open the named pipe behind the image: a program that did would hang.
+fn assert_never_opened(image: &Path, name: &str) {
+    assert!(run(&["info", path_str(image)]).status.success());
+    assert!(run(&["check", path_str(image)]).status.success());
+    for (policy, reason) in [("any", "regular file"), ("listed", "policy"), ("deny", "policy")] {
+        let allow = format!("--allow-backing={policy}");
+        let chain = run(&["info", "--backing-chain", &allow, path_str(image)]);
+        assert!(!chain.status.success() && text(&chain.stderr).contains(reason), "{name}: {chain:?}");
+        assert_refused(image, policy, name);
+    }
+}
+
 #[test]
 fn backing_files_are_opened_only_where_the_policy_allows_it() {
     let (dir, outside) = (directory(), directory());
@@ -103,8 +115,21 @@ fn backing_files_are_opened_only_where_the_policy_allows_it() {
         assert_eq!(output.status.success(), copied, "{output:?}");
         copied
     };
+    let with_protocol = [format!("file:{}", secret.display()), format!("host_device:{}", secret.display())];
+    let near_with_protocol = format!("file:{}", at(&dir, "near").display());
     let up = format!("../{}/secret", outside.path().file_name().unwrap().to_str().unwrap());
-    for (name, near) in [(path_str(&secret), false), (&up, false), ("link", false), ("near", true), ("./near", true)] {
+    let [plain, device] = &with_protocol;
+    let names = [
+        (path_str(&secret), false),
+        (&up, false),
+        ("link", false),
+        (plain, false),
+        (device, false),
+        ("near", true),
+        ("./near", true),
+        (&near_with_protocol, true),
+    ];
+    for (name, near) in names {
         std::fs::write(&image, backed_by(name)).unwrap();
         let said = run(&["info", path_str(&image)]);
         assert!(said.status.success() && text(&said.stdout).contains(name), "info tells the name and opens nothing");
@@ -124,7 +149,7 @@ fn backing_files_are_opened_only_where_the_policy_allows_it() {
 }
 
 #[test]
-fn protocol_and_json_names_are_followed_under_no_policy_and_info_opens_no_file_but_the_named_one() {
+fn names_of_servers_and_json_names_are_not_followed_where_any_file_is_and_info_opens_no_file_but_the_named_one() {
     let dir = directory();
     let (image, pipe) = (at(&dir, "image.qcow2"), at(&dir, "pipe"));
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
@@ -148,8 +173,6 @@ fn protocol_and_json_names_are_followed_under_no_policy_and_info_opens_no_file_b
         "http://localhost/x",
         "https://localhost/x?y#cache=/x",
         r#"rbd:{"pool":"pool"}"#,
-        &format!("file:{pipe}"),
-        &format!("file://{pipe}"),
         "nbd://localhost/x",
         "rbd:pool/x:conf=/x",
         "ssh://h/x",
@@ -163,11 +186,14 @@ fn protocol_and_json_names_are_followed_under_no_policy_and_info_opens_no_file_b
         assert!(text(&chain.stderr).contains("not followed"), "{name}: {chain:?}");
         assert_refused(&image, "any", name);
     }
-    // A program that opened it would hang.
-    std::fs::write(&image, backed_by(pipe)).unwrap();
-    assert!(run(&["info", path_str(&image)]).status.success());
-    assert!(run(&["check", path_str(&image)]).status.success());
-    for name in protocols.into_iter().chain([pipe]) {
+    let files = [format!("file:{pipe}"), format!("file://{pipe}")];
+    let [file, file_uri] = &files;
+    // With and without its protocol it is the same file.
+    for name in [pipe, file, file_uri] {
+        std::fs::write(&image, backed_by(name)).unwrap();
+        assert_never_opened(&image, name);
+    }
+    for name in protocols.into_iter().chain([pipe, file, file_uri]) {
         for autoclear in [0, 2] {
             let extension = [(DATA_FILE, name.as_bytes())];
             std::fs::write(&image, self::image(DATA_FILE_BIT, autoclear, &extension, "")).unwrap();

@@ -11,7 +11,8 @@ use std::cell::Cell;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
+use std::time::Duration;
 
 thread_local! {
     /// Buffers cannot be allocated by this thread.
@@ -197,4 +198,60 @@ fn what_a_file_has_computed_is_not_computed_by_the_reactor() {
         assert!(!others.contains(&own));
     }
     reactor.stop().unwrap();
+}
+
+/// A guest that has gone may have left more clusters to decompress than anybody waits for.
+#[test]
+fn a_reactor_that_ends_does_not_wait_for_computations_that_have_not_begun() {
+    /// Lets the computations end that have begun.
+    struct Releases(Arc<(Mutex<bool>, Condvar)>);
+    impl Drop for Releases {
+        fn drop(&mut self) {
+            *self.0.0.lock().unwrap() = true;
+            self.0.1.notify_all();
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("file");
+    std::fs::write(&path, [0; 4096]).unwrap();
+    let reactor = reactor("ends");
+    let file = ringdisk_engine::open(&path, &OpenOptions::default()).unwrap();
+    let (begun, computed) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let (theirs, (sender, has_queued)) = ([Arc::clone(&begun), Arc::clone(&computed)], mpsc::channel());
+    let job = move |ctx: &Rc<dyn ReactorCtx>| {
+        let queue = file.open_queue(ctx).unwrap();
+        ctx.spawn(Task::new(async move {
+            let gate = Arc::new((Mutex::new(false), Condvar::new()));
+            // Dropped after the futures.
+            let _release = Releases(Arc::clone(&gate));
+            let [begun, computed] = theirs;
+            let wait = || {
+                let (gate, begun) = (Arc::clone(&gate), Arc::clone(&begun));
+                queue.compute(move || {
+                    begun.fetch_add(1, Ordering::Relaxed);
+                    drop(gate.1.wait_while(gate.0.lock().unwrap(), |is_open| !*is_open).unwrap());
+                })
+            };
+            // At least as many as run at once.
+            let most = std::thread::available_parallelism().map_or(1, usize::from);
+            let blocked: Vec<_> = (0..2 * most).map(|_| wait()).collect();
+            let count = || {
+                let computed = Arc::clone(&computed);
+                queue.compute(move || computed.fetch_add(1, Ordering::Relaxed))
+            };
+            let queued: Vec<_> = (0..1000).map(|_| count()).collect();
+            sender.send(()).unwrap();
+            for waits in blocked {
+                waits.await.unwrap();
+            }
+            drop(queued);
+        }));
+    };
+    reactor.handle().run(Box::new(job)).unwrap();
+    has_queued.recv().unwrap();
+    while begun.load(Ordering::Relaxed) == 0 {
+        std::thread::yield_now();
+    }
+    reactor.stop_within(Duration::from_secs(60)).unwrap();
+    assert_eq!(computed.load(Ordering::Relaxed), 0);
 }

@@ -179,6 +179,8 @@ impl FileName {
 
 /// The protocol of an image of a cluster.
 const RBD: &str = "rbd:";
+/// How names begin that may have secrets in them.
+const WITH_SECRETS: [&str; 7] = ["http://", "https://", "nbd://", "nbd+unix://", "nbds://", "nbds+unix://", RBD];
 
 /// Splits a name into its protocol and the rest behind the colon.
 fn split_protocol(text: &OsStr) -> Option<(&str, &str)> {
@@ -256,8 +258,7 @@ pub fn without_secrets(name: &str) -> Cow<'_, str> {
 #[must_use]
 pub fn options_without_secrets(text: &str) -> String {
     let (mut shown, mut rest) = (String::with_capacity(text.len()), text);
-    let protocols = ["http://", "https://", "nbd://", "nbds://", RBD];
-    while let Some(start) = protocols.into_iter().filter_map(|protocol| rest.find(protocol)).min() {
+    while let Some(start) = WITH_SECRETS.into_iter().filter_map(|protocol| rest.find(protocol)).min() {
         let (before, from_url) = rest.split_at(start);
         let mut chars = from_url.char_indices().peekable();
         let end = loop {
@@ -283,7 +284,7 @@ pub fn options_without_secrets(text: &str) -> String {
 #[must_use]
 pub fn shown(text: impl AsRef<OsStr>) -> String {
     let text = text.as_ref().to_string_lossy();
-    let is_name = text.starts_with(RBD) || text.starts_with("http://") || text.starts_with("https://");
+    let is_name = WITH_SECRETS.into_iter().any(|protocol| text.starts_with(protocol));
     if is_name { without_secrets(&text).into_owned() } else { options_without_secrets(&text) }
 }
 
@@ -363,6 +364,8 @@ mod tests {
             (r#"{"x":"https://h/a?s","y":"https://h/b?t"}"#, r#"{"x":"https://h/a?...","y":"https://h/b?..."}"#),
             ("file=https://h/a?s,,", "file=https://h/a?..."),
             ("file=nbd://me:secret@h/a?reconnect-s=5,name=a", "file=nbd://me@h/a?reconnect-s=5,name=a"),
+            ("file=nbd+unix://a:secret@/x?socket=/s,name=a", "file=nbd+unix://a@/x?socket=/s,name=a"),
+            ("name=a,file=nbds+unix://a:secret@/x?socket=/s", "name=a,file=nbds+unix://a@/x?socket=/s"),
             ("file=/a?b,name=é", "file=/a?b,name=é"),
             ("name=a,file=rbd:p/i:key=secret,,secret,size=1", "name=a,file=rbd:p/i:key=...,size=1"),
             (r#"{"x":"rbd:p/i:key=a\"secret","y":1}"#, r#"{"x":"rbd:p/i:key=...","y":1}"#),
@@ -376,6 +379,8 @@ mod tests {
         for (text, expected) in [
             ("rbd:p/i,j:key=secret", "rbd:p/i,j:key=..."),
             ("https://me:secret@h/a,b?secret", "https://h/a,b?..."),
+            ("nbds://me:secret,secret@h/a,b", "nbds://me@h/a,b"),
+            ("nbd+unix://me:secret\"secret@/a?socket=/s", "nbd+unix://me@/a?socket=/s"),
             (r#"json:{"file.filename":"rbd:p/i:key=secret"}"#, r#"json:{"file.filename":"rbd:p/i:key=..."}"#),
             ("driver=raw,file.filename=rbd:p/i:key=secret", "driver=raw,file.filename=rbd:p/i:key=..."),
             ("disk.raw", "disk.raw"),

@@ -12,6 +12,7 @@ impl Daemon {
     /// one, those that go, and the layer that takes their data.
     pub fn layers_of_commit(&self, node: NodeId, options: &CommitOptions) -> Result<Vec<FileName>> {
         let (_work, found, image) = self.image_for("a look at its layers".to_owned(), node, None)?;
+        self.jobs.lock().refuse_second(node, &found.name)?;
         let layers: Vec<FileName> = image.layer_file_names().map(|(own, _)| own).collect();
         let (top, base) = places(&found.name, &layers, options)?;
         Ok(layers.into_iter().take(base.saturating_add(1)).skip(top.saturating_sub(1)).collect())
@@ -27,6 +28,7 @@ impl Daemon {
         mut record: impl CommitRecord + 'static,
     ) -> Result<JobId> {
         let (_work, found, image) = self.image_for("a look at its layers".to_owned(), node, None)?;
+        self.jobs.lock().refuse_second(node, &found.name)?;
         let layers: Vec<FileName> = image.layer_file_names().map(|(own, _)| own).collect();
         let (top, base) = places(&found.name, &layers, &options)?;
         if top > 0 && options.aim.within.is_some() {

@@ -1,5 +1,6 @@
 use super::*;
 use crate::daemon::DaemonConfig;
+use crate::jobs::commit::CommitOptions;
 use drive::DiskOptions;
 use image::{CreateOptions, Opener as _, Role, take_back};
 use load::{BenchSpec, Hooks, Pattern, Stop, run};
@@ -47,6 +48,25 @@ fn what_a_cancelled_job_has_to_finish_is_waited_for_as_long_as_it_goes_on() {
     daemon.start_job_with_ending(JobKind::Backup, node, None, ending, finish).unwrap();
     daemon.shutdown().unwrap();
     ended.try_recv().unwrap();
+}
+
+/// A commit looks at the layers first, which the job may change.
+#[test]
+fn a_commit_beside_a_job_names_the_job_even_if_there_is_nothing_to_commit() {
+    let directory = tempfile::tempdir().unwrap();
+    let (daemon, node) = full(directory.path());
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    let wait = move |_: &Image, _: &CopyWatch, _: &dyn Fn()| released.recv().map_err(|_| no_job(JobId(0)));
+    let id = daemon.start_job(JobKind::Compact, node, None, wait).unwrap();
+    let deep = CommitOptions::default().with(|options| options.layers = 9);
+    let refused = daemon.layers_of_commit(node, &deep).unwrap_err();
+    assert!(refused.to_string().contains("has a job already: job"), "{refused}");
+    let refused = daemon.start_commit(node, deep.clone(), ()).unwrap_err();
+    assert!(refused.to_string().contains("has a job already: job"), "{refused}");
+    release.send(()).unwrap();
+    daemon.wait_job(id).unwrap();
+    let refused = daemon.start_commit(node, deep, ()).unwrap_err();
+    assert!(refused.to_string().contains("between 1 and 1"), "{refused}");
 }
 
 /// Whoever cancels again and again does not pile up threads.

@@ -126,6 +126,14 @@ impl State {
         let job = self.jobs.values().find(|job| job.node == node && job.runs())?;
         Some(format!("job {} ({})", job.id, job.kind))
     }
+
+    /// Refuses if the disk has a job. Whoever looks at its layers asks first: the job may change them, and it is what the
+    /// user has to know.
+    pub(crate) fn refuse_second(&self, node: NodeId, disk: &str) -> Result<()> {
+        let Some(other) = self.running_on(node) else { return Ok(()) };
+        let what = format!("the disk '{disk}' has a job already: {other}; wait for its end, or cancel it");
+        Err(Error::new(ErrorKind::Locked, what))
+    }
 }
 
 impl Jobs {
@@ -154,10 +162,7 @@ impl Jobs {
             );
             return Err(Error::new(ErrorKind::Locked, what));
         }
-        if let Some(other) = state.running_on(job.node) {
-            let what = format!("the disk '{}' has a job already: {other}; wait for its end, or cancel it", job.disk);
-            return Err(Error::new(ErrorKind::Locked, what));
-        }
+        state.refuse_second(job.node, &job.disk)?;
         if state.edited.contains(&job.node) {
             let what = format!("the image of the disk '{}' is being changed: try again", job.disk);
             return Err(Error::new(ErrorKind::Locked, what));

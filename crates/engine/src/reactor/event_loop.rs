@@ -23,7 +23,7 @@ use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 use std::rc::{Rc, Weak};
 use std::sync::atomic::{AtomicBool, Ordering, fence};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -57,6 +57,7 @@ impl Reactor {
             jobs: Mutex::default(),
             has_jobs: AtomicBool::new(false),
             stop: AtomicBool::new(false),
+            stop_patience: OnceLock::new(),
             wakeup: Arc::new(Wakeup::new().map_err(fails)?),
             counters: Arc::default(),
             harvest_after_submit: config.harvest_after_submit,
@@ -135,9 +136,11 @@ impl ReactorThread {
         self.join()
     }
 
-    /// As [`ReactorThread::stop`], but waits for `limit` at most. A thread that has not ended by then is left running,
-    /// with the memory of the requests that its storage does not end.
+    /// As [`ReactorThread::stop`], but waits for `limit` at most. Tasks at work get half of it: computations that wait
+    /// for a worker end with the tasks. A thread that has not ended by then is left running, with the memory of the
+    /// requests that its storage does not end.
     pub fn stop_within(mut self, limit: Duration) -> Result<()> {
+        self.shared.stop_patience.get_or_init(|| STOP_PATIENCE.min(limit / 2));
         self.shared.stop.store(true, Ordering::Release);
         self.shared.wakeup.wake();
         let begun = Instant::now();
@@ -193,6 +196,8 @@ struct Shared {
     /// Read in each turn, so that the lock is taken only if there are jobs.
     has_jobs: AtomicBool,
     stop: AtomicBool,
+    /// How long unfinished tasks may go on, if that was said before the stop.
+    stop_patience: OnceLock<Duration>,
     wakeup: Arc<Wakeup>,
     counters: Arc<Counters>,
     harvest_after_submit: bool,
@@ -503,7 +508,7 @@ impl Local {
     fn wind_down(&self, ctx: &Rc<dyn ReactorCtx>) {
         self.run_jobs(ctx);
         self.pollers.clear();
-        let deadline = Instant::now() + STOP_PATIENCE;
+        let deadline = Instant::now() + *self.shared.stop_patience.get_or_init(|| STOP_PATIENCE);
         loop {
             self.run_jobs(ctx);
             self.timers.fire();

@@ -5,7 +5,7 @@
 //! one, or allowed all. Other protocols and `json:` descriptions inside images are refused under every policy.
 
 use super::temporary_files::TemporaryFiles;
-use crate::file_name::FileName;
+use crate::file_name::{self, FileName};
 use block::{Error, ErrorKind, File, Result};
 use format_qcow2::{escaped_byte, os_name};
 use std::path::{Path, PathBuf};
@@ -126,10 +126,14 @@ fn remote(name: &str) -> Option<FileName> {
 /// Returns the path of a file that the image at `overlay` names as `name`. `what` says which file: its backing file, or
 /// its data file. Refuses all but plain names.
 pub(crate) fn named_path(overlay: &FileName, what: &str, name: &str) -> Result<PathBuf> {
-    let shown = show_name(name);
+    let shown = show_name(&file_name::shown(name));
     let first_part = name.split('/').next().unwrap_or_default();
     let with_protocol = path_with_protocol(name).filter(|_| what == BACKING_FILE);
     if first_part.contains(':') && with_protocol.is_none() {
+        if what == BACKING_FILE && name.starts_with("nbd") && name != file_name::without_secrets(name) {
+            let message = format!("'{overlay}' names its {what} as '{shown}': a name of an NBD disk has no password");
+            return Err(Error::new(ErrorKind::Denied, message));
+        }
         let known = FileName::PROTOCOLS.join(", ");
         let message = format!(
             "'{overlay}' names its {what} as '{shown}': names with a protocol (known are {known}) and json: \
@@ -362,6 +366,24 @@ mod tests {
         assert_eq!(path("host_device:/dev/sdb").unwrap(), Path::new("/dev/sdb"));
         assert!(path("file:").is_err() && path("file:a\0b").is_err());
         assert!(named_path(&overlay, "data file", "file:/abs").is_err());
+    }
+
+    #[test]
+    fn a_refused_name_is_shown_without_its_password_and_with_the_reason() {
+        let overlay = FileName::from("/vms/a/disk.qcow2");
+        for (name, shown, reason) in [
+            ("nbd://u:secret@h/x", "nbd://u@h/x", "password"),
+            ("nbd+unix://u:secret@/x?socket=/s", "nbd+unix://u@/x?socket=/s", "password"),
+            ("nbds+unix://:secret@/x", "nbds+unix://@/x", "password"),
+            (r#"json:{"url":"https://u:secret@h/x"}"#, "https://h/x", "not followed"),
+        ] {
+            for what in [BACKING_FILE, "data file"] {
+                let error = named_path(&overlay, what, name).unwrap_err();
+                let (kind, said) = (error.kind(), error.to_string());
+                assert!(kind == ErrorKind::Denied && said.contains(shown) && !said.contains("secret"), "{said}");
+                assert!(said.contains(if what == BACKING_FILE { reason } else { "not followed" }), "{said}");
+            }
+        }
     }
 
     #[test]
