@@ -57,14 +57,17 @@ enum Command {
 
 fn main() -> ExitCode {
     let done = if program::is_qemu_img() { qemu_img::main() } else { ringdisk() };
+    if let Err(error) = &done {
+        match program::is_qemu_img().then(|| as_qemu_img(error)).flatten() {
+            Some(said) => output::error(&anyhow::anyhow!(said)),
+            None => output::error(error),
+        }
+    }
+    // A cluster may keep it waiting.
     file_rbd::wait_for_closes();
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            match program::is_qemu_img().then(|| as_qemu_img(&error)).flatten() {
-                Some(said) => output::error(&anyhow::anyhow!(said)),
-                None => output::error(&error),
-            }
             signals::end_if_interrupted();
             output::exit_code(&error)
         }

@@ -109,7 +109,7 @@ impl BackupRecord for RecordOfBackup {
     }
 
     fn has_made_target(&mut self, target: &FileName) -> Result<()> {
-        self.0.has_made(target)
+        self.0.has_made_for_job(target)
     }
 
     fn is_whole(&mut self, backup: &WholeBackup<'_>) -> Result<()> {

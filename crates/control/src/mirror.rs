@@ -45,7 +45,7 @@ impl Manager {
         };
         // If the file stayed on record, the next run would remove it.
         let kept = move || kept_record.change(RecordedDisk::is_finished);
-        let has_made = || made_record.has_made(&options.target);
+        let has_made = || made_record.has_made_for_job(&options.target);
         let id = self.daemon.start_mirror_with(node, &options, has_made, move_over, kept)?;
         self.tell_if_behind(name, id, options.aim);
         self.has_started(name, id)
@@ -103,6 +103,19 @@ impl DiskRecord {
                 disk.unfinished_made = Some(made);
             }
         })
+    }
+
+    /// As [`Self::has_made`], for a job. Logs what a kill means for the file.
+    pub(crate) fn has_made_for_job(&self, file: &FileName) -> Result<()> {
+        self.has_made(file)?;
+        if file.path().is_some() {
+            tracing::info!(
+                disk = %self.name,
+                "made '{file}': if the daemon is killed before the job ends, the next one removes it, also if somebody has \
+                 finished it in place meanwhile"
+            );
+        }
+        Ok(())
     }
 
     /// Forgets the file, which the job has left or removed.

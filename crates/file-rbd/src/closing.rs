@@ -113,6 +113,14 @@ pub fn wait_for_closes() {
     {
         waiting = CLOSED.wait_timeout(waiting, left).unwrap_or_else(PoisonError::into_inner).0;
     }
+    let closed: usize = waiting.iter().flatten().map(|(_, count)| *count).sum();
+    let left = OPEN.load(Ordering::Acquire).saturating_sub(closed);
+    if left > 0 {
+        tracing::warn!(
+            "{left} images in a cluster are still in use when the program ends: whoever opens one next may wait half a minute \
+             for its lock"
+        );
+    }
     let keys: Vec<String> = waiting.iter().flatten().map(|(key, _)| key.clone()).collect();
     drop(waiting);
     keys.iter().for_each(|key| wait_for(key));

@@ -3,16 +3,18 @@
 
 mod live;
 
-use block::{Error, ErrorKind, File, Result};
+use block::{Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, ReactorCtx, Result};
 use engine::{EngineKind, OpenOptions};
 use live::{Bench, HostOpener, Shape, create};
 use ringdisk_image::{
     CopyWatch, FileName, LayerGoes, LayerOpeners, NewBelow, Opener, Role, commit_layer, open_below_for_writing,
 };
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::Arc;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use testkit::{HistoryLoad, SectorHistory, bytes_of, qcow2_check};
 
 const OPERATIONS: u64 = 100_000;
@@ -203,6 +205,130 @@ fn the_top_goes_into_an_image_that_was_open_for_reading() {
     // A change of its base would need one.
     assert!(bench.move_onto(NewBelow::Nothing, &watch).is_err());
     bench.assert_sound_and_as_written();
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    /// It cannot be opened for reading.
+    Open,
+    /// It cannot be opened for reading, and meanwhile somebody else has opened it.
+    OpenByOther,
+    /// The queues cannot open what is open for reading.
+    Queue,
+    /// What is open for writing cannot be flushed.
+    Flush,
+}
+
+/// Opens files as [`OPENERS`] do. The base has a fault until it is over.
+struct Faulty {
+    fault: Fault,
+    base: PathBuf,
+    is_over: Arc<AtomicBool>,
+    other: Mutex<Option<Arc<dyn File>>>,
+}
+
+impl Opener for Faulty {
+    fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
+        let (path, is_writer) = (name.path().unwrap(), role == Role::Writable);
+        let inner: &dyn Opener = if is_writer { &Unlocked } else { &HostOpener };
+        let fault = (path == self.base && !self.is_over.load(Ordering::Relaxed)).then_some(self.fault);
+        match (fault, is_writer) {
+            (Some(Fault::OpenByOther), false) => {
+                *self.other.lock().unwrap() = Some(HostOpener.open_path(path, true)?);
+                Err(Error::new(ErrorKind::Io, "no descriptor is left"))
+            }
+            (Some(Fault::Open), false) => Err(Error::new(ErrorKind::Io, "no descriptor is left")),
+            (Some(Fault::Queue), false) | (Some(Fault::Flush), true) => {
+                let (file, is_over) = (inner.open(name, role)?, Arc::clone(&self.is_over));
+                Ok(Arc::new(FaultyFile { file, fault: self.fault, is_over }))
+            }
+            _ => inner.open(name, role),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct FaultyFile {
+    file: Arc<dyn File>,
+    fault: Fault,
+    is_over: Arc<AtomicBool>,
+}
+
+impl FaultyFile {
+    fn queue(&self, inner: Rc<dyn FileQueue>) -> Rc<dyn FileQueue> {
+        if self.fault == Fault::Flush { Rc::new(Unflushed(inner, Arc::clone(&self.is_over))) } else { inner }
+    }
+}
+
+impl File for FaultyFile {
+    fn info(&self) -> &FileInfo {
+        self.file.info()
+    }
+
+    fn length_bytes(&self) -> Result<u64> {
+        self.file.length_bytes()
+    }
+
+    fn identity(&self) -> Option<(u64, u64)> {
+        self.file.identity()
+    }
+
+    fn lock_again(&self, for_writing: bool) -> Result<()> {
+        self.file.lock_again(for_writing)
+    }
+
+    fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>> {
+        match self.fault {
+            Fault::Queue => Err(Error::new(ErrorKind::Io, "no memory is left")),
+            _ => Ok(self.queue(self.file.open_queue(ctx)?)),
+        }
+    }
+
+    fn open_blocking(&self) -> Result<Rc<dyn FileQueue>> {
+        Ok(self.queue(self.file.open_blocking()?))
+    }
+}
+
+struct Unflushed(Rc<dyn FileQueue>, Arc<AtomicBool>);
+
+impl FileQueue for Unflushed {
+    fn push(&self, io: FileIo) {
+        match io.op {
+            FileOp::Flush if !self.1.load(Ordering::Relaxed) => io.done.complete(Err(IoError::EIO)),
+            _ => self.0.push(io),
+        }
+    }
+}
+
+#[test]
+fn a_base_that_stays_open_for_writing_after_an_error_is_written_to_by_this_disk_alone() {
+    for fault in [Fault::Open, Fault::OpenByOther, Fault::Queue, Fault::Flush] {
+        let bench = Bench::new(&Shape::qcow2(SIZE, &[4096, 65536, 16384]));
+        let (before, gone) = (bench.files(), layer(&bench, 1));
+        let base = before[2].clone();
+        let load = bench.start(HistoryLoad { write_percent: 20, ..HistoryLoad::default() });
+        load.wait_for_more(500);
+        let opener = Faulty { fault, base: base.clone(), is_over: Arc::default(), other: Mutex::default() };
+        let commit = || {
+            let openers = LayerOpeners { for_writing: &opener, for_reading: &opener };
+            commit_layer(&bench.image, &gone, openers, &CopyWatch::default(), &mut Told::default())
+        };
+        commit().unwrap_err();
+        assert_eq!(bench.files(), before);
+        opener.is_over.store(true, Ordering::Relaxed);
+        if fault == Fault::OpenByOther {
+            assert_eq!(commit().unwrap_err().kind(), ErrorKind::Locked);
+            opener.other.lock().unwrap().take();
+        } else {
+            assert!(!is_free(&base, true), "{fault:?}: others can use what is open for writing");
+        }
+        load.wait_for_more(500);
+        commit().unwrap();
+        assert!(!is_free(&base, true), "{fault:?}");
+        load.wait_for_more(500);
+        assert_eq!(load.finish(), [""; 0]);
+        bench.assert_sound_and_as_written();
+    }
 }
 
 fn tool(name: &str, arguments: &[&str]) {

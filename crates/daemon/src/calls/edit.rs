@@ -6,10 +6,12 @@ use crate::jobs::layers::top_of;
 use crate::state::status::NodeId;
 use block::{Error, ErrorKind, Result};
 use image::{Aim, ClosedEdit, CopyWatch, OnlineBitmap, Snapshot};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How much longer a request may take while a fleece is taken back.
 const STALL: Duration = Duration::from_millis(5);
+/// How often the room that a fleece has is looked at.
+const LOOK_AT_ROOM_EVERY: Duration = Duration::from_millis(50);
 
 impl Daemon {
     /// Returns the persistent bitmaps of a disk's layers, top first.
@@ -68,9 +70,11 @@ impl Daemon {
         watch.set_aim(Aim { stall: Some(STALL), ..Aim::default() });
         let has_new_top = || self.table.has_new_top(node, top_of(&image));
         has_new_top();
-        let mut too_large = Ok(());
+        let (mut too_large, mut looked) = (Ok(()), Instant::now());
         let has_room = &mut || {
-            too_large = fleece.check();
+            if looked.elapsed() >= LOOK_AT_ROOM_EVERY {
+                (too_large, looked) = (fleece.check(), Instant::now());
+            }
             too_large.is_ok()
         };
         let edited = point.change_snapshots(edit, has_room);

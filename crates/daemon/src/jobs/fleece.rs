@@ -68,12 +68,16 @@ pub(crate) fn begin<'a>(
             Ok(begun)
         }
         Err(error) => {
+            // A file that was never the top goes before the record forgets it: after a kill, the next run knows its name.
+            if !is_named {
+                drop(std::mem::take(&mut made));
+            }
             // Another top of this name is not ours.
             let undone = if is_named { record.is_removed(path) } else { record.is_unmade(path) };
             if let Err(second) = undone {
-                // The record may name it as the top of the disk: it stays, and is empty.
+                // If the record may name it as the top of the disk, it stays, and is empty.
                 made.keep();
-                tracing::error!("the record may name the fleece '{}', which stays: {second}", path.display());
+                tracing::error!("the record may still name the fleece '{}': {second}", path.display());
             }
             Err(error)
         }

@@ -26,12 +26,21 @@ pub struct Image {
     opened_as: DiskInfo,
     /// Former descriptors of files that were opened anew. They hold the files' locks.
     pub(crate) locked_by: Mutex<Vec<Arc<dyn File>>>,
+    /// Such files of layers that are open for writing, with the locks of readers: nobody writes before they have a
+    /// writer's.
+    pub(crate) locked_to_read: Mutex<Vec<Arc<dyn File>>>,
 }
 
 impl Image {
     pub(crate) fn new(chain: Chain) -> Self {
         let opened_as = info_of(&chain);
-        Self { board: Board::new(chain), listeners: Listeners::default(), opened_as, locked_by: Mutex::default() }
+        Self {
+            board: Board::new(chain),
+            listeners: Listeners::default(),
+            opened_as,
+            locked_by: Mutex::default(),
+            locked_to_read: Mutex::default(),
+        }
     }
 
     /// Returns the chain on which requests begin at present.

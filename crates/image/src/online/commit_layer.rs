@@ -71,8 +71,9 @@ pub async fn commit_layer_async(
         .ok_or_else(|| Error::new(ErrorKind::Locked, format!("'{layer}' is no layer of the disk any more")))?;
     let [above, layer, below] = check(&chain, index).await?;
     // Whoever else uses one of them is found before anything changes. Only emptying the layer can be left out.
-    let (above, below) = (Writable::open(&above, openers.for_writing)?, Writable::open(&below, openers.for_writing)?);
-    let emptied = Writable::open(&layer, openers.for_writing);
+    let open = |layer| Writable::open(image, layer, openers.for_writing);
+    let (above, below) = (open(&above)?, open(&below)?);
+    let emptied = open(&layer);
     let commit = Commit { image, chain, index, openers, watch, above, below, hold: Cell::default() };
     commit.run(told).await?;
     drop(commit);
@@ -147,6 +148,8 @@ impl Commit<'_> {
         let done = self.copy_and_exchange(&layers, told).await;
         let Err(error) = done else { return Ok(()) };
         if let Err(second) = self.go_back().await {
+            // Guests go on with the writer, so nobody else may use it.
+            self.below.stays_after_error(self.image);
             tracing::error!("after a commit that failed ({error}): {second}");
         }
         Err(error)
@@ -170,7 +173,8 @@ impl Commit<'_> {
         layers
     }
 
-    /// Has guests read the layer below as before, by a file that is open for reading if it was.
+    /// Has guests read the layer below as before, by a file that is open for reading if it was. On an error they go on with
+    /// the writer.
     async fn go_back(&self) -> Result<()> {
         let present = self.image.chain();
         let is_layer = |chain: &Chain| chain.layers.get(self.index).cloned();
@@ -182,9 +186,7 @@ impl Commit<'_> {
         go_over(&self.image.board, Chain::new(present.layers.clone(), &self.chain.disk)).await?;
         drop(self.hold.take());
         below.close().await?;
-        // If it cannot be read anew, guests go on with the writer, whose locks stay.
-        let read_again = self.below_read_again().inspect_err(|_| self.below.stays(self.image))?;
-        let Some(read_again) = read_again else { return Ok(()) };
+        let Some(read_again) = self.below_read_again()? else { return Ok(()) };
         let next = Chain::new(self.with_below(&present.layers, &read_again), &self.chain.disk);
         go_over_to(&self.image.board, next, vec![read_again]).await
     }

@@ -5,7 +5,7 @@ use crate::chain::exchange::{Barrier, hold_quiet};
 use crate::chain::image::Image;
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
-use block::{Disk, Error, ErrorKind, Locks, Result, block_on};
+use block::{Disk, Error, ErrorKind, File, Locks, Result, block_on};
 use std::sync::{Arc, PoisonError};
 
 impl Image {
@@ -92,6 +92,10 @@ impl Image {
     /// Keeps the locks of old files for new files that have none of their own.
     fn keep_locks(&self, former: &Chain) {
         let lacks = |layer: &Arc<Layer>| layer.writable && layer.file.info().locks == Locks::NotWanted;
+        // A layer that is open for reading now has locks of its own.
+        let written = self.written_files();
+        let is_written = |file: &Arc<dyn File>| file.identity().is_some_and(|identity| written.contains(&identity));
+        self.locked_to_read.lock().unwrap_or_else(PoisonError::into_inner).retain(is_written);
         let mut kept = self.locked_by.lock().unwrap_or_else(PoisonError::into_inner);
         if !self.chain().layers.iter().any(lacks) {
             kept.clear();

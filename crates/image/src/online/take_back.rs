@@ -4,6 +4,7 @@ use super::converge::{End, converge};
 use super::copying::What;
 use super::grow::Grown;
 use super::watch::CopyWatch;
+use super::writable::lock_for_writing;
 use crate::chain::exchange::{go_over, hold_quiet};
 use crate::chain::give_up::Ends;
 use crate::chain::image::Image;
@@ -75,6 +76,9 @@ pub(super) async fn take_back_in_turn(
     watch.set_decided(false);
     let chain = image.chain();
     check(&chain).await?;
+    if let Some(below) = chain.layers.get(1) {
+        lock_for_writing(image, below)?;
+    }
     let former = chain.layers.first().cloned().ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
     let layers = made_as_large(image, &chain.layers, 1, chain.size_bytes, watch).await?;
     if let Err(error) = take_back_to(image, &chain, &layers, watch, commit).await {

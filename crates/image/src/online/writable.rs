@@ -10,7 +10,7 @@ use crate::open::gate::{Opener, Role};
 use crate::open::layer::open_layer;
 use block::{Error, ErrorKind, File, Result, block_on};
 use std::cell::RefCell;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Opens files of layers that are open for reading.
 #[derive(Clone, Copy)]
@@ -37,7 +37,7 @@ async fn open_below_async(image: &Image, opener: &dyn Opener, watch: &CopyWatch)
     let top = chain.layers.first().filter(is_taken_back).filter(|_| !chain.is_dead());
     let Some((top, below)) = top.zip(chain.layers.get(1)).filter(|(_, below)| !below.writable) else { return Ok(()) };
     let rest = chain.layers.get(2..).unwrap_or_default();
-    let mut opened = Writable::open(below, opener)?;
+    let mut opened = Writable::open(image, below, opener)?;
     if let Some(layer) = Arc::get_mut(&mut opened.layer) {
         share_of_top(layer, rest, chain.disk.table_cache.bytes());
     }
@@ -60,8 +60,9 @@ pub(super) struct Writable {
 
 impl Writable {
     /// Opens a layer for writing, unless it is. Fails if anybody else uses its file.
-    pub(super) fn open(layer: &Arc<Layer>, opener: &dyn Opener) -> Result<Self> {
+    pub(super) fn open(image: &Image, layer: &Arc<Layer>, opener: &dyn Opener) -> Result<Self> {
         if layer.writable {
+            lock_for_writing(image, layer)?;
             return Ok(Self { layer: Arc::clone(layer), reader: RefCell::default() });
         }
         let refuse = |what: &str| Err(Error::new(ErrorKind::Unsupported, format!("'{}' {what}", layer.name)));
@@ -100,7 +101,20 @@ impl Writable {
     /// Leaves it open for writing. The layer's locks stay with the disk.
     pub(super) fn stays(&self, image: &Image) {
         if let Some(reader) = self.reader.take() {
-            image.locked_by.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&reader.file));
+            keep(&image.locked_by, &reader.file);
+        }
+    }
+
+    /// As [`Self::stays`], after an error: the locks may be a reader's. If others keep them from being a writer's again,
+    /// the next who writes has to get them first.
+    pub(super) fn stays_after_error(&self, image: &Image) {
+        let Some(reader) = self.reader.take() else { return };
+        match reader.file.lock_again(true) {
+            Ok(()) => keep(&image.locked_by, &reader.file),
+            Err(error) => {
+                tracing::error!("'{}' stays open for writing, and may be used by others: {error}", reader.name);
+                keep(&image.locked_to_read, &reader.file);
+            }
         }
     }
 
@@ -110,7 +124,7 @@ impl Writable {
     }
 
     /// Opens the layer for reading again, as its file is after the writes. The writer is closed, and nobody writes. On an
-    /// error the locks are a writer's.
+    /// error the locks are a writer's, unless others came in.
     pub(super) fn read_again(&self, openers: LayerOpeners<'_>) -> Result<Option<Layer>> {
         let Some(reader) = self.reader.borrow().clone() else { return Ok(None) };
         reader.file.lock_again(false)?;
@@ -138,6 +152,22 @@ impl Drop for Writable {
             lock_for_reading(&*reader.file);
         }
     }
+}
+
+fn keep(list: &Mutex<Vec<Arc<dyn File>>>, file: &Arc<dyn File>) {
+    list.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(file));
+}
+
+/// Locks a layer that is open for writing, if an error left it with the locks of a reader. Fails if anybody else uses it.
+pub(super) fn lock_for_writing(image: &Image, layer: &Layer) -> Result<()> {
+    let identity = layer.file.identity();
+    let mut lacking = image.locked_to_read.lock().unwrap_or_else(PoisonError::into_inner);
+    let found = lacking.iter().find(|file| identity.is_some() && file.identity() == identity).cloned();
+    let Some(file) = found else { return Ok(()) };
+    file.lock_again(true)?;
+    lacking.retain(|other| !Arc::ptr_eq(other, &file));
+    keep(&image.locked_by, &file);
+    Ok(())
 }
 
 fn lock_for_reading(file: &dyn File) {
