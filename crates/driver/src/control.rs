@@ -36,6 +36,7 @@ impl Inner {
         let mut frozen = self.control.frozen();
         if !*frozen {
             self.hold_queues(Hold::Freeze, true)?;
+            self.wait_for_follower();
             *frozen = true;
         }
         Ok(())

@@ -48,10 +48,10 @@ impl Inner {
     /// Follows the device's size when its configuration has changed. Changes while it is frozen are read when it is
     /// restored.
     pub(crate) fn follow_config(&self) {
+        let following = self.following.lock().unwrap_or_else(PoisonError::into_inner);
         if self.control.hold() != Hold::None {
             return;
         }
-        let following = self.following.lock().unwrap_or_else(PoisonError::into_inner);
         let config = match self.session.read_config() {
             Ok(config) => config,
             Err(error) => return tracing::warn!("{error}"),
@@ -62,6 +62,11 @@ impl Inner {
         if is_new {
             self.listeners.notify(|| self.info());
         }
+    }
+
+    /// Waits until a change that is being followed has been. The next one sees whether the device is frozen.
+    pub(crate) fn wait_for_follower(&self) {
+        drop(self.following.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
     pub(crate) fn layout(&self, index: usize) -> QueueLayout {
