@@ -31,7 +31,7 @@ const TAIL: Duration = Duration::from_secs(1);
 const LIMIT: Duration = Duration::from_secs(10);
 /// Rounds, at most: a round takes two minutes.
 const ROUNDS_MAX: usize = 3;
-/// What of the guest's time before the job does not count: its caches fill.
+/// The beginning of the guest's run does not count: its caches fill.
 const SETTLES_MS: f64 = 1000.0;
 /// Size of the image where nobody says.
 const SIZE_MIB: u64 = 1024;
