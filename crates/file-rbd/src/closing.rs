@@ -3,29 +3,34 @@
 use crate::ffi::Image;
 use std::cell::Cell;
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How long the end of a closing is waited for. A cluster that does not answer keeps nobody longer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// How long an image that nobody closes yet is waited for at the end. Whoever still has it only looks at something, or its
-/// storage hangs.
+/// How long an image that nobody closes yet is waited for. Whoever still has it only looks at something, or its storage
+/// hangs.
 const OPEN_PATIENCE: Duration = Duration::from_secs(5);
 
-/// How many images are open, or are being closed.
-static OPEN: AtomicUsize = AtomicUsize::new(0);
-/// How many handles to each image are being closed.
-static CLOSING: Mutex<Option<HashMap<String, usize>>> = Mutex::new(None);
+/// How often this process has an image open.
+#[derive(Default, Clone, Copy)]
+struct Handles {
+    /// Those in use, and those that are being closed.
+    open: usize,
+    closing: usize,
+}
+
+/// The images that this process has open.
+static HANDLES: Mutex<Option<HashMap<String, Handles>>> = Mutex::new(None);
 static CLOSED: Condvar = Condvar::new();
 
 thread_local! {
     static IS_REACTOR: Cell<bool> = const { Cell::new(false) };
 }
 
-fn closing() -> MutexGuard<'static, Option<HashMap<String, usize>>> {
-    CLOSING.lock().unwrap_or_else(PoisonError::into_inner)
+fn handles() -> MutexGuard<'static, Option<HashMap<String, Handles>>> {
+    HANDLES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// This thread never waits here.
@@ -43,7 +48,10 @@ pub(crate) struct Closes {
 
 impl Closes {
     pub(crate) fn new(image: Image, key: &str) -> Self {
-        OPEN.fetch_add(1, Ordering::AcqRel);
+        let mut handles = handles();
+        let count = handles.get_or_insert_default().entry(key.to_owned()).or_default();
+        count.open = count.open.saturating_add(1);
+        drop(handles);
         Self { image: Some(Arc::new(image)), key: key.into() }
     }
 
@@ -68,9 +76,9 @@ impl Drop for Closes {
 pub(crate) fn let_go(image: Arc<Image>, key: &Arc<str>) {
     let Some(image) = Arc::into_inner(image) else { return };
     let begun = {
-        let mut closing = closing();
-        let count = closing.get_or_insert_default().entry(key.to_string()).or_default();
-        *count = count.saturating_add(1);
+        let mut handles = handles();
+        let count = handles.get_or_insert_default().entry(key.to_string()).or_default();
+        count.closing = count.closing.saturating_add(1);
         Begun(Arc::clone(key))
     };
     // Where there is no thread, it stays open until the process ends: better than to block librbd.
@@ -88,15 +96,14 @@ struct Begun(Arc<str>);
 
 impl Drop for Begun {
     fn drop(&mut self) {
-        let mut closing = closing();
         // Below the lock, so that whoever waits sees it or is woken.
-        OPEN.fetch_sub(1, Ordering::AcqRel);
-        if let Some(closing) = closing.as_mut()
-            && let Some(count) = closing.get_mut(&*self.0)
+        let mut handles = handles();
+        if let Some(handles) = handles.as_mut()
+            && let Some(count) = handles.get_mut(&*self.0)
         {
-            *count = count.saturating_sub(1);
-            if *count == 0 {
-                closing.remove(&*self.0);
+            *count = Handles { open: count.open.saturating_sub(1), closing: count.closing.saturating_sub(1) };
+            if count.open == 0 {
+                handles.remove(&*self.0);
             }
         }
         CLOSED.notify_all();
@@ -106,15 +113,8 @@ impl Drop for Begun {
 /// Waits until nobody closes any image: the process may end. Otherwise a lock would stay until the cluster misses its owner.
 pub fn wait_for_closes() {
     // A thread that ends with the process may be the last that has an image.
-    let began = Instant::now();
-    let mut waiting = closing();
-    while OPEN.load(Ordering::Acquire) > 0
-        && let Some(left) = OPEN_PATIENCE.checked_sub(began.elapsed())
-    {
-        waiting = CLOSED.wait_timeout(waiting, left).unwrap_or_else(PoisonError::into_inner).0;
-    }
-    let closed: usize = waiting.iter().flatten().map(|(_, count)| *count).sum();
-    let left = OPEN.load(Ordering::Acquire).saturating_sub(closed);
+    let waiting = wait_while(OPEN_PATIENCE, |handles| !handles.is_empty());
+    let left: usize = waiting.iter().flatten().map(|(_, count)| count.open.saturating_sub(count.closing)).sum();
     if left > 0 {
         tracing::warn!(
             "{left} images in a cluster are still in use when the program ends: whoever opens one next may wait half a minute \
@@ -131,14 +131,29 @@ pub(crate) fn wait_for(key: &str) {
     if IS_REACTOR.get() {
         return;
     }
-    let Some(deadline) = Instant::now().checked_add(PATIENCE) else { return };
-    let mut closing = closing();
-    while closing.as_ref().is_some_and(|closing| closing.contains_key(key)) {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            tracing::warn!("'{key}': the cluster does not answer, so the image is not closed yet");
-            return;
-        }
-        closing = CLOSED.wait_timeout(closing, left).unwrap_or_else(PoisonError::into_inner).0;
+    let is_closing = |handles: &HashMap<String, Handles>| handles.get(key).is_some_and(|count| count.closing > 0);
+    if wait_while(PATIENCE, is_closing).as_ref().is_some_and(is_closing) {
+        tracing::warn!("'{key}': the cluster does not answer, so the image is not closed yet");
     }
+}
+
+/// Waits until this process has the image open no more. A reactor lets go of what it no longer needs at its next turn.
+pub(crate) fn wait_until_let_go(key: &str) {
+    if !IS_REACTOR.get() {
+        drop(wait_while(OPEN_PATIENCE, |handles| handles.contains_key(key)));
+    }
+}
+
+fn wait_while(
+    patience: Duration,
+    goes_on: impl Fn(&HashMap<String, Handles>) -> bool,
+) -> MutexGuard<'static, Option<HashMap<String, Handles>>> {
+    let began = Instant::now();
+    let mut waiting = handles();
+    while waiting.as_ref().is_some_and(&goes_on)
+        && let Some(left) = patience.checked_sub(began.elapsed())
+    {
+        waiting = CLOSED.wait_timeout(waiting, left).unwrap_or_else(PoisonError::into_inner).0;
+    }
+    waiting
 }

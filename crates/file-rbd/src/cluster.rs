@@ -1,6 +1,6 @@
 //! Connections to clusters, which images share.
 
-use crate::closing::wait_for;
+use crate::closing::{wait_for, wait_until_let_go};
 use crate::ffi::{Cluster, Errno, Pool, librbd};
 use crate::name::{Access, RbdName};
 use block::{Error, ErrorKind, Result};
@@ -124,10 +124,18 @@ pub fn create(name: &RbdName, size_bytes: u64) -> Result<()> {
     })
 }
 
-/// Removes an image that nobody has open.
+/// Removes an image that nobody has open. What this process has open is waited for, a few seconds at most.
 pub fn remove(name: &RbdName) -> Result<()> {
-    wait_for(&name.to_string());
-    let removed = pool(name, false)?.remove(&name.image);
+    let key = name.to_string();
+    wait_for(&key);
+    let pool = pool(name, false)?;
+    let removed = pool.remove(&name.image).or_else(|errno| match errno {
+        EBUSY => {
+            wait_until_let_go(&key);
+            pool.remove(&name.image)
+        }
+        _ => Err(errno),
+    });
     removed.map_err(|errno| {
         let hint = if errno == EBUSY { " (somebody has it open, or did until lately)" } else { "" };
         failed(name, "cannot remove the image", errno, hint)

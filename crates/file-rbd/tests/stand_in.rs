@@ -374,9 +374,25 @@ fn what_cannot_be_opened_made_or_removed_says_why() {
     stand_in.set_faults("");
     create(&in_pool, SIZE).unwrap();
     assert!(create(&in_pool, SIZE).unwrap_err().to_string().contains("exists"));
-    let file = opened(&in_pool);
+    let watchers = stand_in.file("none.watchers");
+    std::fs::write(&watchers, "another-client\n").unwrap();
     assert!(remove(&in_pool).unwrap_err().to_string().contains("somebody has it open"));
-    drop(file);
+    std::fs::remove_file(watchers).unwrap();
     remove(&in_pool).unwrap();
     assert!(!stand_in.file("none").exists());
+}
+
+#[test]
+fn an_image_that_another_thread_is_about_to_close_is_waited_for_and_removed() {
+    let stand_in = stand_in();
+    let name = name_of(&stand_in, "brief");
+    create(&name, SIZE).unwrap();
+    let file = opened(&name);
+    let closes = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(200));
+        drop(file);
+    });
+    remove(&name).unwrap();
+    closes.join().unwrap();
+    assert!(!stand_in.file("brief").exists());
 }
