@@ -46,7 +46,7 @@ struct Load {
     goal: f64,
 }
 
-const RANDOM: &[&str] = &["--rw", "randwrite", "--bs", "4k", "--depth", "32", "--destroy", "--size", "512M"];
+const RANDOM: &[&str] = &["--rw", "randwrite", "--bs", "4k", "--depth", "32", "--size", "512M"];
 const LOADS: [Load; 4] = [
     Load { name: "4 KiB random write", before: None, arguments: RANDOM, warm_up: "0", goal: 3.0 },
     Load {
@@ -59,14 +59,14 @@ const LOADS: [Load; 4] = [
     Load {
         name: "4 KiB overwrites of 64 MiB (a swap file)",
         before: None,
-        arguments: &["--rw", "randwrite", "--bs", "4k", "--depth", "32", "--destroy", "--size", "64M"],
+        arguments: &["--rw", "randwrite", "--bs", "4k", "--depth", "32", "--size", "64M"],
         warm_up: "1",
         goal: 5.0,
     },
     Load {
         name: "128 KiB sequential write",
         before: None,
-        arguments: &["--rw", "write", "--bs", "128k", "--depth", "16", "--destroy"],
+        arguments: &["--rw", "write", "--bs", "128k", "--depth", "16"],
         warm_up: "0",
         goal: 1.5,
     },
