@@ -139,8 +139,8 @@ impl Drive {
                 self.registers.count.recent = 0xff;
                 self.end();
             }
-            command::STANDBY_IMMEDIATE | command::STANDBY => {
-                // A drive in standby has written its cache.
+            command::STANDBY_IMMEDIATE | command::STANDBY | command::SLEEP => {
+                // A drive in standby has written its cache. One that sleeps has to wake up at a reset, and this one is awake.
                 let flushed = self.disk.flush();
                 self.end_or_abort(flushed.is_ok());
             }

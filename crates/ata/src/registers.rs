@@ -64,6 +64,8 @@ pub mod command {
     pub const IDLE: u8 = 0xe3;
     /// CHECK POWER MODE.
     pub const CHECK_POWER: u8 = 0xe5;
+    /// SLEEP.
+    pub const SLEEP: u8 = 0xe6;
     /// FLUSH CACHE.
     pub const FLUSH_CACHE: u8 = 0xe7;
     /// FLUSH CACHE EXT.

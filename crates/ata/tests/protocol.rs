@@ -220,6 +220,30 @@ fn a_read_only_disk_refuses_writes_and_the_cache_can_be_off() {
     assert!(feature(&mut guest, 0x03, 0x0c) && !feature(&mut guest, 0x03, 0x42), "no direct memory access");
 }
 
+/// IDENTIFY says that the drive has them all.
+#[test]
+fn commands_of_power_management_end_and_a_drive_that_rests_has_written_its_cache() {
+    let disk = MemorySectors::new(8, 13);
+    let mut guest = Guest::of(&disk);
+    let commands = [
+        (command::IDLE, 0),
+        (command::IDLE_IMMEDIATE, 0),
+        (command::CHECK_POWER, 0),
+        (command::STANDBY, 1),
+        (command::STANDBY_IMMEDIATE, 2),
+        (command::SLEEP, 3),
+    ];
+    for (number, flushes) in commands {
+        guest.command(number, 0, 0);
+        assert!(guest.interrupt() && guest.is_idle(), "{number:#x}");
+        assert_eq!(disk.memory.lock().unwrap().flushes, flushes, "{number:#x}");
+    }
+    guest.control(0x04);
+    guest.control(0x00);
+    guest.command(command::READ_SECTORS, 3, 1);
+    assert_eq!(guest.read(512), disk.sector(3));
+}
+
 #[test]
 fn interrupts_are_off_while_the_driver_says_so() {
     let mut guest = Guest::of(&MemorySectors::new(8, 11));

@@ -15,7 +15,7 @@
 //! * [`Timers`], [`Watch`]: waiting for a time, and for a descriptor.
 //! * [`Executor`], [`WaitList`], [`RangeLocks`]: the slow path's tasks and what they wait on. [`turn`]: how many bytes
 //!   they may move in one turn. [`in_pieces`]: a long request, cut.
-//! * [`Epochs`]: when a freed host cluster may be used again.
+//! * [`Epochs`]: when a freed host cluster may be used again. [`InFlightOps`]: what a dropped task has left to the kernel.
 //! * [`SliceCache`]: tables of 64-bit entries in memory, read without a lock.
 //! * [`UntilChange`]: what a file's server said of it, until something changes.
 //! * [`LogLimit`]: keeps guests and peers from filling the log.
@@ -35,6 +35,7 @@ mod executor;
 mod extent;
 mod file;
 mod flags;
+mod in_flight_ops;
 pub mod latency;
 mod listeners;
 mod log_limit;
@@ -67,6 +68,7 @@ pub use executor::{Executor, Task, block_on};
 pub use extent::{CompressedExtent, Extent, Fill, Mapped, Prepared};
 pub use file::{CopyRange, Done, File, FileInfo, FileIo, FileOp, FileQueue, Locks, PastEnd, Sink, Waiter};
 pub use flags::{OpFlags, Priority};
+pub use in_flight_ops::InFlightOps;
 pub use latency::{Part, Parts};
 pub use listeners::Listeners;
 pub use log_limit::{LogLimit, WAITING};

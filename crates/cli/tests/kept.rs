@@ -223,3 +223,38 @@ fn a_daemon_that_was_killed_while_it_made_an_overlay_makes_it_the_next_time() {
         assert!(run_ok(&["info", path_str(&path("one.scratch"))]).contains("file format: scratch"), "{names:?}");
     }
 }
+
+/// A kept overlay has its index in memory, and zeroes space where none can be reserved.
+#[test]
+fn an_overlay_is_kept_also_on_a_file_system_that_maps_no_files() {
+    for reserves_space in [true, false] {
+        let dir = directory();
+        let path = |name: &str| at(&dir, name);
+        let (base, keep, socket, pieces, out) = (path("base"), path("keep"), path("s"), path("pieces"), path("out"));
+        std::fs::create_dir(&keep).unwrap();
+        let Some(place) = testkit::UnmappableDirectory::mount(&keep, reserves_space) else {
+            assert!(std::env::var_os("RINGDISK_REQUIRE_ALL").is_none(), "nothing can be mounted here, and this is CI");
+            testkit::skipped("nothing can be mounted here");
+            return;
+        };
+        let mut contents = numbered(SIZE);
+        std::fs::write(&base, &contents).unwrap();
+        let (file, kept, on) = (base.display(), keep.display(), socket.display());
+        let drive = format!("name=one,file={file},format=raw,snapshot=on,keep={kept},queues=1,socket={on}");
+        // The second daemon goes on with what the first has left, and writes over it.
+        for (round, length) in [(1u8, 5 << 20), (2, 3 << 16)] {
+            let server = Server::start(&["--drive", &drive]);
+            std::fs::write(&pieces, vec![round; length]).unwrap();
+            write(&socket, &pieces);
+            contents[..length].fill(round);
+            let source = format!("if=vhost-user:{}", socket.display());
+            run_ok(&["dd", "-f", "raw", "-O", "raw", "bs=64K", &source, &format!("of={}", out.display())]);
+            assert!(std::fs::read(&out).unwrap() == contents, "reserves {reserves_space}, round {round}");
+            server.kill();
+        }
+        assert_eq!(place.names(), 2, "reserves {reserves_space}");
+        let index = keep.join("one.scratch");
+        run_ok(&["commit", "--allow-backing", "any", path_str(&index)]);
+        assert!(std::fs::read(&base).unwrap() == contents, "reserves {reserves_space}");
+    }
+}

@@ -212,15 +212,9 @@ fn lazy(moments: u64) {
     patient.survive(moments, |_| Initial::Zeros);
 }
 
-/// On a base with patterned data, which copy-on-write has to keep around what is written.
-fn overlay(moments: u64) {
-    if !has_tool("qemu-img") {
-        return;
-    }
-    let dir = directory();
-    let base = at(&dir, "base.raw");
-    run_ok(&["create", "-q", "-f", "raw", path_str(&base), &size_of(moments)]);
-    let patient = Patient::new(&dir, DriveFormat::Qcow2, "disk.qcow2", seed());
+/// Makes a base for the patient, with patterned data in its parts, and returns those.
+fn patterned_base(patient: &Patient, base: &Path, moments: u64) -> Vec<VerifyState> {
+    run_ok(&["create", "-q", "-f", "raw", path_str(base), &size_of(moments)]);
     let fill = |part: u64| {
         let spec = patient.spec(part, Initial::Unknown).with(|spec| {
             spec.read_percent = 0;
@@ -230,12 +224,38 @@ fn overlay(moments: u64) {
             spec.flush_every = Some(64);
         });
         let fill = |disk: &Arc<dyn Disk>| run(disk, &patient.handles(), &spec, &Hooks::default()).unwrap();
-        patient.with_image(&base, DriveFormat::Raw, fill).state.expect("a verified run")
+        patient.with_image(base, DriveFormat::Raw, fill).state.expect("a verified run")
     };
-    let states: Vec<VerifyState> = (0..moments).map(fill).collect();
+    (0..moments).map(fill).collect()
+}
+
+fn initial_of(states: &[VerifyState]) -> impl Fn(u64) -> Initial {
+    |part| states.get(part as usize).map_or(Initial::Zeros, |state| Initial::State(state.clone()))
+}
+
+/// On a base with patterned data, which copy-on-write has to keep around what is written.
+fn overlay(moments: u64) {
+    if !has_tool("qemu-img") {
+        return;
+    }
+    let dir = directory();
+    let patient = Patient::new(&dir, DriveFormat::Qcow2, "disk.qcow2", seed());
+    let states = patterned_base(&patient, &at(&dir, "base.raw"), moments);
     run_ok(&["create", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw", path_str(&patient.image)]);
-    let initial = |part: u64| states.get(part as usize).map_or(Initial::Zeros, |state| Initial::State(state.clone()));
-    patient.survive(moments, initial);
+    patient.survive(moments, initial_of(&states));
+}
+
+/// What is written on top of an image, and kept beside it. Each daemon goes on with what the killed one has left.
+fn kept(moments: u64) {
+    let dir = directory();
+    let base = at(&dir, "base.raw");
+    let keep = dir.path().display();
+    let options = format!("name=disk,file={},format=raw,snapshot=on,keep={keep},queues=1", base.display());
+    let patient = Patient { options, ..Patient::new(&dir, DriveFormat::Scratch, "disk.scratch", seed()) };
+    let states = patterned_base(&patient, &base, moments);
+    let before = std::fs::read(&base).unwrap();
+    patient.survive(moments, initial_of(&states));
+    assert!(std::fs::read(&base).unwrap() == before, "the image was changed");
 }
 
 #[test]
@@ -256,6 +276,11 @@ fn with_lazy_refcounts_what_was_flushed_is_kept_and_nothing_leaks() {
 #[test]
 fn an_overlay_keeps_what_was_flushed_and_what_its_base_holds_around_it() {
     overlay(number("RINGDISK_KILL9_MOMENTS", DEFAULT_MOMENTS));
+}
+
+#[test]
+fn a_kept_scratch_overlay_keeps_what_was_flushed_and_what_its_image_holds_around_it() {
+    kept(number("RINGDISK_KILL9_MOMENTS", DEFAULT_MOMENTS));
 }
 
 const MANY: u64 = 50;
@@ -282,4 +307,10 @@ fn lazy_refcounts_at_fifty_moments() {
 #[ignore = "takes a minute"]
 fn an_overlay_at_fifty_moments() {
     overlay(number("RINGDISK_KILL9_MOMENTS", MANY));
+}
+
+#[test]
+#[ignore = "takes a minute"]
+fn a_kept_scratch_overlay_at_fifty_moments() {
+    kept(number("RINGDISK_KILL9_MOMENTS", MANY));
 }

@@ -13,7 +13,7 @@ const SIZE: usize = 3 << 20;
 struct Images {
     dir: tempfile::TempDir,
     files: [PathBuf; 2],
-    before: Vec<(Vec<u8>, i64, i64)>,
+    before: Vec<(Vec<u8>, Times)>,
     temporary: PathBuf,
 }
 
@@ -52,9 +52,12 @@ impl Images {
     }
 }
 
-fn state(file: &Path) -> (Vec<u8>, i64, i64) {
+/// When a file was last changed, in its bytes and in its attributes.
+type Times = [(i64, i64); 2];
+
+fn state(file: &Path) -> (Vec<u8>, Times) {
     let meta = std::fs::metadata(file).unwrap();
-    (std::fs::read(file).unwrap(), meta.mtime(), meta.mtime_nsec())
+    (std::fs::read(file).unwrap(), [(meta.mtime(), meta.mtime_nsec()), (meta.ctime(), meta.ctime_nsec())])
 }
 
 fn serve_command() -> Command {

@@ -14,7 +14,7 @@ use crate::scratch::Scratch;
 use crate::state::{Inner, State};
 use crate::unwritten::Kept;
 use block::{FileOp, IoError, IoResult, MetaIo};
-use memory::AlignedBuf;
+use memory::{AlignedBuf, IoBuf};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -75,13 +75,14 @@ impl Inner {
         }
         runs.into_iter().map(|run| (run.start.saturating_mul(PAGE_BYTES), self.copy(run))).collect()
     }
-}
 
-async fn write(io: &MetaIo, copies: Vec<(u64, AlignedBuf)>) -> IoResult {
-    for (offset, bytes) in copies {
-        io.write(offset, bytes).await?;
+    async fn write(&self, io: &MetaIo, copies: Vec<(u64, AlignedBuf)>) -> IoResult {
+        for (offset, bytes) in copies {
+            let write = FileOp::Write { offset, data: IoBuf::from_aligned(bytes).whole(), fua: false };
+            self.index_writes.start(io.queue(), write).await?;
+        }
+        Ok(())
     }
-    Ok(())
 }
 
 /// A flush that is under way. The rest of an unfinished one is left for the next.
@@ -152,6 +153,8 @@ impl Inner {
         let (inner, Some(kept)) = (self, &self.kept) else { return Ok(()) };
         let data = io.data().ok_or(IoError::EIO)?;
         let (flush, leading) = Flush::begin(inner).await;
+        // A flush whose task was dropped may have older copies of the same pages in flight. They must not land last.
+        inner.index_writes.over().await;
         if inner.index.is_lost() {
             return Err(IoError::EIO);
         }
@@ -163,13 +166,13 @@ impl Inner {
             // Every word in these copies was published before the data are made durable.
             let copies = inner.copies(batch.iter().copied());
             data.start(FileOp::Flush).await?;
-            write(io, copies).await?;
+            inner.write(io, copies).await?;
         }
         if !tables.is_empty() {
             io.flush().await?;
         }
         if !leading.is_empty() {
-            write(io, leading).await?;
+            inner.write(io, leading).await?;
             io.flush().await?;
         }
         flush.has_ended(kept);

@@ -26,9 +26,18 @@ pub async fn create_kept(io: &MetaIo, name: &str, header: &Header) -> Result<()>
 
 impl Scratch {
     /// Opens the index of a kept overlay, of `length_bytes`. Reads all of it into memory.
+    ///
+    /// The process before may have been killed in the middle of a flush. Then the file has an index that is only in the
+    /// host's cache. It is made durable first, unless nobody is going to write: a flush writes only what has changed
+    /// since, and freed pages are used again.
     pub async fn open_kept(io: &MetaIo, name: &str, length_bytes: u64, read_only: bool) -> Result<Self> {
         let page_bytes = PAGE_BYTES as usize;
         let failed = |error| cannot_read(name, error);
+        if !read_only {
+            let unsynced =
+                |error| Error::with_source(ErrorKind::Io, format!("'{name}': cannot make its index durable"), error);
+            io.flush().await.map_err(unsynced)?;
+        }
         let page = io.read(0, page_bytes, PastEnd::Zeros).await.map_err(failed)?;
         let (header, believed) = Header::decode(name, &page)?;
         let index = Index::in_memory(header.size_bytes);

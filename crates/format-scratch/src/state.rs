@@ -6,7 +6,8 @@ use crate::index_memory::Taken;
 use crate::layout::{MAX_DATA_PAGES, PAGE_BYTES, TABLE_WORDS, index_pages};
 use crate::space::Space;
 use crate::unwritten::{Kept, Unwritten};
-use block::{Epochs, FileOp, IoError, IoErrorKind, IoResult, MetaIo, WaitList};
+use block::{Epochs, FileOp, InFlightOps, IoError, IoErrorKind, IoResult, MetaIo, WaitList};
+use memory::IoBuf;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -104,6 +105,9 @@ pub(crate) struct Inner {
     /// [`State::is_short`], for those who do not hold the lock.
     is_short: AtomicBool,
     spaces: Spaces,
+    /// Writes of the index of a kept overlay by flushes, and reservations in its files. Those of dropped tasks still happen.
+    pub(crate) index_writes: Arc<InFlightOps>,
+    reservations: Arc<InFlightOps>,
     /// Set if the overlay outlives its process.
     pub(crate) kept: Option<Kept>,
 }
@@ -297,6 +301,8 @@ impl Inner {
             state: Mutex::new(state),
             is_short: AtomicBool::new(false),
             spaces,
+            index_writes: Arc::default(),
+            reservations: Arc::default(),
             kept,
         }
     }
@@ -398,7 +404,8 @@ impl Inner {
         let kept = self.kept.as_ref().ok_or(IoError::EIO)?;
         io.flush().await?;
         let page = kept.header.encode("", pages).map_err(|_| IoError::EIO)?;
-        io.write(0, page).await?;
+        let write = FileOp::Write { offset: 0, data: IoBuf::from_aligned(page).whole(), fua: false };
+        self.reservations.start(io.queue(), write).await?;
         io.flush().await
     }
 
@@ -417,6 +424,8 @@ impl Inner {
             }
             Spaces::OfFiles => {
                 let queue = if which == Which::Data { io.data().ok_or(IoError::EIO)? } else { io.queue() };
+                // One whose task was dropped may still zero the same space.
+                self.reservations.over().await;
                 let mut found = Err(IoError::new(IoErrorKind::NoSpace));
                 let mut tried = None;
                 for end in ends {
@@ -425,7 +434,7 @@ impl Inner {
                     }
                     let (offset, length) = (bytes(reserved), bytes(end.saturating_sub(reserved)));
                     let zeroes = FileOp::WriteZeroes { offset, length, may_unmap: false };
-                    found = queue.start(zeroes).await.map(|()| end);
+                    found = self.reservations.start(queue, zeroes).await.map(|()| end);
                     if found.is_ok() {
                         break;
                     }

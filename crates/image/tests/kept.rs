@@ -118,8 +118,15 @@ fn a_kept_overlay_conforms_and_changes_nothing_below() {
     }
 }
 
-/// What was flushed is there after a power cut at any write and flush, and what was not touched is as it was.
-fn survives(chain: &Chain, queues: usize, volatile_cache: bool, seeds: u64) {
+/// Whether the power is cut at any write and flush, or the process is killed there and the power is cut later.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Loss {
+    Power,
+    ProcessFirst,
+}
+
+/// What was flushed is there afterwards, and what was not touched is as it was.
+fn survives(loss: Loss, chain: &Chain, queues: usize, volatile_cache: bool, seeds: u64) {
     let size = chain.top().size_bytes();
     // All of a disk is read after each cut.
     let (requests, stride) = if size > 1 << 20 { (30, 5) } else { (50, 1) };
@@ -138,24 +145,54 @@ fn survives(chain: &Chain, queues: usize, volatile_cache: bool, seeds: u64) {
             outcomes: 2,
             stride,
         };
-        let summary = test.run().unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}"));
-        assert!(summary.moments > 0);
+        let ran = if loss == Loss::Power { test.run() } else { test.run_with_kills() };
+        assert!(ran.unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}")).moments > 0);
     }
 }
 
 #[test]
 fn what_was_flushed_survives_a_power_cut_at_any_moment() {
     let small = Chain::of(vec![Layer::Raw(200 << 10)]);
-    survives(&small, 1, true, 1);
-    survives(&small, 3, true, 2);
-    survives(&Chain { used: true, ..Chain::of(vec![Layer::qcow2(128 << 10, 4096)]) }, 2, true, 1);
+    survives(Loss::Power, &small, 1, true, 1);
+    survives(Loss::Power, &small, 3, true, 2);
+    survives(Loss::Power, &Chain { used: true, ..Chain::of(vec![Layer::qcow2(128 << 10, 4096)]) }, 2, true, 1);
     // Two parts, each with a table of its own.
-    survives(&Chain::of(vec![Layer::Raw((4 << 20) + (64 << 10) + 512)]), 2, true, 1);
+    survives(Loss::Power, &Chain::of(vec![Layer::Raw((4 << 20) + (64 << 10) + 512)]), 2, true, 1);
 }
 
 #[test]
 fn without_a_volatile_cache_what_completed_survives() {
-    survives(&Chain::of(vec![Layer::Raw(100 << 10)]), 2, false, 1);
+    survives(Loss::Power, &Chain::of(vec![Layer::Raw(100 << 10)]), 2, false, 1);
+}
+
+/// The next process finds an index that is in the host's cache only.
+#[test]
+fn what_the_process_after_a_killed_one_has_flushed_survives_a_power_cut() {
+    let small = Chain::of(vec![Layer::Raw(100 << 10)]);
+    survives(Loss::ProcessFirst, &small, 1, true, 2);
+    survives(Loss::ProcessFirst, &small, 2, false, 1);
+    survives(Loss::ProcessFirst, &Chain::of(vec![Layer::Raw((4 << 20) + (64 << 10) + 512)]), 2, true, 1);
+}
+
+#[test]
+fn what_a_killed_process_has_freed_without_a_sync_is_never_shown_as_what_others_write_there() {
+    let chain = Chain::of(vec![Layer::Raw(SIZE)]);
+    let storage = chain.storage();
+    let mut session = Session::open(&storage, &|storage| open_on(&chain, storage), 1, 1).unwrap();
+    session.call(Request::write(0, vec![1; 8 * 4096])).unwrap();
+    session.call(Request::Flush).unwrap();
+    session.call(Request::Discard { offset: 0, length: 4 * 4096 }).unwrap();
+    storage.inject(INDEX, Fault::nth(OpKind::Flush, 0, FaultAction::Fail(IoError::EIO)));
+    session.call(Request::Flush).unwrap_err();
+    for seed in 0..20 {
+        let left = storage.left_by_killed(seed);
+        let mut next = Session::open(&left, &|storage| open_on(&chain, storage), seed, 1).unwrap();
+        next.call(Request::write(30 * 4096, vec![3; 8 * 4096])).unwrap();
+        let mut last = Session::open(&left.power_cut(seed), &|storage| open_on(&chain, storage), seed, 1).unwrap();
+        let disk = last.read_all().unwrap();
+        assert!(disk[..4 * 4096].iter().all(|byte| [0, 1].contains(byte)), "seed {seed}");
+        assert!(disk[4 * 4096..8 * 4096].iter().all(|byte| *byte == 1), "seed {seed}");
+    }
 }
 
 /// Writes, zeroes and reads back; returns the contents.
@@ -472,24 +509,6 @@ fn a_hostile_index_is_refused_in_words_or_shows_nothing_but_the_disks_own() {
             session.close().unwrap();
             assert!(storage.bytes(&name(0)) == chain.storage().bytes(&name(0)), "the image below was written");
         }
-    }
-}
-
-#[test]
-fn no_space_in_either_file_fails_what_needs_it_and_nothing_else() {
-    for full in [INDEX, DATA] {
-        let chain = Chain::of(vec![Layer::Raw(SIZE)]);
-        let storage = chain.storage();
-        let mut session = Session::open(&storage, &|storage| open_on(&chain, storage), 1, 1).unwrap();
-        let before = session.read_all().unwrap();
-        let no_space = FaultAction::Fail(IoError::new(IoErrorKind::NoSpace));
-        storage.inject(full, Fault { kind: Some(OpKind::WriteZeroes), after: 0, count: 3, action: no_space });
-        let write = Request::write(4096, vec![1; 4096]);
-        assert!(session.call(write.clone()).is_err(), "{full}");
-        session.call(Request::Flush).unwrap();
-        assert!(session.read_all().unwrap() == before, "{full}");
-        session.call(write).expect("there is space again");
-        session.close().unwrap();
     }
 }
 

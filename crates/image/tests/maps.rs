@@ -219,6 +219,39 @@ fn what_lies_in_memory_is_shown_and_whole_pages_of_a_scratch_overlay_are_taken_o
     }
 }
 
+/// What was written is read and written over again and again by copies of the reactor itself.
+#[test]
+fn a_scratch_overlay_in_memory_is_read_and_overwritten_without_a_system_call() {
+    if std::fs::read_to_string("/proc/swaps").is_ok_and(|swaps| swaps.lines().count() > 1) {
+        // Workers serve files in memory there.
+        eprintln!("skipped: this host has swap");
+        return;
+    }
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let disk = make(directory.path(), Kind::Scratch, false);
+    let threads = reactors(1);
+    let mut harness = harness(&threads);
+    let shared = Arc::clone(&disk) as Arc<dyn Disk>;
+    let queue = harness.open(&shared, 0).unwrap();
+    call(&mut harness, queue, Request::write(0, vec![1; 1 << 18]));
+    let mut calls_of = |round: u64| {
+        let before = threads[0].stats();
+        for page in 0..64 {
+            call(&mut harness, queue, Request::write(page * 4096, vec![round as u8; 4096]));
+            assert!(
+                call(&mut harness, queue, Request::read(page * 4096, 4096)).iter().all(|byte| *byte == round as u8)
+            );
+        }
+        let after = threads[0].stats();
+        assert_eq!(after.completions - before.completions, 128);
+        after.system_calls - before.system_calls + after.worker_calls - before.worker_calls
+    };
+    assert!((2..40).any(|round| calls_of(round) == 0), "each round made system calls");
+    drop(harness);
+    threads.into_iter().for_each(|thread| thread.stop().unwrap());
+    disk.close().unwrap();
+}
+
 /// Threads put new bytes together and cancel them, and look at what is there, while requests and commits go on.
 #[test]
 fn maps_of_many_threads_agree_with_the_model_and_cancelled_ones_never_show() {

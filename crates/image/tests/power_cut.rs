@@ -20,11 +20,14 @@ struct Case {
     filled_bytes: u64,
     /// Whether the guest was told of a cache that it has to flush.
     volatile_cache: bool,
+    /// Whether the process is killed first, and the power is cut under the next one.
+    killed: bool,
 }
 
 impl Case {
     fn new(chain: Chain) -> Self {
-        Self { chain, requests: 60, queues: 2, outcomes: 2, stride: 1, filled_bytes: 0, volatile_cache: true }
+        let (requests, queues, outcomes, stride) = (60, 2, 2, 1);
+        Self { chain, requests, queues, outcomes, stride, filled_bytes: 0, volatile_cache: true, killed: false }
     }
 
     fn run(&self, seed: u64, skipped: &[Barrier]) -> Result<Summary, String> {
@@ -49,7 +52,7 @@ impl Case {
             outcomes: self.outcomes,
             stride: self.stride,
         };
-        let summary = test.run()?;
+        let summary = if self.killed { test.run_with_kills()? } else { test.run()? };
         if self.filled_bytes > 0 && refcount_table(&storage) == at_start {
             return Err("the refcount table did not move: this test tests nothing".to_owned());
         }
@@ -193,6 +196,25 @@ fn one_queue_and_four_queues() {
 fn snapshots_and_compressed_clusters_of_qemu() {
     for chain in made_by_qemu() {
         Case::new(chain).survives(2);
+    }
+}
+
+/// What the next process finds is in the host's cache only.
+#[test]
+fn a_killed_process_and_a_later_power_cut() {
+    let external = Layer::External { size_bytes: 192 << 10, cluster_size: 16384, raw: false, extended: false };
+    let chains = [
+        vec![Layer::Raw(64 << 10)],
+        vec![Layer::Qcow2 { size_bytes: 96 << 10, cluster_size: 512, version: 3, refcount_bits: 64 }],
+        vec![Layer::qcow2(256 << 10, 4096), Layer::Raw(200 << 10)],
+        vec![Layer::Extended { size_bytes: 256 << 10, cluster_size: 16384 }],
+        vec![external],
+    ];
+    for chain in chains {
+        for volatile_cache in [true, false] {
+            let chain = Chain::of(chain.clone());
+            Case { killed: true, volatile_cache, requests: 40, stride: 3, ..Case::new(chain) }.survives(1);
+        }
     }
 }
 

@@ -21,6 +21,12 @@ impl Sectors {
         let window = Window::new(0, Direction::In, Width::Word, data, 0..SECTOR_BYTES).unwrap();
         self.own = link.open_window(window).err();
     }
+
+    #[cold]
+    fn ended(&mut self, link: &mut Link) {
+        let window = self.own.take().unwrap();
+        self.window_ended(window, link);
+    }
 }
 
 impl Device for Sectors {
@@ -29,8 +35,7 @@ impl Device for Sectors {
             (0, Some(window)) => {
                 let word = window.take_unit();
                 if window.is_done() {
-                    let window = self.own.take().unwrap();
-                    self.window_ended(window, link);
+                    self.ended(link);
                 }
                 word
             }

@@ -73,7 +73,8 @@ impl Slot {
         self.device.reset(window, &mut self.link);
     }
 
-    #[inline]
+    /// Not inlined: what it keeps in registers would be saved and restored by each plain access.
+    #[inline(never)]
     fn read_window(&mut self, offset: u16, width: Width) -> u32 {
         if let Some(value) = self.link.window.as_mut().and_then(|window| window.take(width)) {
             self.end_if_done();
@@ -85,7 +86,8 @@ impl Slot {
         parts.fold(0, |value, index| value | unit.as_part(self.read(offset, unit), index))
     }
 
-    #[inline]
+    /// Not inlined, as [`Slot::read_window`].
+    #[inline(never)]
     fn write_window(&mut self, offset: u16, width: Width, value: u32) {
         if self.link.window.as_mut().is_some_and(|window| window.put(width, value).is_some()) {
             return self.end_if_done();

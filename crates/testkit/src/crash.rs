@@ -3,8 +3,8 @@
 use crate::dice::mix;
 use crate::harness::{Harness, SimHarness};
 use crate::model::ModelDisk;
-use crate::request::Request;
-use crate::sim::{Fault, FaultAction, OpKind, SimStorage};
+use crate::request::{Reply, Request};
+use crate::sim::{Fault, FaultAction, OpKind, Replay, SimStorage};
 use crate::workload::{Story, Workload};
 use block::{Disk, DiskInfo, Result};
 use std::sync::Arc;
@@ -65,6 +65,42 @@ impl PowerCutTest<'_> {
     /// Runs the workload once, then cuts the power at each of its write and flush boundaries. Returns the first error,
     /// with everything needed to reproduce it.
     pub fn run(&self) -> std::result::Result<Summary, String> {
+        self.at_each_moment(|replay, now, model, summary| {
+            for outcome in 0..self.outcomes {
+                let seed = mix(self.workload.seed, outcome);
+                let place = || format!("seed {}, cut at event {now}, outcome {outcome}", self.workload.seed);
+                self.judge(&replay.power_cut(seed), model, seed).map_err(|wrong| format!("{}: {wrong}", place()))?;
+                summary.reopened += 1;
+            }
+            if summary.moments.is_multiple_of(4) {
+                let place = || format!("seed {}, killed at event {now}", self.workload.seed);
+                let after = replay.process_killed(self.workload.seed);
+                self.judge(&after, model, now).map_err(|wrong| format!("{}: {wrong}", place()))?;
+                summary.reopened += 1;
+            }
+            Ok(())
+        })
+    }
+
+    /// Runs the workload once, then kills the process at each of its write and flush boundaries. The next process goes on
+    /// with what it finds, of which much is not durable. Then the power is cut.
+    pub fn run_with_kills(&self) -> std::result::Result<Summary, String> {
+        self.at_each_moment(|replay, now, model, summary| {
+            for outcome in 0..self.outcomes {
+                let seed = mix(self.workload.seed, outcome);
+                let place = || format!("seed {}, killed at event {now}, outcome {outcome}", self.workload.seed);
+                let after = replay.left_by_killed(seed);
+                self.judge_left(&after, model, mix(seed, now)).map_err(|wrong| format!("{}: {wrong}", place()))?;
+                summary.reopened += 3;
+            }
+            Ok(())
+        })
+    }
+
+    fn at_each_moment(
+        &self,
+        mut judge: impl FnMut(&Replay, u64, &ModelDisk, &mut Summary) -> std::result::Result<(), String>,
+    ) -> std::result::Result<Summary, String> {
         let before = || format!("seed {}: before any cut", self.workload.seed);
         let (initial, story) = self.play().map_err(|wrong| format!("{}: {wrong}", before()))?;
         let mut model = initial;
@@ -79,20 +115,41 @@ impl PowerCutTest<'_> {
                 continue;
             }
             summary.moments += 1;
-            for outcome in 0..self.outcomes {
-                let seed = mix(self.workload.seed, outcome);
-                let place = || format!("seed {}, cut at event {now}, outcome {outcome}", self.workload.seed);
-                self.judge(&replay.power_cut(seed), &model, seed).map_err(|wrong| format!("{}: {wrong}", place()))?;
-                summary.reopened += 1;
-            }
-            if summary.moments.is_multiple_of(4) {
-                let place = || format!("seed {}, killed at event {now}", self.workload.seed);
-                let after = replay.process_killed(self.workload.seed);
-                self.judge(&after, &model, now).map_err(|wrong| format!("{}: {wrong}", place()))?;
-                summary.reopened += 1;
-            }
+            judge(&replay, now, &model, &mut summary)?;
         }
         Ok(summary)
+    }
+
+    /// Checks what a killed process has left: a flush of the next one makes all durable that it shows, and without a flush
+    /// its writes do not show elsewhere after a power cut.
+    fn judge_left(&self, after: &SimStorage, model: &ModelDisk, seed: u64) -> std::result::Result<(), String> {
+        (self.check)(after).map_err(|wrong| format!("the image is damaged: {wrong}"))?;
+        let mut session = Session::open(after, self.open, seed, 1)?;
+        let contents = session.read_all()?;
+        model.check_after_crash(&contents)?;
+        let mut model = model.clone().after_kill(&contents);
+        // Without a volatile cache, a write that asks for a flush first makes none: all of this process is durable.
+        let (tag, requests) = (1 << 32, if session.info().volatile_cache { seed % 3 * 8 } else { 0 });
+        if requests > 0 {
+            let (span, granule) = (self.workload.span_bytes, self.workload.granule_bytes);
+            let workload =
+                Workload { first_tag: tag, flush_percent: 5, ..Workload::new(seed, requests, span, granule) };
+            let queues = session.queues.clone();
+            workload.run(&mut session.harness, &queues, &mut model, &|| 0)?;
+        } else {
+            model.submit(tag, &Request::Flush);
+            session.call(Request::Flush)?;
+            model.complete(&Reply { tag, result: Ok(()), data: Vec::new() })?;
+        }
+        for outcome in 0..2 {
+            let cut = after.power_cut(mix(seed, outcome));
+            (self.check)(&cut).map_err(|wrong| format!("the image is damaged by a later cut: {wrong}"))?;
+            let contents = Session::open(&cut, self.open, seed, 1)?.read_all()?;
+            model
+                .check_after_crash(&contents)
+                .map_err(|wrong| format!("a later cut, after {requests} requests, outcome {outcome}: {wrong}"))?;
+        }
+        session.close()
     }
 
     /// Runs the workload and records it. Returns the model at the start, and the story.

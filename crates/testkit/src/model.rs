@@ -117,6 +117,24 @@ impl ModelDisk {
         (self.sectors.len() * SECTOR) as u64
     }
 
+    /// Makes the model of a disk whose process was killed, and which the next process shows as `contents`. What was not
+    /// durable is still not, so after a power cut the disk may hold either.
+    #[must_use]
+    pub fn after_kill(mut self, contents: &[u8]) -> Self {
+        let ended = self.tick();
+        for Flying { op, .. } in std::mem::take(&mut self.flying).into_values() {
+            if let Some(times) = self.times.get_mut(&op) {
+                times.completed = Some(ended);
+            }
+        }
+        let op = self.tick();
+        self.times.insert(op, Times { submitted: op, completed: Some(op), supersedes: true, durable: false });
+        for (entries, bytes) in self.sectors.iter_mut().zip(contents.chunks_exact(SECTOR)) {
+            entries.push(Entry { op, value: Value::of(bytes) });
+        }
+        self
+    }
+
     fn tick(&mut self) -> u64 {
         self.clock += 1;
         self.clock

@@ -13,12 +13,11 @@
 
 use crate::layout::header::OFFSET_REFCOUNT_TABLE;
 use crate::live::flush_queue::{Barrier, Outcome};
-use crate::live::in_flight_ops::InFlightOps;
 use crate::live::metadata_map::Owner;
 use crate::live::refcounts::{Piece, RefcountWrites, sectors};
 use crate::live::state::{Freed, FreshTable, Inner, State};
 use block::sync::Ordering;
-use block::{FileOp, IoError, IoResult, MetaIo, PastEnd};
+use block::{FileOp, InFlightOps, IoError, IoResult, MetaIo, PastEnd};
 use memory::IoBuf;
 use std::sync::Arc;
 
@@ -415,7 +414,7 @@ pub(crate) async fn write_all(tail: &Arc<InFlightOps>, io: &MetaIo, pieces: Vec<
             Ok(FileOp::Write { offset: piece.offset, data, fua: false })
         };
         let writes = batch.iter().map(copied).collect::<IoResult<Vec<_>>>()?;
-        let started: Vec<_> = writes.into_iter().map(|write| tail.start(io, write)).collect();
+        let started: Vec<_> = writes.into_iter().map(|write| tail.start(io.queue(), write)).collect();
         let mut result = Ok(());
         for write in started {
             result = result.and(write.await);

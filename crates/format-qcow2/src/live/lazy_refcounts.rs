@@ -88,7 +88,7 @@ impl Inner {
             AlignedBuf::copy_of(&state.header_sector)
         };
         let data = IoBuf::from_aligned(sector).whole();
-        self.table_writes.start(io, FileOp::Write { offset: 0, data, fua: false }).await
+        self.table_writes.start(io.queue(), FileOp::Write { offset: 0, data, fua: false }).await
     }
 
     /// Notes that an entry will refer to new space. The data there must become durable first, unless the space reads as

@@ -147,7 +147,7 @@ impl Inner {
         }
         // The length is never set directly: that could cut off data.
         let zeroes = FileOp::WriteZeroes { offset: start, length: end.saturating_sub(start), may_unmap: true };
-        self.extensions.start(io, zeroes).await?;
+        self.extensions.start(io.queue(), zeroes).await?;
         let mut state = self.lock();
         state.space.zeroed_end = to;
         if self.skips(Barrier::Extension) {
@@ -229,7 +229,7 @@ impl Inner {
     async fn write_header(&self, io: &MetaIo) -> IoResult {
         let sector = AlignedBuf::copy_of(&self.lock().header_sector);
         let data = IoBuf::from_aligned(sector).whole();
-        self.table_writes.start(io, FileOp::Write { offset: 0, data, fua: false }).await?;
+        self.table_writes.start(io.queue(), FileOp::Write { offset: 0, data, fua: false }).await?;
         io.flush().await
     }
 }

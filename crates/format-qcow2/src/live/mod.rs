@@ -15,7 +15,6 @@ mod flush;
 pub(crate) mod flush_queue;
 mod free_runs;
 pub(crate) mod image;
-mod in_flight_ops;
 mod lazy_refcounts;
 mod load;
 pub(crate) mod lookup;

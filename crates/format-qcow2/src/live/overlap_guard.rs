@@ -95,7 +95,7 @@ impl Inner {
             let last = OFFSET_INCOMPATIBLE.saturating_add(7);
             *sector.get_mut(last).ok_or(IoError::EIO)? |= INCOMPATIBLE_CORRUPT as u8;
             let data = IoBuf::from_aligned(AlignedBuf::copy_of(&sector)).whole();
-            self.table_writes.start(io, FileOp::Write { offset: 0, data, fua: false }).await?;
+            self.table_writes.start(io.queue(), FileOp::Write { offset: 0, data, fua: false }).await?;
             io.flush().await
         };
         if let Err(error) = marked.await {

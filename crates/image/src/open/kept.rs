@@ -31,7 +31,11 @@ pub(crate) fn kept_layer(layers: &[Layer], path: &Path, opener: &dyn Opener) -> 
             tracing::warn!("'{}' was never finished, and holds nothing: makes it anew", path.display());
             make(below, path, &index, opener)?;
         }
-        (false, _) => tracing::info!("'{}' is there already: goes on with it", path.display()),
+        (false, _) => {
+            tracing::info!("'{}' is there already: goes on with it", path.display());
+            // Who made it may have been killed before its name was durable.
+            opener.sync_directory_of(path).map_err(in_context)?;
+        }
     }
     let layer = open_kept(path, index, opener).map_err(in_context)?;
     let names = layer.mapping.backing().map(|(name, _)| opener.canonical(Path::new(&os_name(name))));

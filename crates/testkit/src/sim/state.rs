@@ -248,6 +248,31 @@ impl FileState {
         }
     }
 
+    /// Returns the file as the next process finds it after this one was killed: what reached the file is as volatile as it
+    /// was. Operations in flight happened, happened in part, or did not happen.
+    pub(crate) fn left_by_killed(&self, dice: &mut Dice, now: u64) -> Self {
+        let mut after = self.clone();
+        for (op, pending) in self.pending.clone() {
+            let (start, end) = pending.effect.range();
+            let sectors = (end.div_ceil(SIM_SECTOR_BYTES)).saturating_sub(start / SIM_SECTOR_BYTES);
+            let (has_happened, is_whole) = (dice.chance(60), dice.chance(50));
+            let reached = match is_whole {
+                true => end,
+                false => ((start / SIM_SECTOR_BYTES + dice.below(sectors + 1)) * SIM_SECTOR_BYTES).clamp(start, end),
+            };
+            if has_happened && (reached > start || start == end) {
+                let bytes = match &pending.effect {
+                    Effect::Write { data, .. } => Some(&data[..(reached - start) as usize]),
+                    _ => None,
+                };
+                after.apply(op, start, reached, bytes);
+            }
+            // A flush has not happened, and no write has made itself durable.
+            after.complete(op, End::Failed, now);
+        }
+        after
+    }
+
     fn add_pending(
         &self,
         op: OpId,

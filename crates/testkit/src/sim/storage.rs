@@ -51,6 +51,9 @@ impl Default for SimFileOptions {
     }
 }
 
+/// Operations of the process after one that was killed have numbers from here on.
+const FIRST_OP_AFTER_KILL: OpId = 1 << 32;
+
 /// An entry of the log.
 #[derive(Debug, Clone)]
 pub(crate) enum Event {
@@ -241,6 +244,13 @@ impl SimStorage {
         cut_files(&storage.files, storage.salt, storage.events, seed, true)
     }
 
+    /// As [`SimStorage::process_killed`], but what was not flushed is as volatile as before: a later power cut may lose it.
+    #[must_use]
+    pub fn left_by_killed(&self, seed: u64) -> Self {
+        let storage = self.lock();
+        files_left_by_killed(&storage.files, storage.salt, storage.events, seed)
+    }
+
     /// Starts a log. Nothing may be in flight.
     pub fn record(&self) {
         let mut storage = self.lock();
@@ -274,6 +284,19 @@ fn cut_files(files: &[FileEntry], salt: u64, events: u64, seed: u64, keep_applie
         ..file.clone()
     });
     SimStorage::of_files(after.collect(), salt, 0)
+}
+
+fn files_left_by_killed(files: &[FileEntry], salt: u64, events: u64, seed: u64) -> SimStorage {
+    let mut dice = Dice::new(mix(seed, events));
+    let after = files.iter().map(|file| FileEntry {
+        state: file.state.left_by_killed(&mut dice, events),
+        faults: Vec::new(),
+        ..file.clone()
+    });
+    let storage = SimStorage::of_files(after.collect(), salt, events + 1);
+    // What is volatile has numbers of the former process.
+    storage.lock().next_op = FIRST_OP_AFTER_KILL;
+    storage
 }
 
 impl Storage {
@@ -381,6 +404,12 @@ impl Replay {
     #[must_use]
     pub fn process_killed(&self, seed: u64) -> SimStorage {
         cut_files(&self.recording.files, self.recording.salt, self.now(), seed, true)
+    }
+
+    /// As [`SimStorage::left_by_killed`], here.
+    #[must_use]
+    pub fn left_by_killed(&self, seed: u64) -> SimStorage {
+        files_left_by_killed(&self.recording.files, self.recording.salt, self.now(), seed)
     }
 }
 

@@ -92,6 +92,25 @@ fn writes_in_flight_may_be_there_in_part() {
 }
 
 #[test]
+fn what_a_killed_process_wrote_is_there_and_stays_volatile_until_the_next_one_flushes() {
+    let (storage, reactor, queue) = setup(1024, SimFileOptions::default());
+    reactor.run(queue.start(write(0, &[1; 512], false))).unwrap();
+    storage.inject("disk", Fault::nth(OpKind::Write, 0, FaultAction::Stall));
+    let _in_flight = queue.start(write(512, &[1; 512], false));
+    reactor.run_until_idle();
+    assert_eq!(outcomes(|seed| storage.left_by_killed(seed)), [[1, 0], [1, 1]]);
+    for seed in 0..20 {
+        let left = storage.left_by_killed(seed);
+        let there = [left.bytes("disk")[0], left.bytes("disk")[512]];
+        let lost = outcomes::<2>(|seed| left.power_cut(seed));
+        assert!(lost.contains(&[0, 0]) && lost.contains(&there), "{lost:?}");
+        let reactor = SimReactor::new(seed);
+        reactor.run(queue_of(&left, &reactor).start(FileOp::Flush)).unwrap();
+        assert_eq!(outcomes(|seed| left.power_cut(seed)), [there], "seed {seed}");
+    }
+}
+
+#[test]
 fn space_that_nobody_wrote_is_garbage_until_it_is_punched() {
     let (storage, reactor, queue) = setup(512, SimFileOptions::default());
     assert_eq!(storage.bytes("disk"), [0; 512], "a created file is zeros");
