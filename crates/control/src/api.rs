@@ -232,7 +232,8 @@ pub struct Overlay {
 pub struct Exports {
     /// In the order in which they were added.
     pub exports: Vec<Export>,
-    /// Exports of the state directory that could not begin. They are tried again at the next start.
+    /// Exports of the record that could not begin. They are tried again at the next start; those of the configuration file
+    /// at each reload, too.
     pub failed: Vec<FailedExport>,
 }
 

@@ -287,6 +287,7 @@ impl Daemon {
         let _going = self.table.going(id);
         self.be_patient_with_jobs_of(id);
         let _held = found.disk.hold.as_deref().map(HoldControl::give_up);
+        found.disk.throttles.iter().for_each(|throttle| throttle.ends());
         let given_up = Arc::new(AtomicBool::new(false));
         let surrenders = exports.iter().map(|(_, export)| export.surrender()).collect();
         let patience = Patience::with_requests(self.config.give_up_after, &found, surrenders, &given_up);

@@ -1,8 +1,8 @@
 //! The filter that bounds a disk's rate, with its timers, in virtual time.
 
-use block::{Completion, Disk, DiskQueue, Op, ReactorCtx};
+use block::{Completion, Disk, DiskQueue, Op, OpFlags, ReactorCtx, Tag};
 use memory::IoBuf;
-use ringdisk_image::{FilterDisk, NullDisk, Rate, Throttle, ThrottleGroup, ThrottleLimits};
+use ringdisk_image::{FilterDisk, NullDisk, Rate, Throttle, ThrottleGroup, ThrottleLimits, ThrottleMember};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,28 +16,50 @@ fn iops(per_second: u64) -> ThrottleLimits {
     ThrottleLimits::default().with(|limits| limits.total.requests = Rate::of(per_second))
 }
 
-/// A guest that always has so many reads in flight.
+const READ: Tag = 1;
+const WRITE: Tag = 2;
+
+/// A guest that always has so many reads in flight, and perhaps a write.
 struct Guest {
     queue: Box<dyn DiskQueue>,
+    member: Arc<ThrottleMember>,
     depth: usize,
+    writes: bool,
+    is_writing: bool,
+    /// When reads ended, and when writes did.
     ends: Vec<Instant>,
+    written: Vec<Instant>,
     done: Vec<Completion>,
 }
 
 impl Guest {
     fn begin(group: &Arc<ThrottleGroup>, reactor: &Rc<SimReactor>, depth: usize) -> Self {
-        let disk = FilterDisk::new(Arc::new(NullDisk::new(1 << 20, String::new())), Throttle::new(Arc::clone(group)));
+        let throttle = Throttle::new(Arc::clone(group));
+        let member = throttle.member();
+        let disk = FilterDisk::new(Arc::new(NullDisk::new(1 << 20, String::new())), throttle);
         let queue = disk.open_queue(&reactor.ctx()).unwrap();
-        Self { queue, depth, ends: Vec::new(), done: Vec::new() }
+        let (ends, written, done) = (Vec::new(), Vec::new(), Vec::new());
+        Self { queue, member, depth, writes: false, is_writing: false, ends, written, done }
     }
 
     /// Takes what has ended, and asks for as much again.
     fn turn(&mut self, now: Instant) -> usize {
         let count = self.queue.harvest(&mut self.done);
-        self.done.clear();
-        self.ends.extend(std::iter::repeat_n(now, count));
-        while self.queue.in_flight() < self.depth {
-            self.queue.submit(1, Op::read(0, IoBuf::zeroed(512).whole()));
+        for completion in self.done.drain(..) {
+            match completion.tag {
+                WRITE => {
+                    self.written.push(now);
+                    self.is_writing = false;
+                }
+                _ => self.ends.push(now),
+            }
+        }
+        if self.writes && !self.is_writing {
+            self.is_writing = true;
+            self.queue.submit(WRITE, Op::write(0, IoBuf::zeroed(512).whole(), OpFlags::NONE));
+        }
+        while self.queue.in_flight() < self.depth + usize::from(self.is_writing) {
+            self.queue.submit(READ, Op::read(0, IoBuf::zeroed(512).whole()));
         }
         count
     }
@@ -86,6 +108,56 @@ fn a_reactors_timers_keep_any_rate_also_where_requests_are_less_than_a_milliseco
         let begin = reactor.timers().now();
         play(&reactor, &mut guests, SECOND * 3 + SECOND / 10, per_second);
         judge(&guests[0].ends, begin, per_second);
+    }
+}
+
+#[test]
+fn reads_without_end_do_not_hold_up_a_write() {
+    const RATE: u64 = 1000;
+    let reactor = SimReactor::new(3);
+    let group = ThrottleGroup::new(iops(RATE));
+    let mut guests = [Guest::begin(&group, &reactor, 8)];
+    guests[0].writes = true;
+    play(&reactor, &mut guests, SECOND * 3, 3);
+    let [guest] = guests;
+    // One request of nine is a write.
+    let (reads, writes) = (guest.ends.len() as f64, guest.written.len() as f64);
+    assert!(((reads + writes) / (3.0 * RATE as f64) - 1.0).abs() < 0.01, "{reads} reads, {writes} writes");
+    assert!((writes * 9.0 / (reads + writes) - 1.0).abs() < 0.05, "{reads} reads, {writes} writes");
+}
+
+#[test]
+fn what_waits_soon_obeys_a_new_limit() {
+    let reactor = SimReactor::new(6);
+    let group = ThrottleGroup::new(iops(1));
+    let mut guests = [Guest::begin(&group, &reactor, 4)];
+    play(&reactor, &mut guests, SECOND / 100, 6);
+    assert_eq!(guests[0].ends.len(), 1);
+    let begin = reactor.timers().now();
+    group.set_limits(iops(1000));
+    play(&reactor, &mut guests, SECOND / 2, 6);
+    let next = guests[0].ends[1].duration_since(begin);
+    assert!(next <= SECOND * 3 / 20, "the old limit held for {next:?}");
+}
+
+#[test]
+fn what_waits_passes_when_the_disk_ends() {
+    let reactor = SimReactor::new(5);
+    let group = ThrottleGroup::new(iops(1));
+    let mut guest = Guest::begin(&group, &reactor, 128);
+    guest.writes = true;
+    guest.turn(reactor.timers().now());
+    reactor.step();
+    assert!(guest.queue.in_flight() > 120);
+    guest.depth = 0;
+    guest.writes = false;
+    guest.member.ends();
+    let begin = reactor.timers().now();
+    while guest.queue.in_flight() > 0 {
+        reactor.step();
+        let now = reactor.timers().now();
+        guest.turn(now);
+        assert!(now < begin + SECOND, "{} wait", guest.queue.in_flight());
     }
 }
 

@@ -9,6 +9,7 @@ mod before;
 mod cells;
 mod contexts;
 mod files;
+mod gaps;
 mod half_full;
 mod ideas;
 mod images;

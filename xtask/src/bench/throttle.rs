@@ -1,8 +1,9 @@
 //! `cargo xtask bench --throttle`: the filter `throttle` beside qemu-storage-daemon's, over a null disk, with the same
-//! client. It shows how far a second is from the rate, the longest gap, and how a greedy disk shares a group's rate
-//! with another.
+//! client. It shows how far a second is from the rate, the longest gap, what the host adds to gaps, and how a greedy disk
+//! shares a group's rate with another.
 
 use super::BenchArguments;
+use super::gaps::{Thread, longest_wait_ms};
 use super::measure::{CLIENT_CORE, SERVER_CORE, Tools, json_of, number, pinned, socket_path, version, with_server};
 use super::rounds::put_page;
 use super::statistics::median;
@@ -27,6 +28,9 @@ const SHARED_RATE: u64 = 20_000;
 /// Requests in flight of each disk: the first is the greedy one.
 const SHARED_DEPTHS: [u32; 2] = [256, 4];
 const DEPTH: u32 = 128;
+/// The limit at which a server that never sleeps is measured, too, and how long that one looks for work before it would
+/// sleep: longer than two requests are apart.
+const SPINNING: (u64, &str) = (10_000, "5000");
 /// The shortest run: there have to be whole seconds to look at.
 const SECONDS_MIN: f64 = 4.0;
 
@@ -183,6 +187,48 @@ fn measure_shares(side: Side, tools: &Tools, seconds: f64) -> Result<[f64; 2]> {
     Ok([rates[0] / fair, rates[1] / fair])
 }
 
+/// Longest waits that are not the limit's, in milliseconds: one of each a round.
+#[derive(Debug, Default)]
+struct Waits {
+    clock: Vec<f64>,
+    sleep: Vec<f64>,
+    unlimited: Vec<f64>,
+    spinning: Vec<f64>,
+}
+
+impl Waits {
+    fn measure(&mut self, tools: &Tools, seconds: f64) -> Result<()> {
+        let gap = |limits: &str, more: &[&str], load: Limit| {
+            let socket = socket_path();
+            let drive = format!("name=disk,format=null,size=4G,socket={}{limits}", socket.display());
+            let mut command = pinned(SERVER_CORE, &tools.ringdisk);
+            command.args(["serve", "--reactors", "1", "--queues", "1", "--drive", &drive]).args(more);
+            let report = with_server(command, &socket, |_| json_of(client(tools, &socket, load, DEPTH, seconds)))?;
+            anyhow::Ok(number(&report["longest_gap_us"])? / 1000.0)
+        };
+        let (rate, poll_max_us) = SPINNING;
+        let load = Limit::of_requests(rate);
+        self.clock.push(longest_wait_ms(Thread::ReadsTheClock, seconds)?);
+        self.sleep.push(longest_wait_ms(Thread::Sleeps, seconds)?);
+        self.unlimited.push(gap("", &[], load)?);
+        let limits = format!(",filter=throttle:iops-total={rate}");
+        self.spinning.push(gap(&limits, &["--poll-max-us", poll_max_us], load)?);
+        Ok(())
+    }
+
+    fn table(&self) -> String {
+        let spinning = format!("{} requests a second, and the server never sleeps: the gap", SPINNING.0);
+        let rows = [
+            ("a thread on each core that only reads the clock: the time between two looks", &self.clock),
+            ("a thread on each core that sleeps until each next millisecond: how late it wakes up", &self.sleep),
+            ("the client of a null disk without a limit: the gap", &self.unlimited),
+            (spinning.as_str(), &self.spinning),
+        ];
+        let rows = rows.map(|(what, waits)| format!("| {what} | {} |\n", shown(waits, " ms")));
+        format!("| what | longest wait |\n|---|---|\n{}", rows.concat())
+    }
+}
+
 pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
     let tools = Tools::find(ringdisk)?;
     ensure!(arguments.pairs > 0, "at least one pair is needed");
@@ -190,6 +236,9 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
     let measured = |limit: Limit| Ok((limit, measure_both(&tools, limit, arguments.pairs, seconds)?));
     let rows = RATES.map(Limit::of_requests).into_iter().map(measured).collect::<Result<Vec<Row>>>()?;
     let others = LIMITS.into_iter().map(measured).collect::<Result<Vec<Row>>>()?;
+    let mut waits = Waits::default();
+    (0..arguments.pairs).try_for_each(|_| waits.measure(&tools, seconds))?;
+    println!("{waits:?}");
     let mut shares = [Vec::new(), Vec::new()];
     for round in 0..arguments.pairs {
         for place in 0..SIDES.len() {
@@ -198,14 +247,14 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
         }
     }
     println!("shares: {shares:?}");
-    let text = page([&rows, &others], &shares, arguments.pairs, seconds)?;
+    let text = page([&rows, &others], &waits, &shares, arguments.pairs, seconds)?;
     put_page(&text, "benchmarks-throttle.md", arguments)
 }
 
 /// A limit, with what was measured of it on both sides.
 type Row = (Limit, [Samples; 2]);
 
-fn page(rows: [&[Row]; 2], shares: &[Vec<[f64; 2]>; 2], pairs: usize, seconds: f64) -> Result<String> {
+fn page(rows: [&[Row]; 2], waits: &Waits, shares: &[Vec<[f64; 2]>; 2], pairs: usize, seconds: f64) -> Result<String> {
     let mut text = "# Limits: figures\n\n".to_owned();
     writeln!(
         text,
@@ -227,6 +276,8 @@ fn page(rows: [&[Row]; 2], shares: &[Vec<[f64; 2]>; 2], pairs: usize, seconds: f
     for (limit, samples) in others {
         writeln!(text, "| {} | {}", limit.words(), cells_of(limit, samples))?;
     }
+    text += "\nWhat the machine adds to gaps. No limit is at work in the first three rows:\n\n";
+    text += &waits.table();
     let part =
         |side: &[[f64; 2]], disk: usize| median(&side.iter().map(|shares| shares[disk]).collect::<Vec<_>>()) * 100.0;
     let [greedy, other] = SHARED_DEPTHS;
@@ -246,10 +297,6 @@ fn page(rows: [&[Row]; 2], shares: &[Vec<[f64; 2]>; 2], pairs: usize, seconds: f
 
 /// The cells of a row behind its first.
 fn cells_of(limit: &Limit, [own, qemu]: &[Samples; 2]) -> String {
-    let shown = |samples: &[f64], unit: &str| {
-        let worst = samples.iter().copied().fold(0.0, f64::max);
-        format!("{:.2}{unit} ({worst:.2})", median(samples))
-    };
     let goal_ms = f64::max(2.0, 2000.0 / limit.requests() as f64);
     format!(
         "{} | {} | {} | {} | {goal_ms:.1} ms |",
@@ -258,4 +305,10 @@ fn cells_of(limit: &Limit, [own, qemu]: &[Samples; 2]) -> String {
         shown(&own.longest_gap_ms, " ms"),
         shown(&qemu.longest_gap_ms, " ms"),
     )
+}
+
+/// The median of some figures, and the worst.
+fn shown(samples: &[f64], unit: &str) -> String {
+    let worst = samples.iter().copied().fold(0.0, f64::max);
+    format!("{:.2}{unit} ({worst:.2})", median(samples))
 }

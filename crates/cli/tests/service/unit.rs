@@ -25,6 +25,7 @@ const KEYS: &[(&str, How)] = &[
     ("ExecStart", How::Test),
     ("ExecReload", How::Test),
     ("Restart", How::Not("nobody is there to restart it")),
+    ("TimeoutStartSec", How::Not("the test has a limit of its own")),
     ("TimeoutStopSec", How::Not("the test has a limit of its own")),
     ("WatchdogSec", How::Not("the watchdog has tests of its own")),
     ("User", How::Bwrap(&["--unshare-user", "--uid", "990"])),

@@ -176,7 +176,7 @@ pub struct Rounds {
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum JobKind {
-    /// Copies the top layer into the layer below, and takes it off.
+    /// Copies layers into the layer below them, and takes them off.
     Commit,
     /// Copies the data of lower layers into the top layer, which then rests on others, or on none.
     Stream,

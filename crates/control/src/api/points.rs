@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use utoipa::ToSchema;
 
-/// The persistent dirty bitmaps of a disk.
+/// The dirty bitmaps of a disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Bitmaps {
@@ -12,7 +12,7 @@ pub struct Bitmaps {
     pub bitmaps: Vec<DirtyBitmap>,
 }
 
-/// A persistent dirty bitmap.
+/// A dirty bitmap.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DirtyBitmap {

@@ -358,6 +358,7 @@ impl Ctl {
         self.show(&reloaded, tables::reloaded)?;
         match reloaded.failed.len() {
             0 => Ok(()),
+            1 => Err(anyhow::anyhow!("one disk is not as the configuration says")),
             count => Err(anyhow::anyhow!("{count} disks are not as the configuration says")),
         }
     }

@@ -1,6 +1,6 @@
 //! Limits that disks share fairly.
 
-use super::rates::{Bucket, ThrottleLimits};
+use super::rates::{Bucket, SLACK_NS, ThrottleLimits};
 use block::Op;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -49,6 +49,8 @@ pub(super) struct State {
     pub(super) buckets: [[Bucket; 2]; 3],
     pub(super) members: BTreeMap<u64, Member>,
     next_member: u64,
+    /// When a request last passed, or was found to wait.
+    last_ns: u64,
 }
 
 impl State {
@@ -58,6 +60,7 @@ impl State {
 
     /// Lets a request of `member` through, or returns when to ask again.
     pub(super) fn take(&mut self, member: u64, now_ns: u64, load: Load) -> Result<(), u64> {
+        self.look_for_pause(now_ns);
         let kinds = Self::concerns(load);
         let opens_ns = |[requests, bytes]: &[Bucket; 2]| requests.opens_ns().max(bytes.opens_ns());
         let opens_ns = kinds.iter().filter_map(|kind| self.buckets.get(*kind)).map(opens_ns).max().unwrap_or(0);
@@ -82,6 +85,15 @@ impl State {
             member.used_ns = member.used_ns.saturating_add(cost_ns);
         }
         Ok(())
+    }
+
+    /// Notices that nobody has asked for anything for longer than any thread is kept from its work.
+    fn look_for_pause(&mut self, now_ns: u64) {
+        let is_long = now_ns.saturating_sub(self.last_ns) > SLACK_NS;
+        if is_long && self.members.values().all(|member| member.waiting == 0) {
+            self.buckets.iter_mut().flatten().for_each(|bucket| bucket.forget_pause(now_ns));
+        }
+        self.last_ns = now_ns;
     }
 
     /// Notes that another queue of this member has waiting requests. The share that the member did not use while it had

@@ -1,7 +1,8 @@
 //! A filter that bounds the rate of a disk: requests and bytes a second, of reads, of writes, and of both.
 //!
-//! Requests that come too fast wait in the order in which they came; reads and writes have separate lines. Requests
-//! pass one by one at even distances, not all at once at the beginning of a period. Flushes never wait.
+//! Requests that come too fast wait in the order in which they came. Reads and writes have separate lines, so that reads
+//! which reach a limit of reads hold up no write. Requests pass one by one at even distances, not all at once at the
+//! beginning of a period. Flushes never wait.
 //!
 //! Limits belong to a [`ThrottleGroup`], which disks can share. Disks that wait get equal shares, however many requests
 //! each has in flight. A disk that is ahead of another waiting disk is held back.
@@ -20,13 +21,15 @@ use group::{Load, nanos};
 use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// Requests for which a new line has room.
 const ROOM: usize = 256;
 /// The most timings that are kept until somebody takes them: more than a ring has requests.
 const TIMINGS_MAX: usize = 2048;
+/// How often a queue whose requests wait looks again at the latest: others may have set new limits, or the disk may end.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 /// The filter. See the module's documentation.
 #[derive(Debug)]
@@ -40,9 +43,16 @@ pub struct ThrottleMember {
     group: Arc<ThrottleGroup>,
     id: u64,
     waited_ns: AtomicU64,
+    is_ending: AtomicBool,
 }
 
 impl ThrottleMember {
+    /// The disk takes no more requests, and will be closed: those that wait pass now, whatever the limits. Otherwise a low
+    /// limit could hold up the end for so long that they count as hanging.
+    pub fn ends(&self) {
+        self.is_ending.store(true, Ordering::Relaxed);
+    }
+
     /// Returns the group.
     #[must_use]
     pub fn group(&self) -> &ThrottleGroup {
@@ -67,7 +77,8 @@ impl Throttle {
     #[must_use]
     pub fn new(group: Arc<ThrottleGroup>) -> Self {
         let id = group.join();
-        Self { member: Arc::new(ThrottleMember { group, id, waited_ns: AtomicU64::new(0) }) }
+        let (waited_ns, is_ending) = (AtomicU64::new(0), AtomicBool::new(false));
+        Self { member: Arc::new(ThrottleMember { group, id, waited_ns, is_ending }) }
     }
 
     /// Returns the disk's place in its group.
@@ -106,23 +117,37 @@ struct ThrottleQueue {
 }
 
 impl ThrottleQueue {
+    /// Returns the load of the request that came first, and the state of its line. Without this order, reads without end
+    /// would hold up every write. `pass` counts requests that pass already; lines that are not open are left out.
+    fn first_of<'a>(
+        &self,
+        pass: &'a mut [usize; 2],
+        is_open: &'a mut [bool; 2],
+    ) -> Option<(Load, &'a mut usize, &'a mut bool)> {
+        let lines = self.lines.iter().zip(pass).zip(is_open).filter(|(_, is_open)| **is_open);
+        let heads = lines.filter_map(|((line, pass), is_open)| Some((line.get(*pass)?, pass, is_open)));
+        heads.min_by_key(|(waiting, ..)| waiting.since).map(|(waiting, pass, is_open)| (waiting.load, pass, is_open))
+    }
+
     /// Submits all requests that may pass, and sets the timer for the next.
     fn let_pass(&mut self) {
         let group = &self.member.group;
         let now = self.timer.now();
         let now_ns = group.now_ns(now);
         let mut next: Option<Instant> = None;
-        let mut pass = [0; 2];
+        let is_ending = self.member.is_ending.load(Ordering::Relaxed);
+        let mut pass = if is_ending { self.lines.each_ref().map(VecDeque::len) } else { [0; 2] };
         {
             let mut state = group.lock();
-            for (line, pass) in self.lines.iter().zip(&mut pass) {
-                for waiting in line {
-                    if let Err(again_ns) = state.take(self.member.id, now_ns, waiting.load) {
-                        // A time too large to represent never comes: no timer is needed.
+            let mut is_open = [true; 2];
+            while let Some((load, pass, is_open)) = self.first_of(&mut pass, &mut is_open) {
+                match state.take(self.member.id, now_ns, load) {
+                    Ok(()) => *pass = usize::saturating_add(*pass, 1),
+                    Err(again_ns) => {
+                        *is_open = false;
+                        // A time too large to represent never comes.
                         next = [next, group.at(again_ns)].into_iter().flatten().min();
-                        break;
                     }
-                    *pass = usize::saturating_add(*pass, 1);
                 }
             }
             let waits = self.lines.iter().zip(pass).any(|(line, pass)| line.len() > pass);
@@ -147,7 +172,8 @@ impl ThrottleQueue {
                 self.below.submit(tag, op);
             }
         }
-        match next {
+        let again = if self.waits { now.checked_add(LOOK_AGAIN) } else { None };
+        match next.into_iter().chain(again).min() {
             Some(next) => self.timer.set(next),
             None => self.timer.clear(),
         }

@@ -2,7 +2,10 @@
 
 /// What was not used during this time may be made up for. This covers late wake-ups, so that the rate is kept. Shared
 /// hosts wake a thread up to 15 ms late; with 1 ms of slack the rate fell by 2% there.
-const SLACK_NS: u64 = 20_000_000;
+pub(super) const SLACK_NS: u64 = 20_000_000;
+/// What may be made up for after a pause, in which nobody asked for anything. A second after it must not have more
+/// requests than others.
+const SLACK_OF_A_PAUSE_NS: u64 = 1_000_000;
 pub(super) const NANOS: u64 = 1_000_000_000;
 
 /// One limit.
@@ -75,6 +78,12 @@ impl Bucket {
     pub(super) fn charge(&mut self, now_ns: u64, units: u64) {
         let slack_ns = SLACK_NS.max(self.cost_ns(self.rate.burst));
         self.next_ns = self.next_ns.max(now_ns.saturating_sub(slack_ns)).saturating_add(self.cost_ns(units));
+    }
+
+    /// Forgets what was not used during a pause, but for a burst that the user allows.
+    pub(super) fn forget_pause(&mut self, now_ns: u64) {
+        let slack_ns = SLACK_OF_A_PAUSE_NS.max(self.cost_ns(self.rate.burst));
+        self.next_ns = self.next_ns.max(now_ns.saturating_sub(slack_ns));
     }
 
     /// Sets a new limit. Past use counts as if the new limit had applied, so that neither a burst nor a long wait

@@ -97,6 +97,35 @@ fn any_rate_is_kept_in_every_second_and_evenly() {
 }
 
 #[test]
+fn after_a_pause_the_rate_holds_from_the_first_second_on() {
+    for per_second in [100, 10_000, 200_000] {
+        let mut state = group(iops(per_second), 1);
+        let mut disks = [disk(0, 256, 0)];
+        for begin in [0, 3 * SECOND, 5 * SECOND + SECOND / 20] {
+            disks[0].admitted.clear();
+            play(&mut state, &mut disks, READ, begin, begin + SECOND, per_second);
+            let count = disks[0].admitted.len() as f64;
+            let error = (count - per_second as f64).abs();
+            assert!(error <= (per_second as f64 * 0.01).max(1.0), "{count} after a pause, not {per_second}");
+            state.ends_to_wait(0);
+            disks[0].waits = false;
+        }
+    }
+}
+
+#[test]
+fn what_a_late_wake_up_has_missed_is_made_up_for() {
+    let (per_second, late_ns) = (200_000, 15_000_000);
+    let mut state = group(iops(per_second), 1);
+    let mut disks = [disk(0, 256, 0)];
+    for begin in (0..SECOND).step_by(100_000_000) {
+        play(&mut state, &mut disks, READ, begin + late_ns, begin + 100_000_000, begin);
+    }
+    let count = disks[0].admitted.len() as f64;
+    assert!((count / per_second as f64 - 1.0).abs() < 0.002, "{count}");
+}
+
+#[test]
 fn bytes_are_bounded_as_requests_are() {
     let limits = ThrottleLimits::default().with(|limits| limits.reads.bytes = Rate::of(4096 * 1000));
     let mut state = group(limits, 1);
