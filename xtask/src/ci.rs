@@ -56,6 +56,11 @@ const BY_HAND: &[Step] = &[
         about: "disks changed a hundred times, daemons killed at fifty moments, a web server gone for a minute",
         run: again,
     },
+    Step {
+        name: "machines",
+        about: "a guest that is saved ten times while it writes, and guests that copy a tree on overlays",
+        run: machines,
+    },
     Step { name: "package", about: "the Debian package, installed and tried in a new Debian", run: package },
 ];
 
@@ -292,6 +297,18 @@ fn guests() -> Result<Counts> {
             .args(["test", "--package", "ringdisk", "--test", "guests", "--test", "guests_rbd", "--"])
             .args(["--ignored", "--test-threads=2", "--nocapture"])
             .env("RINGDISK_GUEST_KERNEL", kernel)
+            .limit(GUESTS_LIMIT),
+    )
+}
+
+fn machines() -> Result<Counts> {
+    let kernel = packages::guest_kernel()?;
+    count(
+        Program::cargo()
+            .args(["test", "--package", "ringdisk", "--test", "save_guest", "--test", "tree_copy", "--"])
+            .args(["--ignored", "--test-threads=1", "--nocapture"])
+            .env("RINGDISK_GUEST_KERNEL", kernel)
+            .env("RINGDISK_SAVE_GUEST_ROUNDS", "10")
             .limit(GUESTS_LIMIT),
     )
 }

@@ -3,8 +3,14 @@
 //!
 //! By hand, after the step `guests` has fetched its kernel:
 //! `RINGDISK_GUEST_KERNEL=$PWD/target/guest-kernel cargo test -p ringdisk --test save_guest -- --ignored`. It takes a minute.
-//! `RINGDISK_SAVE_GUEST_ROUNDS` and `RINGDISK_SAVE_GUEST_MIB` (of memory) make it longer; at its end it says how long the guest
-//! was paused, and how long saves took.
+//!
+//! * `RINGDISK_SAVE_GUEST_ROUNDS`: how many times each of two steps is killed, with two saves to their ends.
+//! * `RINGDISK_SAVE_GUEST_MIB`: the guest's memory.
+//! * `RINGDISK_SAVE_GUEST_GAP_MS`: how long the guest writes before each save that comes to its end.
+//! * `RINGDISK_SAVE_GUEST_FIO_MIB`: how much each of its two writers writes in all, so that it does not end too soon.
+//!
+//! What is printed at the end is the table of `docs/benchmarks-guests.md`: how long the guest was paused, how long saves took,
+//! and how much was taken back into the image.
 
 mod common;
 
@@ -38,15 +44,31 @@ impl Bench {
         std::fs::write(self.path("vm.toml"), text).unwrap();
     }
 
-    /// A save to its end; returns how long the guest was paused and how long the save took, in seconds.
-    fn save(&self, keep: bool) -> [f64; 2] {
-        let file = self.text("vm.toml");
+    /// A save to its end, after the guest has written for a while.
+    fn save(&self, keep: bool) -> Taken {
+        std::thread::sleep(Duration::from_millis(asked("RINGDISK_SAVE_GUEST_GAP_MS", 0).into()));
+        let (file, layers) = (self.text("vm.toml"), self.mib_of_layers());
         let more: &[&str] = if keep { &["--keep"] } else { &[] };
         let output = run(&[&["save", "--output=json", &file][..], more].concat());
         assert!(output.status.success(), "{}", common::text(&output.stderr));
         let saved: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-        eprintln!("keep {keep}: {saved}");
-        ["paused-seconds", "total-seconds"].map(|name| saved[name].as_f64().unwrap())
+        let seconds = |name: &str| saved[name].as_f64().unwrap();
+        let taken = Taken {
+            paused: seconds("paused-seconds"),
+            total: seconds("total-seconds"),
+            state_mib: saved["state-bytes"].as_f64().unwrap() / f64::from(1 << 20),
+            layers_mib: layers,
+        };
+        eprintln!("keep {keep}: {taken:.2?}");
+        taken
+    }
+
+    /// What the layers of saves hold, which a save without `--keep` takes back.
+    fn mib_of_layers(&self) -> f64 {
+        let entries = std::fs::read_dir(self.dir.path()).unwrap().map(|entry| entry.unwrap());
+        let layers = entries.filter(|entry| entry.file_name().to_string_lossy().contains(".save-"));
+        let blocks: u64 = layers.map(|entry| std::os::unix::fs::MetadataExt::blocks(&entry.metadata().unwrap())).sum();
+        blocks as f64 / 2048.0
     }
 
     /// A save that is killed as a step begins.
@@ -83,15 +105,26 @@ fn command_of(qmp: &Path) -> Vec<String> {
     commands.into_iter().find(is_it).expect("the machine runs")
 }
 
-/// Says the median and the longest of each.
-fn say(what: &str, times: &[[f64; 2]]) {
-    for (index, name) in ["paused", "took"].into_iter().enumerate() {
-        let mut sorted: Vec<f64> = times.iter().map(|both| both[index]).collect();
+/// What a save took, in seconds, and how much it wrote.
+#[derive(Debug)]
+struct Taken {
+    paused: f64,
+    total: f64,
+    state_mib: f64,
+    layers_mib: f64,
+}
+
+/// Says the median of each figure, and the most.
+fn say(what: &str, all: &[Taken]) {
+    let both = |figure: fn(&Taken) -> f64| {
+        let mut sorted: Vec<f64> = all.iter().map(figure).collect();
         sorted.sort_by(f64::total_cmp);
-        if let (Some(middle), Some(last)) = (sorted.get(sorted.len() / 2), sorted.last()) {
-            println!("{what}, {} saves: {name} {middle:.2} s in the middle, {last:.2} s at most", sorted.len());
-        }
-    }
+        let (middle, most) = (sorted.get(sorted.len() / 2), sorted.last());
+        format!("{:.2}, {:.2}", middle.copied().unwrap_or_default(), most.copied().unwrap_or_default())
+    };
+    let (paused, total) = (both(|taken| taken.paused), both(|taken| taken.total));
+    let (state, layers) = (both(|taken| taken.state_mib), both(|taken| taken.layers_mib));
+    println!("| {what} | {} | {paused} | {total} | {state} | {layers} |", all.len());
 }
 
 fn asked(variable: &str, usual: u32) -> u32 {
@@ -105,7 +138,7 @@ fn assert_filled(report: &GuestReport) {
 }
 
 #[test]
-#[ignore = "boots a guest; run by cargo xtask ci"]
+#[ignore = "boots a guest; run by cargo xtask ci --only machines"]
 fn qemu_on_a_disk_that_is_saved_all_the_time_goes_on_and_comes_back() {
     let rounds = asked("RINGDISK_SAVE_GUEST_ROUNDS", 3) as usize;
     let bench = Bench { dir: tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap() };
@@ -119,7 +152,8 @@ fn qemu_on_a_disk_that_is_saved_all_the_time_goes_on_and_comes_back() {
     let (steps, told) = channel();
     let mut options = GuestOptions::new(GuestKind::Qemu, vec![socket]);
     options.memory_mib = asked("RINGDISK_SAVE_GUEST_MIB", 384);
-    options.work = GuestWork::Fill { measure_seconds: 0, measure_mib: 0, fio_mib: 48 };
+    options.work =
+        GuestWork::Fill { measure_seconds: 0, measure_mib: 0, fio_mib: asked("RINGDISK_SAVE_GUEST_FIO_MIB", 48) };
     options.monitor = Some(qmp.clone());
     options.time_limit = Duration::from_secs(1200);
     let stop = std::sync::Arc::clone(&options.stop);
@@ -149,7 +183,8 @@ fn qemu_on_a_disk_that_is_saved_all_the_time_goes_on_and_comes_back() {
         bench.killed_save(STEPS[round * 2 % STEPS.len()]);
         committed.push(bench.save(false));
     }
-    say("with --keep", &kept);
+    println!("| save | saves | paused, s | took, s | state, MiB | layers before, MiB |\n|---|---|---|---|---|---|");
+    say("`--keep`", &kept);
     say("with a commit", &committed);
     let report = guest.join().unwrap().unwrap_or_else(|error| panic!("{error:#}"));
     assert_filled(&report);
