@@ -276,7 +276,8 @@ fn page(rows: [&[Row]; 2], waits: &Waits, shares: &[Vec<[f64; 2]>; 2], pairs: us
     for (limit, samples) in others {
         writeln!(text, "| {} | {}", limit.words(), cells_of(limit, samples))?;
     }
-    text += "\nWhat the machine adds to gaps. No limit is at work in the first three rows:\n\n";
+    text += "\nWhat the machine adds to gaps, which [0150](decisions/0150-gaps.md) explains. No limit is at work in the first\n";
+    text += "three rows:\n\n";
     text += &waits.table();
     let part =
         |side: &[[f64; 2]], disk: usize| median(&side.iter().map(|shares| shares[disk]).collect::<Vec<_>>()) * 100.0;

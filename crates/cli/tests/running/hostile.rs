@@ -110,9 +110,9 @@ fn hostile_clients_never_disturb_a_disk() {
             }
         });
         scope.spawn(move || {
-            // Up to a thousand at once that say half a word, and stay. Those that are too many wait to be connected.
+            // Up to four thousand at once that say half a word, and stay. Those that are too many wait to be connected.
             let mut held = Vec::new();
-            while held.len() < 1000 && Instant::now() < until {
+            while held.len() < 4000 && Instant::now() < until {
                 if let Ok(mut stream) = UnixStream::connect(control) {
                     let _ = stream.write_all(b"GET /v1/di");
                     held.push(stream);
