@@ -1,315 +1,41 @@
-//! The driver with a device that does anything, on both layouts of a ring.
+//! The driver with a device that does anything, on both layouts of a ring, and with several queues.
 //!
 //! An input describes the device's properties, the submitted requests, and the device's actions: serve requests, use
-//! descriptors that it was not given or that do not exist, change any byte of the shared memory, stay silent, die.
-//! Meanwhile the driver is frozen, restored and reset, and its cache switched. The checks: no panic, and each request ends
-//! once, with or without the device.
+//! descriptors that it was not given or that do not exist, change any byte of the shared memory, stay silent, change its
+//! size, die. Meanwhile the driver is frozen, restored and reset, its cache switched, and queues are closed and opened
+//! again, all while other queues work, sleep, or do not turn at all.
+//!
+//! The checks: no panic, and each request ends once, with or without the device. Half of the devices are honest. Then
+//! reads have their own queue's data, no other memory is written, nothing is lost, no queue sleeps through the end of a
+//! request, a frozen device gets nothing, and the disk has the size that the device says.
+
+mod reactor;
+mod requests;
+mod rings;
+mod wire;
 
 use arbitrary::{Result, Unstructured};
-use block::{Completion, Disk, DiskQueue, Op, OpFlags, Poller, PollerId, ReactorCtx, Task, Timers, Work};
-use driver::{Driver, DriverOptions, DriverPath, Link, QueueEvents, QueueSetup, SharedMemory, Transport};
-use memory::{GuestMemory, GuestRegion, IoBuf, RegionSpec};
-use std::any::Any;
-use std::cell::RefCell;
-use std::collections::BTreeMap;
+use block::{Disk, DiskQueue, ReactorCtx};
+use driver::{Driver, DriverOptions, DriverPath};
+use memory::IoBuf;
+use reactor::HandReactor;
+use requests::{Draft, Submitted, is_as_it_was, kept_memory};
+use rings::Device;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
-use virtio::blk::{BlkConfig, Status, features};
-use virtio::ring_access::{EventWish, PackedAreas, RingAreas, RingLayout, SharedWords, SplitAreas};
-use virtio::{BlkQueue, DeviceRing, PackedDeviceRing, Request, RequestLimits, RingFeatures, SplitDeviceRing};
+use virtio::blk::{BlkConfig, features};
+use wire::{RINGS_MAX, Told, Wire, lock};
 
-const STEPS_MAX: usize = 64;
-const LIMITS: RequestLimits = RequestLimits::NONE.with_ranges(4, 1000).with_erases(4, 100).with_lifetime();
-
-/// The messages of the driver to the device so far.
-#[derive(Default)]
-struct Told {
-    link: Option<Arc<Link>>,
-    features: u64,
-    memory: Option<Arc<GuestMemory>>,
-    /// The start and the length of the shared memory.
-    range: (u64, u64),
-    queue: Option<QueueSetup>,
-    /// How often the queue was started.
-    starts: u32,
-}
-
-/// The connection between the two: no socket, no thread.
-struct Wire {
-    offered: u64,
-    config: BlkConfig,
-    told: Arc<Mutex<Told>>,
-}
-
-impl Wire {
-    fn tell(&self, change: impl FnOnce(&mut Told)) -> block::Result<()> {
-        change(&mut self.told.lock().expect("nobody panics with it"));
-        Ok(())
-    }
-}
-
-impl Transport for Wire {
-    fn name(&self) -> String {
-        "fuzz".into()
-    }
-
-    fn attach(&self, link: &Arc<Link>) -> block::Result<()> {
-        self.tell(|told| told.link = Some(Arc::clone(link)))
-    }
-
-    fn offered_features(&self) -> block::Result<u64> {
-        Ok(self.offered)
-    }
-
-    fn choose_features(&self, features: u64) -> block::Result<()> {
-        assert_eq!(features & !self.offered, 0, "what was not offered");
-        self.tell(|told| told.features = features)
-    }
-
-    fn queues_max(&self) -> block::Result<u64> {
-        Ok(1)
-    }
-
-    fn read_config(&self) -> block::Result<BlkConfig> {
-        Ok(self.config)
-    }
-
-    fn write_config(&self, _: usize, _: &[u8]) -> block::Result<()> {
-        Ok(())
-    }
-
-    fn share_memory(&self, memory: SharedMemory<'_>) -> block::Result<()> {
-        let spec = RegionSpec::new(memory.guest_address, memory.length_bytes);
-        let region = GuestRegion::map(spec, memory.file).expect("it is the driver's own file");
-        let found = GuestMemory::new(vec![region]).expect("one region");
-        self.tell(|told| {
-            told.range = (memory.guest_address, memory.length_bytes);
-            told.memory = Some(Arc::new(found));
-        })
-    }
-
-    fn start_queue(&self, _: usize, queue: &QueueSetup, _: QueueEvents<'_>) -> block::Result<()> {
-        self.tell(|told| {
-            told.queue = Some(*queue);
-            told.starts += 1;
-        })
-    }
-
-    fn stop_queue(&self, _: usize) -> block::Result<()> {
-        Ok(())
-    }
-
-    fn hang_up(&self) {}
-}
-
-/// A reactor that turns when the input says so.
-#[derive(Default)]
-struct HandReactor {
-    pollers: RefCell<BTreeMap<PollerId, Rc<RefCell<dyn Poller>>>>,
-}
-
-impl HandReactor {
-    fn each(&self, act: impl Fn(&mut dyn Poller) -> bool) -> bool {
-        let pollers: Vec<_> = self.pollers.borrow().values().cloned().collect();
-        pollers.iter().fold(false, |any, poller| act(&mut *poller.borrow_mut()) | any)
-    }
-}
-
-impl ReactorCtx for HandReactor {
-    fn spawn(&self, _: Task) {
-        unimplemented!("the driver has no tasks");
-    }
-
-    fn add_poller(&self, poller: Rc<RefCell<dyn Poller>>) -> block::Result<PollerId> {
-        let mut pollers = self.pollers.borrow_mut();
-        let id = PollerId(pollers.len() as u64);
-        pollers.insert(id, poller);
-        Ok(id)
-    }
-
-    fn remove_poller(&self, id: PollerId) {
-        self.pollers.borrow_mut().remove(&id);
-    }
-
-    fn timers(&self) -> &Rc<Timers> {
-        unimplemented!("the driver has no timers");
-    }
-
-    fn run_aside(&self, _turn: u64, work: Work) {
-        work();
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
-
-/// The device: a correct one, and the bare ring for breaking the rules.
-struct Device {
-    good: BlkQueue<Box<dyn DeviceRing>>,
-    held: Vec<u16>,
-    areas: RingAreas,
-    size: u16,
-    /// All memory that the driver shares.
-    words: SharedWords,
-    shared_bytes: usize,
-}
-
-impl Device {
-    fn new(told: &Told) -> Option<Self> {
-        let (memory, queue) = (told.memory.clone()?, told.queue?);
-        let layout = RingLayout::from_bits(told.features);
-        let areas =
-            || RingAreas::at_guest_addresses(layout, Arc::clone(&memory), queue.guest_addresses, queue.size).ok();
-        let features = RingFeatures::from_bits(told.features);
-        let ring: Box<dyn DeviceRing> = match areas()? {
-            RingAreas::Split(areas) => Box::new(SplitDeviceRing::new(areas, features, queue.first_position)),
-            RingAreas::Packed(areas) => {
-                Box::new(PackedDeviceRing::new(areas, features, queue.first_position.into()).ok()?)
-            }
-        };
-        let (start, shared_bytes) = (told.range.0, told.range.1 as usize);
-        Some(Self {
-            good: BlkQueue::new(ring, Arc::clone(&memory), LIMITS),
-            held: Vec::new(),
-            areas: areas()?,
-            size: queue.size,
-            words: SharedWords::at_guest_address(Arc::clone(&memory), start, shared_bytes).ok()?,
-            shared_bytes,
-        })
-    }
-
-    /// Takes requests and ends some, as a device should.
-    fn serve(&mut self, u: &mut Unstructured<'_>) -> Result<()> {
-        for _ in 0..u.int_in_range(0..=4)? {
-            let Ok(Some((head, request))) = self.good.pop() else { break };
-            if let Request::Read { data, .. } = &request {
-                data.fill(0x5a);
-            }
-            drop(request);
-            self.held.push(head);
-        }
-        while !self.held.is_empty() && u.ratio(3u8, 4)? {
-            let head = self.held.swap_remove(u.choose_index(self.held.len())?);
-            let status = *u.choose(&[Status::Ok, Status::Ok, Status::Ok, Status::IoErr, Status::Unsupported])?;
-            self.good.complete(head, status);
-        }
-        if u.ratio(3u8, 4)? {
-            self.good.publish();
-        }
-        Ok(())
-    }
-
-    /// Takes and ends all requests.
-    fn end_all(&mut self) {
-        while let Ok(Some((head, request))) = self.good.pop() {
-            drop(request);
-            self.held.push(head);
-        }
-        for head in self.held.drain(..) {
-            self.good.complete(head, Status::Ok);
-        }
-        self.good.publish();
-    }
-
-    fn misbehave(&mut self, u: &mut Unstructured<'_>) -> Result<()> {
-        if u.ratio(1u8, 3)? {
-            // The ring, the headers and the status bytes come first.
-            let end = if u.arbitrary()? { 8192 } else { self.shared_bytes };
-            let at = u.int_in_range(0..=end.min(self.shared_bytes) - 1)?;
-            self.words.set_byte(at, u.arbitrary()?);
-            return Ok(());
-        }
-        match &self.areas {
-            RingAreas::Split(areas) => misuse_split(u, areas, self.size),
-            RingAreas::Packed(areas) => misuse_packed(u, areas, self.size),
-        }
-    }
-}
-
-/// Returns a number that is likely valid for a ring of `size`.
-fn near(u: &mut Unstructured<'_>, size: u16) -> Result<u16> {
-    if u.ratio(1u8, 8)? { u.arbitrary() } else { u.int_in_range(0..=size) }
-}
-
-fn written(u: &mut Unstructured<'_>) -> Result<u32> {
-    if u.ratio(1u8, 4)? { u.arbitrary() } else { Ok(*u.choose(&[0, 1, 512, 513, 4096, 4097])?) }
-}
-
-fn misuse_split(u: &mut Unstructured<'_>, areas: &SplitAreas, size: u16) -> Result<()> {
-    match u.int_in_range(0..=4)? {
-        0 | 1 => {
-            let id = if u.ratio(1u8, 8)? { u.arbitrary()? } else { near(u, size)?.into() };
-            areas.set_used_entry(areas.used_index(), id, written(u)?);
-            areas.publish_used_index(areas.used_index().wrapping_add(1));
-        }
-        2 => areas.publish_used_index(areas.used_index().wrapping_add(near(u, size)?)),
-        3 => areas.set_used_flags(u.arbitrary()?),
-        _ => areas.set_avail_event(u.arbitrary()?),
-    }
-    Ok(())
-}
-
-fn misuse_packed(u: &mut Unstructured<'_>, areas: &PackedAreas, size: u16) -> Result<()> {
-    let index = near(u, size)? % size;
-    match u.int_in_range(0..=4)? {
-        0 | 1 => {
-            areas.set_used(index, near(u, size)?, written(u)?);
-            // Used, with either wrap counter.
-            areas.publish_flags(index, if u.arbitrary()? { 0x8080 } else { 0 });
-        }
-        2 => areas.publish_flags(index, u.arbitrary()?),
-        3 => areas.set_device_wish(EventWish::At(u.arbitrary()?)),
-        _ => areas.set_device_wish(if u.arbitrary()? { EventWish::Always } else { EventWish::Never }),
-    }
-    Ok(())
-}
-
-/// The submitted requests, and how often each has ended.
-#[derive(Default)]
-struct Submitted {
-    ends: Vec<u32>,
-    own: Vec<IoBuf>,
-    done: Vec<Completion>,
-}
-
-impl Submitted {
-    fn submit(&mut self, u: &mut Unstructured<'_>, driver: &Driver, queue: &mut dyn DiskQueue) -> Result<()> {
-        let length = 512 * u.int_in_range(1..=40)?;
-        let offset = if u.ratio(1u8, 16)? { u.arbitrary()? } else { 512 * u.int_in_range(0..=2000)? };
-        let buf = match driver.alloc(length) {
-            Ok(shared) if u.arbitrary()? => shared,
-            _ => IoBuf::zeroed(length),
-        };
-        let flags = *u.choose(&[OpFlags::NONE, OpFlags::FUA, OpFlags::PREFLUSH])?;
-        let op = match u.int_in_range(0..=8)? {
-            0..=2 => Op::read(offset, buf.whole()),
-            3 | 4 => Op::write(offset, buf.whole(), flags),
-            5 => Op::Discard { offset, length: length as u64 },
-            6 => Op::WriteZeroes { offset, length: length as u64, may_unmap: u.arbitrary()?, flags },
-            7 => Op::SecureErase { offset, length: length as u64 },
-            _ => Op::Flush,
-        };
-        queue.submit(self.ends.len() as u64, op);
-        self.ends.push(0);
-        self.own.push(buf);
-        Ok(())
-    }
-
-    fn harvest(&mut self, queue: &mut dyn DiskQueue) {
-        queue.harvest(&mut self.done);
-        for done in self.done.drain(..) {
-            self.ends[done.tag as usize] += 1;
-        }
-        let left = self.ends.iter().filter(|ends| **ends == 0).count();
-        assert!(self.ends.iter().all(|ends| *ends <= 1), "a request ended twice");
-        assert_eq!(queue.in_flight(), left);
-    }
-}
+const STEPS_MAX: usize = 96;
+/// What is done during a call to the driver, at most.
+const MEANWHILE_MAX: usize = 6;
+/// Rounds in which an honest device ends all requests: far more than a request has parts.
+const ROUNDS_MAX: usize = 10_000;
 
 fn config(u: &mut Unstructured<'_>) -> Result<BlkConfig> {
     let mut config = BlkConfig::default();
     (config.capacity_sectors, config.seg_max, config.blk_size_bytes) = (4096, 14, 512);
+    config.num_queues = RINGS_MAX as u16;
     config.max_discard_sectors = u.int_in_range(0..=64)?;
     config.max_write_zeroes_sectors = u.int_in_range(0..=64)?;
     config.max_secure_erase_sectors = u.int_in_range(0..=64)?;
@@ -324,20 +50,21 @@ fn config(u: &mut Unstructured<'_>) -> Result<BlkConfig> {
     Ok(config)
 }
 
-fn options(u: &mut Unstructured<'_>) -> Result<DriverOptions> {
+fn options(u: &mut Unstructured<'_>, queues_max: u16) -> Result<DriverOptions> {
     let mut options = DriverOptions::default();
+    options.queues = u.int_in_range(1..=queues_max)?;
     options.queue_size = *u.choose(&[4, 8, 16])?;
     (options.memory_bytes, options.bounce_bytes) = (64 << 10, 64 << 10);
     (options.packed, options.indirect, options.event_idx) = (u.arbitrary()?, u.arbitrary()?, u.arbitrary()?);
     options.path = if u.arbitrary()? { DriverPath::Request } else { DriverPath::Bio };
-    // The device does not answer while the driver attaches, and few freezes end.
-    (options.without_serial, options.answer_timeout_ms) = (true, 2);
+    // Nobody answers while the driver attaches. Calls that some queue does not follow take this long.
+    (options.without_serial, options.answer_timeout_ms) = (true, 4);
     options.without_features = features::LIFETIME;
     Ok(options)
 }
 
-/// What is asked of the driver itself.
-#[derive(Clone, Copy, PartialEq, Eq)]
+/// A call to the driver itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Call {
     Freeze,
     Restore,
@@ -364,77 +91,280 @@ impl Call {
     }
 }
 
-/// The driver, its queue, and the device.
+/// What happens while a call is made. It is drawn before: how long a call takes must not change the rest of an input.
+struct Meanwhile {
+    /// Queues whose reactors turn.
+    turning: [bool; RINGS_MAX],
+    /// Rings whose device ends all requests.
+    ending: [bool; RINGS_MAX],
+    requests: Vec<(usize, Draft)>,
+    capacity_sectors: Option<u64>,
+}
+
+impl Meanwhile {
+    fn any(u: &mut Unstructured<'_>, queues: usize) -> Result<Self> {
+        let (turning, ending) = (mostly_all(u)?, mostly_all(u)?);
+        let count = u.int_in_range(0..=MEANWHILE_MAX)?;
+        let requests = (0..count).map(|_| Ok((u.choose_index(queues)?, Draft::any(u)?))).collect::<Result<_>>()?;
+        let capacity_sectors = if u.ratio(1u8, 3)? { Some(u.int_in_range(0..=8192)?) } else { None };
+        Ok(Self { turning, ending, requests, capacity_sectors })
+    }
+
+    /// Everybody works, and nothing else happens.
+    fn work() -> Self {
+        let all = [true; RINGS_MAX];
+        Self { turning: all, ending: all, requests: Vec::new(), capacity_sectors: None }
+    }
+}
+
+/// Chooses some of the rings. If one of them stands still, a freeze does not succeed.
+fn mostly_all(u: &mut Unstructured<'_>) -> Result<[bool; RINGS_MAX]> {
+    if u.ratio(2u8, 3)? { Ok([true; RINGS_MAX]) } else { u.arbitrary() }
+}
+
+/// A ring: the driver's queue with its reactor, and the device's half.
+struct Lane {
+    device: Device,
+    reactor: Rc<HandReactor>,
+    /// `None` while it is closed.
+    queue: Option<Box<dyn DiskQueue>>,
+    submitted: Submitted,
+}
+
+impl Lane {
+    fn turn(&mut self) {
+        if let Some(queue) = &mut self.queue
+            && self.reactor.turn()
+        {
+            self.submitted.harvest(queue.as_mut());
+        }
+    }
+
+    fn submit(&mut self, draft: Draft, driver: &Driver) {
+        if let Some(queue) = &mut self.queue {
+            self.reactor.wake();
+            self.submitted.submit(draft, driver, queue.as_mut());
+        }
+    }
+
+    fn in_flight(&self) -> usize {
+        self.queue.as_ref().map_or(0, |queue| queue.in_flight())
+    }
+}
+
+/// The driver, its rings, and the device.
 struct Play {
     told: Arc<Mutex<Told>>,
-    driver: Driver,
-    reactor: Rc<HandReactor>,
-    queue: Box<dyn DiskQueue>,
-    device: Device,
-    submitted: Submitted,
+    driver: Arc<Driver>,
+    lanes: Vec<Lane>,
+    is_honest: bool,
+    is_frozen: bool,
+    /// Memory that was allocated while requests of closed queues were in flight: the device must not write to it.
+    kept: Vec<IoBuf>,
 }
 
 impl Play {
     /// Begins it; `None` if the driver refuses the device.
     fn begin(u: &mut Unstructured<'_>) -> Result<Option<Self>> {
-        let told = Arc::new(Mutex::new(Told::default()));
         let left_out: u64 = if u.ratio(1u8, 4)? { u.arbitrary()? } else { features::RO };
-        let wire = Wire { offered: !left_out | features::VERSION_1, config: config(u)?, told: Arc::clone(&told) };
-        let Ok(driver) = Driver::over(Box::new(wire), options(u)?) else { return Ok(None) };
+        let told = Arc::new(Mutex::new(Told { config: config(u)?, ..Told::default() }));
+        let wire = Wire { offered: !left_out | features::VERSION_1, told: Arc::clone(&told) };
+        let queues_max = if wire.offered & features::MQ == 0 { 1 } else { RINGS_MAX as u16 };
+        let options = options(u, queues_max)?;
+        let queues = usize::from(options.queues);
+        let is_honest = u.arbitrary()?;
+        let Ok(driver) = Driver::over(Box::new(wire), options) else { return Ok(None) };
+        let mut play =
+            Self { told, driver: Arc::new(driver), lanes: Vec::new(), is_honest, is_frozen: false, kept: Vec::new() };
+        for index in 0..queues {
+            let Some(device) = Device::new(&lock(&play.told), index) else { return Ok(None) };
+            play.lanes.push(Lane { device, reactor: Rc::default(), queue: None, submitted: Submitted::default() });
+        }
+        (0..queues).for_each(|_| play.open());
+        Ok(Some(play))
+    }
+
+    /// Opens the first queue that is closed, on a reactor of its own.
+    fn open(&mut self) {
+        let Some(lane) = self.lanes.iter_mut().find(|lane| lane.queue.is_none()) else { return };
         let reactor = Rc::new(HandReactor::default());
         let ctx: Rc<dyn ReactorCtx> = reactor.clone();
-        let queue = driver.open_queue(&ctx).expect("there is one");
-        let device = Device::new(&told.lock().expect("nobody panics with it"));
-        let submitted = Submitted::default();
-        Ok(device.map(|device| Self { told, driver, reactor, queue, device, submitted }))
-    }
-
-    fn turn(&mut self) {
-        self.reactor.each(|poller| poller.poll());
-        self.submitted.harvest(self.queue.as_mut());
-    }
-
-    /// Makes the call on another thread, as a monitor does. The queue turns meanwhile, and the device may end all requests.
-    fn call(&mut self, call: Call, device_ends_all: bool) {
-        let Self { told, driver, reactor, queue, device, submitted } = self;
-        let starts = || told.lock().expect("nobody panics with it").starts;
-        let before = starts();
-        let done = std::thread::scope(|scope| {
-            let driver = &*driver;
-            let thread = scope.spawn(move || call.make(driver));
-            while !thread.is_finished() {
-                if device_ends_all {
-                    device.end_all();
-                }
-                reactor.each(|poller| poller.poll());
-                submitted.harvest(queue.as_mut());
-            }
-            thread.join().expect("no panic")
-        });
-        if starts() > before {
-            *device = Device::new(&told.lock().expect("nobody panics with it")).expect("as at the start");
+        match self.driver.open_queue(&ctx) {
+            Ok(queue) => (lane.queue, lane.reactor) = (Some(queue), reactor),
+            Err(error) => assert!(self.is_frozen, "{error}"),
         }
-        if done.is_ok() && call == Call::Reset {
-            self.turn();
-            assert_eq!(self.queue.in_flight(), 0, "a reset ends all");
+    }
+
+    /// Closes a queue with all that it has in flight.
+    fn close(&mut self, index: usize) {
+        let lane = &mut self.lanes[index];
+        if lane.queue.take().is_some() {
+            let submitted = std::mem::take(&mut lane.submitted);
+            submitted.check_handles();
+            if self.is_honest {
+                submitted.check_data(index);
+            }
+            drop(submitted);
+            self.kept.extend(kept_memory(&self.driver, 4096));
+        }
+    }
+
+    /// Lets the device of a ring act; `act` returns whether the driver wants to be called. An honest device does not touch
+    /// a ring that was stopped.
+    fn act(&mut self, index: usize, act: impl FnOnce(&mut Device) -> Result<bool>) -> Result<()> {
+        let told = lock(&self.told);
+        let device = &mut self.lanes[index].device;
+        let calls = (device.follow(&told) || !self.is_honest) && act(device)?;
+        if let Some(call) = told.rings[index].call.as_ref().filter(|_| calls) {
+            rustix::io::write(call, &1u64.to_ne_bytes()).expect("the driver's descriptor takes it");
+        }
+        Ok(())
+    }
+
+    fn end_all(&mut self, index: usize) {
+        let is_honest = self.is_honest;
+        let _ = self.act(index, |device| Ok(device.end_all(is_honest)));
+    }
+
+    /// The device changes its size, and says so.
+    fn resize(&mut self, capacity_sectors: u64) {
+        let link = {
+            let mut told = lock(&self.told);
+            told.config.capacity_sectors = capacity_sectors;
+            told.link.clone()
+        };
+        link.iter().for_each(|link| link.config_changed());
+    }
+
+    /// Makes the call on another thread, as a monitor does.
+    fn call(&mut self, call: Call, meanwhile: Meanwhile) {
+        let Meanwhile { turning, ending, requests, capacity_sectors } = meanwhile;
+        let before: Vec<usize> = self.lanes.iter().map(|lane| lane.submitted.count()).collect();
+        let mut requests = requests.into_iter();
+        let mut capacity_sectors = capacity_sectors;
+        let driver = Arc::clone(&self.driver);
+        let thread = std::thread::spawn(move || call.make(&driver));
+        loop {
+            // All that was drawn happens, even if the call ends earlier.
+            let is_over = thread.is_finished();
+            for index in 0..self.lanes.len() {
+                if ending[index] {
+                    self.end_all(index);
+                }
+                if turning[index] {
+                    self.lanes[index].turn();
+                }
+            }
+            let drawn = requests.next();
+            if let Some((index, draft)) = drawn {
+                self.lanes[index].submit(draft, &self.driver);
+            }
+            let resized = capacity_sectors.take_if(|_| drawn.is_none());
+            resized.into_iter().for_each(|capacity| self.resize(capacity));
+            if is_over && drawn.is_none() {
+                break;
+            }
+            std::thread::yield_now();
+        }
+        let done = thread.join().expect("no panic");
+        self.check_call(call, done.is_ok(), &before);
+    }
+
+    fn check_call(&mut self, call: Call, is_done: bool, before: &[usize]) {
+        match call {
+            Call::Freeze => self.is_frozen |= is_done,
+            Call::Restore | Call::Reset => self.is_frozen &= !is_done,
+            Call::SwitchCache(_) => {}
+        }
+        if is_done && call == Call::Reset {
+            for (lane, count) in self.lanes.iter_mut().zip(before) {
+                lane.turn();
+                assert!(lane.submitted.have_ended(*count), "a reset ends all");
+            }
+        }
+        self.check_size();
+    }
+
+    fn check_size(&self) {
+        if !self.is_frozen {
+            let capacity_sectors = lock(&self.told).config.capacity_sectors;
+            assert_eq!(
+                self.driver.info().size_bytes,
+                capacity_sectors.saturating_mul(512),
+                "not the size of the device"
+            );
+        }
+    }
+
+    fn check_frozen(&mut self) {
+        if self.is_frozen && self.is_honest {
+            let told = lock(&self.told);
+            for Lane { device, .. } in self.lanes.iter_mut().filter(|lane| lane.queue.is_some()) {
+                assert!(!device.follow(&told) && !device.has_more(), "a frozen device gets a request");
+            }
         }
     }
 
     fn step(&mut self, u: &mut Unstructured<'_>) -> Result<()> {
-        match u.int_in_range(0..=8)? {
-            0..=2 => self.submitted.submit(u, &self.driver, self.queue.as_mut())?,
-            3..=5 => self.device.serve(u)?,
-            6 => self.device.misbehave(u)?,
-            // They take a thread, and most freezes their whole time.
-            7 if u.ratio(1u8, 8)? => self.call(Call::any(u)?, u.arbitrary()?),
-            _ if self.reactor.each(|poller| poller.arm()) => {}
-            _ => drop(self.reactor.each(|poller| {
-                poller.disarm();
-                false
-            })),
+        let (index, is_honest) = (u.choose_index(self.lanes.len())?, self.is_honest);
+        match u.int_in_range(0..=11)? {
+            0..=2 => self.lanes[index].submit(Draft::any(u)?, &self.driver),
+            3..=5 => self.act(index, |device| device.serve(u, is_honest))?,
+            6 if !is_honest => self.act(index, |device| device.misbehave(u).map(|()| false))?,
+            // They take a thread, and many of them their whole time.
+            7 if u.ratio(1u8, 4)? => {
+                let call = Call::any(u)?;
+                let meanwhile = Meanwhile::any(u, self.lanes.len())?;
+                self.call(call, meanwhile);
+            }
+            8 => {
+                self.resize(u.int_in_range(0..=8192)?);
+                self.check_size();
+            }
+            9 if u.arbitrary()? => self.close(index),
+            9 => self.open(),
+            _ => self.lanes[index].reactor.sleep(),
         }
-        self.turn();
+        self.check_frozen();
+        if u.ratio(3u8, 4)? {
+            self.lanes[index].turn();
+        }
         Ok(())
+    }
+
+    /// The honest device ends everything, and whoever has nothing to do sleeps.
+    fn settle(&mut self) {
+        if self.is_frozen {
+            self.call(Call::Restore, Meanwhile::work());
+        }
+        for _ in 0..ROUNDS_MAX {
+            for index in 0..self.lanes.len() {
+                self.end_all(index);
+                self.lanes[index].turn();
+                self.lanes[index].reactor.sleep();
+            }
+            if self.lanes.iter().all(|lane| lane.in_flight() == 0) {
+                return;
+            }
+        }
+        let left: Vec<usize> = self.lanes.iter().map(Lane::in_flight).collect();
+        panic!("requests in flight that an honest device does not get: {left:?}");
+    }
+
+    /// The device dies. Then everything has ended, once, and nothing is held.
+    fn end(mut self) {
+        let link = lock(&self.told).link.take();
+        link.iter().for_each(|link| link.end());
+        for (index, lane) in self.lanes.iter_mut().enumerate() {
+            (0..3).for_each(|_| lane.turn());
+            assert!(lane.submitted.have_ended(usize::MAX), "a request never ended");
+            if self.is_honest {
+                lane.submitted.check_data(index);
+            }
+            lane.queue = None;
+            lane.submitted.check_handles();
+        }
+        assert!(!self.is_honest || self.kept.iter().all(is_as_it_was), "memory of others was written");
     }
 }
 
@@ -443,17 +373,9 @@ pub(crate) fn device(u: &mut Unstructured<'_>) -> Result<()> {
     for _ in 0..u.int_in_range(1..=STEPS_MAX)? {
         play.step(u)?;
     }
-    // The device dies.
-    let link = play.told.lock().expect("nobody panics with it").link.take();
-    link.iter().for_each(|link| link.end());
-    for _ in 0..3 {
-        play.turn();
+    if play.is_honest {
+        play.settle();
     }
-    let Play { submitted, queue, driver: _driver, .. } = play;
-    assert!(submitted.ends.iter().all(|ends| *ends == 1), "a request never ended");
-    drop(queue);
-    // The device knows nothing of the caller's own memory.
-    let holds = |buf: &&IoBuf| !buf.is_unique();
-    assert_eq!(submitted.own.iter().filter(holds).count(), 0, "a handle stays behind");
+    play.end();
     Ok(())
 }

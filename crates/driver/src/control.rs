@@ -34,12 +34,19 @@ impl Inner {
 
     pub(crate) fn freeze(&self) -> Result<()> {
         let mut frozen = self.control.frozen();
-        if !*frozen {
-            self.hold_queues(Hold::Freeze, true)?;
+        if *frozen {
+            return Ok(());
+        }
+        let held = self.hold_queues(Hold::Freeze, true);
+        if held.is_ok() {
             self.wait_for_follower();
             *frozen = true;
+            return held;
         }
-        Ok(())
+        drop(frozen);
+        // A change that came while it was tried was ignored.
+        self.follow_config();
+        held
     }
 
     pub(crate) fn restore(&self) -> Result<()> {
@@ -56,12 +63,12 @@ impl Inner {
 
     pub(crate) fn reset(&self) -> Result<()> {
         let mut frozen = self.control.frozen();
-        self.hold_queues(Hold::Reset, !*frozen)?;
-        self.restart_queues()?;
-        *frozen = false;
+        let reset = self.hold_queues(Hold::Reset, !*frozen).and_then(|()| self.restart_queues());
+        *frozen &= reset.is_err();
         drop(frozen);
+        // Also if the reset was given up: a change that came meanwhile was ignored.
         self.follow_config();
-        Ok(())
+        reset
     }
 
     /// Takes all rings, and stops them if they run.

@@ -49,7 +49,7 @@ impl Inner {
     /// restored.
     pub(crate) fn follow_config(&self) {
         let following = self.following.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.control.hold() != Hold::None {
+        if self.control.hold() != Hold::None || self.session.is_gone() {
             return;
         }
         let config = match self.session.read_config() {
