@@ -289,6 +289,7 @@ fn backups_are_killed(moments: u64) {
         bench.until("the job has ended", |bench| {
             bench.json(&["jobs"])["jobs"].as_array().unwrap().iter().all(|job| job["state"] == "done")
         });
+        assert!(!bench.path("second.part").exists(), "moment {moment}: half a backup is left");
         let is_believed = bench.bitmap("b")["inconsistent"] == false;
         if is_believed {
             believed += 1;

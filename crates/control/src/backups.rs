@@ -2,11 +2,12 @@
 
 use crate::api::{BackupDisk, BackupMode, Job};
 use crate::manager::Manager;
-use crate::record::{DiskRecord, recorded_name, target_name};
+use crate::record::{DiskRecord, FileIdentity, MadeFile, recorded_name, target_name};
 use block::{Error, ErrorKind, Result};
 use daemon::{BackupOptions, BackupRecord, FleeceRecord, LastBackup, NodeId, TakenOff, WholeBackup};
 use drive::absolute;
 use image::{FileName, Format};
+use std::fs::Metadata;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -53,24 +54,26 @@ impl Manager {
         let top = current.disk(name).and_then(|disk| disk.options.get("file").map(str::to_owned));
         for fleece in fleeces {
             let mut record = RecordOfBackup(self.record_of(name, node));
-            let path = Path::new(&fleece).to_owned();
-            if top.as_ref() != Some(&fleece) {
-                if let Err(error) = record.remove(&path) {
+            if top.as_ref() != Some(&fleece.file) {
+                if let Err(error) = record.remove(&fleece, None) {
                     tracing::warn!(disk = %name, "{error}");
                 }
                 continue;
             }
-            tracing::info!(disk = %name, "a backup or a change of snapshots did not come to its end: '{fleece}' is taken back");
+            let file = fleece.file.clone();
+            tracing::info!(disk = %name, "a backup or a change of snapshots did not come to its end: '{file}' is taken back");
+            // It may have come here from another file system.
+            let opened = std::fs::symlink_metadata(&file).ok().map(|found| FileIdentity::of(&found));
             let off = move |layers: &TakenOff| {
                 record.is_off(layers)?;
                 // From here on nothing needs the fleece, and nothing can fail.
-                if let Err(error) = record.remove(&path) {
+                if let Err(error) = record.remove(&fleece, opened) {
                     tracing::warn!("{error}");
                 }
                 Ok(())
             };
             if let Err(error) = self.daemon.start_take_overlay_back_with(node, off) {
-                tracing::error!(disk = %name, "cannot take '{fleece}' back: {error}; try 'ctl commit'");
+                tracing::error!(disk = %name, "cannot take '{file}' back: {error}; try 'ctl commit'");
             }
         }
     }
@@ -80,20 +83,34 @@ impl Manager {
 pub(crate) struct RecordOfBackup(pub(crate) DiskRecord);
 
 impl RecordOfBackup {
-    /// Removes a fleece that no layer rests on.
-    fn remove(&mut self, fleece: &Path) -> Result<()> {
-        let text = fleece.to_string_lossy();
+    /// Removes a fleece that no layer rests on, unless it may be another file that got its name. `opened` is the file that
+    /// the disk was opened with, if the fleece was its top.
+    fn remove(&mut self, fleece: &MadeFile, opened: Option<FileIdentity>) -> Result<()> {
+        let file = &fleece.file;
         let record = self.0.records.current();
-        if record.disks.iter().any(|disk| disk.files().any(|file| file == text)) {
+        if record.disks.iter().any(|disk| disk.files().any(|used| used == file)) {
             return Ok(());
         }
-        match std::fs::remove_file(fleece) {
+        let is_it = |found: &Metadata| match opened {
+            Some(opened) => opened == FileIdentity::of(found),
+            None => fleece.is_surely(found),
+        };
+        let removed = match std::fs::symlink_metadata(file) {
+            Ok(found) if !is_it(&found) => {
+                let what = "may be a fleece that is not used any more, or another file of that name";
+                tracing::warn!(disk = %self.0.name, "'{file}' {what}: it stays; remove it if nothing needs it");
+                Ok(())
+            }
+            Ok(_) => std::fs::remove_file(file),
+            Err(error) => Err(error),
+        };
+        match removed {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                return Err(Error::io(format!("cannot remove the fleece '{text}'"), error));
+                return Err(Error::io(format!("cannot remove the fleece '{file}'"), error));
             }
             _ => {}
         }
-        self.is_removed(fleece)
+        self.is_removed(Path::new(file))
     }
 }
 
@@ -114,7 +131,9 @@ impl BackupRecord for RecordOfBackup {
 
     fn is_whole(&mut self, backup: &WholeBackup<'_>) -> Result<()> {
         self.0.change(|disk| {
-            disk.is_finished();
+            if let Some(made) = backup.made {
+                disk.is_finished(&recorded_name(made));
+            }
             let Some(bitmap) = backup.bitmap else { return };
             disk.forget_last_backup(bitmap);
             // The fleece is on top of the layer that has the bitmap.
@@ -132,7 +151,18 @@ impl BackupRecord for RecordOfBackup {
 
 impl FleeceRecord for RecordOfBackup {
     fn will_make(&mut self, fleece: &Path) -> Result<()> {
-        self.0.change(|disk| disk.fleeces.push(fleece.to_string_lossy().into_owned()))
+        self.0.change(|disk| disk.fleeces.push(MadeFile::to_be(fleece.to_string_lossy())))
+    }
+
+    fn has_made(&mut self, fleece: &Path) -> Result<()> {
+        let found = std::fs::symlink_metadata(fleece)
+            .map_err(|error| Error::io(format!("cannot look at the fleece '{}'", fleece.display()), error))?;
+        let text = fleece.to_string_lossy();
+        self.0.change(|disk| {
+            if let Some(its) = disk.fleeces.iter_mut().rfind(|other| other.file == text) {
+                its.made = Some(FileIdentity::of(&found));
+            }
+        })
     }
 
     fn is_on_top(&mut self, fleece: &Path) -> Result<()> {
@@ -146,7 +176,7 @@ impl FleeceRecord for RecordOfBackup {
     fn is_unmade(&mut self, fleece: &Path) -> Result<()> {
         let text = fleece.to_string_lossy();
         self.0.change(|disk| {
-            if let Some(place) = disk.fleeces.iter().rposition(|other| *other == text) {
+            if let Some(place) = disk.fleeces.iter().rposition(|other| other.file == text) {
                 disk.fleeces.remove(place);
             }
         })
@@ -158,7 +188,7 @@ impl FleeceRecord for RecordOfBackup {
             if disk.options.get("file") == Some(&*text) {
                 disk.undo_put_on();
             }
-            disk.fleeces.retain(|other| *other != text);
+            disk.fleeces.retain(|other| other.file != text);
         })
     }
 }

@@ -152,9 +152,7 @@ impl Manager {
             let (mut was_throttled, mut was_late) = (false, false);
             while let Some(manager) = manager.upgrade() {
                 let Ok(job) = manager.job(id.number()) else { return };
-                if !matches!(job.state, JobState::Running | JobState::Paused) {
-                    return;
-                }
+                let is_over = !matches!(job.state, JobState::Running | JobState::Paused);
                 if let Some(rounds) = job.rounds {
                     let say = |what: String| {
                         let message = format!("{what}; {} bytes are left", rounds.left_bytes);
@@ -168,6 +166,9 @@ impl Manager {
                     }
                 }
                 drop(manager);
+                if is_over {
+                    return;
+                }
                 std::thread::sleep(LOOK_EVERY);
             }
         };

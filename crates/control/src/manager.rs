@@ -206,7 +206,7 @@ impl Manager {
                 self.record_of(name, *node).check()?;
                 if let Some(disk) = record.disk_mut(name) {
                     disk.put_on(&recorded_name(file));
-                    disk.forget_unfinished(&recorded_name(file));
+                    disk.is_finished(&recorded_name(file));
                 }
             }
             Ok(())

@@ -3,12 +3,11 @@
 use crate::api::{Job, MirrorDisk};
 use crate::live_jobs::aim_of;
 use crate::manager::Manager;
-use crate::record::{DiskRecord, FileIdentity, RecordedDisk, recorded_name, target_name};
+use crate::record::{DiskRecord, FileIdentity, MadeFile, recorded_name, target_name};
 use block::{Error, ErrorKind, Result};
-use daemon::{MirrorOptions, MirrorSwitch, NodeId};
+use daemon::{MirrorOptions, MirrorSwitch, NodeId, name_until_whole};
 use drive::unmake_file;
 use image::{FileName, MirrorEnd, MirrorScope};
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -32,60 +31,56 @@ impl Manager {
             options.aim = aim_of(request.within_ms, request.stall_ms);
             options.bytes_per_second = request.bytes_per_second;
         });
-        let unfinished = if request.existing { None } else { self.reserve(name, node, &options.target)? };
+        let part = name_until_whole(&options.target);
+        let unfinished = (!request.existing).then(|| self.reserve(name, node, &part)).transpose()?;
         let (record, scope) = (self.record_of(name, node), options.scope);
         let (kept_record, made_record) = (record.clone(), record.clone());
+        let copy = recorded_name(&part);
+        let moved = copy.clone();
         let move_over = move |switch: &MirrorSwitch| {
             // Dropped with this closure, even if it is never called.
             let _unfinished = &unfinished;
             let below = switch.below.iter().map(recorded_name);
             let below = (scope == MirrorScope::Top).then(|| below.collect());
-            let move_to = |disk: &mut RecordedDisk| disk.move_to(&text, &switch.format.to_string(), below);
-            record.change(move_to)
+            record.change(|disk| {
+                disk.move_to(&text, &switch.format.to_string(), below);
+                disk.is_finished(&moved);
+            })
         };
-        // If the file stayed on record, the next run would remove it.
-        let kept = move || kept_record.change(RecordedDisk::is_finished);
-        let has_made = || made_record.has_made_for_job(&options.target);
+        let kept = move || kept_record.change(|disk| disk.is_finished(&copy));
+        let has_made = || made_record.has_made_for_job(&part);
         let id = self.daemon.start_mirror_with(node, &options, has_made, move_over, kept)?;
         self.tell_if_behind(name, id, options.aim);
         self.has_started(name, id)
     }
 
-    /// Records a file that is going to be made for a disk, until the job that makes it ends. Returns `None` if another job runs,
-    /// because the new one will be refused.
-    pub(crate) fn reserve(&self, name: &str, node: NodeId, file: &FileName) -> Result<Option<Unfinished>> {
-        let is_busy = self.daemon.jobs().iter().any(|job| job.node == node && is_under_way(&job.state));
-        if is_busy { Ok(None) } else { Unfinished::record(self.record_of(name, node), file).map(Some) }
+    /// Records a file that is going to be made for a disk, until the result is dropped.
+    pub(crate) fn reserve(&self, name: &str, node: NodeId, file: &FileName) -> Result<Unfinished> {
+        let record = self.record_of(name, node);
+        record.will_make(file)?;
+        Ok(Unfinished { record, file: file.clone() })
     }
 
     /// Removes files that jobs of an earlier run were making when it died.
     pub(crate) fn remove_unfinished(&self) -> Result<()> {
         let record = self.records.current();
         for disk in &record.disks {
-            let Some(file) = &disk.unfinished else { continue };
-            if !record.disks.iter().any(|disk| disk.uses(file)) {
-                remove_unfinished_file(&disk.name, file, disk.unfinished_made);
+            for unfinished in &disk.unfinished {
+                if !record.disks.iter().any(|disk| disk.uses(&unfinished.file)) {
+                    remove_unfinished_file(&disk.name, unfinished);
+                }
             }
-            self.records.change_disk(&disk.name, RecordedDisk::is_finished)?;
+            self.records.change_disk(&disk.name, |disk| disk.unfinished.clear())?;
         }
         Ok(())
     }
 }
 
 impl DiskRecord {
-    /// Notes a file that a job is going to make. Refused while another one is noted that is not made yet: the record
-    /// has room for one.
+    /// Notes a file that is going to be made. Refused while another one of this name is being made: the question and the
+    /// note are one step.
     pub(crate) fn will_make(&self, file: &FileName) -> Result<()> {
-        let text = recorded_name(file);
-        self.change_if_it_can(|disk| {
-            if let Some(other) = disk.unfinished.as_ref().filter(|_| disk.unfinished_made.is_none()) {
-                let (name, other) = (&disk.name, image::without_secrets(other));
-                let what = format!("a job of the disk '{name}' is about to make '{other}': try again");
-                return Err(Error::new(ErrorKind::Locked, what));
-            }
-            (disk.unfinished, disk.unfinished_made) = (Some(text), None);
-            Ok(())
-        })
+        self.change_if_it_can(|disk| disk.will_make(&recorded_name(file)))
     }
 
     /// Notes that the file is there, if it is on record.
@@ -97,12 +92,7 @@ impl DiskRecord {
             }
             None => FileIdentity::AT_A_SERVER,
         };
-        let text = recorded_name(file);
-        self.change(|disk| {
-            if disk.unfinished.as_ref() == Some(&text) {
-                disk.unfinished_made = Some(made);
-            }
-        })
+        self.change(|disk| disk.has_made(&recorded_name(file), made))
     }
 
     /// As [`Self::has_made`], for a job. Logs what a kill means for the file.
@@ -111,8 +101,7 @@ impl DiskRecord {
         if file.path().is_some() {
             tracing::info!(
                 disk = %self.name,
-                "made '{file}': if the daemon is killed before the job ends, the next one removes it, also if somebody has \
-                 finished it in place meanwhile"
+                "made '{file}': it gets its own name when it is whole; if the daemon is killed before, the next one removes it"
             );
         }
         Ok(())
@@ -120,8 +109,7 @@ impl DiskRecord {
 
     /// Forgets the file, which the job has left or removed.
     pub(crate) fn forget_unfinished(&self, file: &FileName) -> Result<()> {
-        let text = recorded_name(file);
-        self.change(|disk| disk.forget_unfinished(&text))
+        self.change(|disk| disk.forget_unfinished(&recorded_name(file)))
     }
 }
 
@@ -129,13 +117,6 @@ impl DiskRecord {
 pub(crate) struct Unfinished {
     record: DiskRecord,
     file: FileName,
-}
-
-impl Unfinished {
-    fn record(record: DiskRecord, file: &FileName) -> Result<Self> {
-        record.will_make(file)?;
-        Ok(Self { record, file: file.clone() })
-    }
 }
 
 impl Drop for Unfinished {
@@ -148,8 +129,8 @@ impl Drop for Unfinished {
 
 /// Removes a copy that was not finished, unless this may be another file that got its name. One that was not noted as
 /// made was not written to.
-fn remove_unfinished_file(disk: &str, file: &str, made: Option<FileIdentity>) {
-    let Ok(name) = FileName::parse(file) else { return };
+fn remove_unfinished_file(disk: &str, unfinished: &MadeFile) {
+    let Ok(name) = FileName::parse(&unfinished.file) else { return };
     // Somebody may have finished it since, or made another image of that name.
     if let FileName::Rbd(_) = name {
         tracing::warn!(
@@ -167,12 +148,11 @@ fn remove_unfinished_file(disk: &str, file: &str, made: Option<FileIdentity>) {
         );
         return;
     }
-    let Ok(found) = std::fs::symlink_metadata(file) else { return };
-    let is_it = match made {
-        Some(made) => made.is_surely(&FileIdentity::of(&found)),
-        None => found.is_file() && found.len() == 0 && found.blocks() == 0,
+    let Ok(found) = std::fs::symlink_metadata(&unfinished.file) else {
+        tell_if_whole(disk, unfinished);
+        return;
     };
-    if !is_it {
+    if !unfinished.is_surely(&found) {
         let what = "may be a copy that was not finished, or another file of that name";
         tracing::warn!(disk, "'{name}' {what}: it stays; remove it if nothing needs it");
         return;
@@ -183,6 +163,11 @@ fn remove_unfinished_file(disk: &str, file: &str, made: Option<FileIdentity>) {
     }
 }
 
-fn is_under_way(state: &daemon::JobState) -> bool {
-    matches!(state, daemon::JobState::Running | daemon::JobState::Paused)
+/// A copy that was whole has its own name, and the disk may not have gone over to it.
+fn tell_if_whole(disk: &str, unfinished: &MadeFile) {
+    let whole = Path::new(&unfinished.file).with_extension("");
+    if whole.symlink_metadata().is_ok_and(|found| unfinished.made.is_some() && unfinished.is_surely(&found)) {
+        let what = "holds all of the disk as it was when the daemon ended; the disk stays on its own image";
+        tracing::warn!(disk, "'{}' {what}: remove the copy if nothing needs it", whole.display());
+    }
 }

@@ -7,7 +7,7 @@ mod identity;
 mod tests;
 
 pub(crate) use self::disk::{RecordedDisk, Top, recorded_name, target_name, whole_name};
-pub(crate) use self::identity::FileIdentity;
+pub(crate) use self::identity::{FileIdentity, MadeFile};
 
 use self::directory::StateDirectory;
 use block::{Error, ErrorKind, Result};

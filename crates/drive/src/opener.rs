@@ -29,6 +29,8 @@ pub struct EngineOpener {
     descriptor: Option<Arc<OwnedFd>>,
     /// Whether to ask servers which file they have, even if the process or a cache knows.
     anew: bool,
+    /// What messages call the files of this host that it opens.
+    called: Option<String>,
 }
 
 impl Default for EngineOpener {
@@ -41,7 +43,7 @@ impl EngineOpener {
     /// Makes an opener with the options of `disk`.
     #[must_use]
     pub fn of_disk(disk: &DiskOptions) -> Self {
-        Self { options: open_options(disk), descriptor: None, anew: false }
+        Self { options: open_options(disk), descriptor: None, anew: false, called: None }
     }
 
     /// Sets another cache mode.
@@ -86,10 +88,20 @@ impl EngineOpener {
         self
     }
 
+    /// For a file that is going to get this name: messages call it so.
+    #[must_use]
+    pub fn called(mut self, name: &FileName) -> Self {
+        self.called = Some(name.to_string());
+        self
+    }
+
     /// Opens a file by its protocol.
     fn open_by_name(&self, name: &FileName, options: &OpenOptions) -> Result<Arc<dyn File>> {
         match name {
-            FileName::File(path) => engine::open(path, options),
+            FileName::File(path) => match &self.called {
+                Some(name) => engine::open_as(path, name, options),
+                None => engine::open(path, options),
+            },
             FileName::HostDevice(path) => {
                 check_is_device(path)?;
                 engine::open(path, options)

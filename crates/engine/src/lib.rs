@@ -62,5 +62,5 @@ pub use base::options::{CacheMode, EngineKind, OpenOptions};
 pub use base::stats::ReactorStats;
 pub use file::fs_hints::{disable_copy_on_write, disable_copy_on_write_of, set_extent_size_hint};
 pub use open::inherited::{duplicate_inherited, open_inherited};
-pub use open::opening::{create, forget_cached, open, open_fd, sync_directory_of};
+pub use open::opening::{create, forget_cached, open, open_as, open_fd, sync_directory_of};
 pub use reactor::{Reactor, ReactorConfig, ReactorThread};

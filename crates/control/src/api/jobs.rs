@@ -35,7 +35,8 @@ pub struct CommitDisk {
 #[serde(deny_unknown_fields)]
 pub struct MirrorDisk {
     /// The file of the new image: a path, or a name such as `rbd:POOL/IMAGE` or `nbd://HOST/EXPORT`. It must not exist,
-    /// unless `existing` says so. The disk of an NBD server must be empty at its beginning then.
+    /// unless `existing` says so. The disk of an NBD server must be empty at its beginning then. A new file has the
+    /// name with `.part` behind it until it holds everything.
     #[schema(value_type = String)]
     pub target: PathBuf,
     /// Its format, `raw` or `qcow2`; by default that of the disk's top layer. An existing image needs it.

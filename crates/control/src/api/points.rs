@@ -138,7 +138,8 @@ pub enum BackupMode {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct BackupDisk {
-    /// The image to copy to: a path, or another name that a drive takes as its file.
+    /// The image to copy to: a path, or another name that a drive takes as its file. A new file has the name with `.part`
+    /// behind it until the backup is whole.
     pub target: String,
     /// Its format; qcow2 by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -495,7 +495,7 @@ fn half_a_copy_is_removed_by_the_next_daemon_and_no_other_file_of_its_name() {
         let managed = managed.again();
         managed.manager.restore(&[]).unwrap();
         assert_eq!(copy.exists(), is_replaced);
-        assert_eq!(managed.recorded().unwrap().unfinished, None);
+        assert_eq!(managed.recorded().unwrap().unfinished, []);
     }
     // One that was to be made, and that somebody else has made since.
     let managed = Managed::new();

@@ -1,6 +1,6 @@
 //! One disk of the record: its options, and how its layers came to be.
 
-use super::identity::FileIdentity;
+use super::identity::{FileIdentity, MadeFile};
 use crate::api::{AddExport, FormerTop};
 use crate::options::Options;
 use block::{Error, ErrorKind, Result};
@@ -30,12 +30,9 @@ pub(crate) struct RecordedDisk {
     /// The file that it was added with, if it has moved to a copy since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) moved_from: Option<String>,
-    /// A file that a job is making for it, and that is useless if the job does not finish.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) unfinished: Option<String>,
-    /// Which file that is, once it is made: another file may get its name.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) unfinished_made: Option<FileIdentity>,
+    /// Files that jobs and snapshots are making for it, and that are useless if these do not finish.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) unfinished: Vec<MadeFile>,
     /// Former tops that go from below the top, the last on top, while its image may still name them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) leaving_tops: Vec<Top>,
@@ -47,7 +44,7 @@ pub(crate) struct RecordedDisk {
     pub(crate) last_backups: Vec<LastBackup>,
     /// Fleeces of backups and of changes of snapshots, from before they are made until they are gone.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(crate) fleeces: Vec<String>,
+    pub(crate) fleeces: Vec<MadeFile>,
     /// The directory of its kept scratch overlay, once another layer was put on that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) kept_in: Option<String>,
@@ -108,7 +105,7 @@ impl RecordedDisk {
 
     /// Whether it uses this file, also under another name.
     pub(crate) fn uses(&self, file: &str) -> bool {
-        self.files().chain(self.fleeces.iter().map(String::as_str)).any(|used| is_same_file(used, file))
+        self.files().chain(self.fleeces.iter().map(|fleece| &*fleece.file)).any(|used| is_same_file(used, file))
     }
 
     /// Whether layers were put on it since it was added with this file, also under another name of the file.
@@ -316,18 +313,40 @@ impl RecordedDisk {
         self.last_backups.clear();
         self.options.set("file", target);
         self.options.set("format", format);
-        self.is_finished();
     }
 
-    /// Records that no job makes a file for it, or that the file is whole.
-    pub(crate) fn is_finished(&mut self) {
-        (self.unfinished, self.unfinished_made) = (None, None);
+    /// Records a file that is going to be made. Refused while another one of this name is being made.
+    pub(crate) fn will_make(&mut self, file: &str) -> Result<()> {
+        // One that was made may be gone again. What lies at a server, its maker refuses.
+        let is_in_the_way = |other: &MadeFile| other.file == file && (other.made.is_none() || Path::new(file).exists());
+        if self.unfinished.iter().any(is_in_the_way) {
+            let (name, file) = (&self.name, image::without_secrets(file));
+            let what = format!("'{file}' is being made for the disk '{name}': wait, or choose another name");
+            return Err(Error::new(ErrorKind::Locked, what));
+        }
+        self.unfinished.push(MadeFile::to_be(file));
+        Ok(())
     }
 
-    /// As [`RecordedDisk::is_finished`], for this file only.
+    /// Records that a file is there, if it was to be made.
+    pub(crate) fn has_made(&mut self, file: &str, made: FileIdentity) {
+        let to_be = self.unfinished.iter_mut().rfind(|other| other.file == file && other.made.is_none());
+        if let Some(to_be) = to_be {
+            to_be.made = Some(made);
+        }
+    }
+
+    /// Records that a file is whole.
+    pub(crate) fn is_finished(&mut self, file: &str) {
+        self.unfinished.retain(|other| other.file != file);
+    }
+
+    /// Records that a file is gone, or that it was not made. If it was to be made and another one has its name, that one
+    /// stays on record.
     pub(crate) fn forget_unfinished(&mut self, file: &str) {
-        if self.unfinished.as_deref() == Some(file) {
-            self.is_finished();
+        match self.unfinished.iter().rposition(|other| other.file == file && other.made.is_none()) {
+            Some(place) => drop(self.unfinished.remove(place)),
+            None => self.is_finished(file),
         }
     }
 

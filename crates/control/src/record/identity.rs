@@ -1,4 +1,4 @@
-//! Which file has a name.
+//! Which file has a name, and files that the daemon makes.
 
 use serde::{Deserialize, Serialize};
 use std::fs::Metadata;
@@ -29,6 +29,33 @@ impl FileIdentity {
     /// Whether both are one file for certain.
     pub(crate) fn is_surely(&self, other: &Self) -> bool {
         self == other && self.born_ns.is_some()
+    }
+}
+
+/// A file that the daemon makes for a disk, in the record from before it is made until nobody needs to know of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct MadeFile {
+    /// Its name, as the record has it.
+    pub(crate) file: String,
+    /// Which file that is, once it is made: another file may get its name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) made: Option<FileIdentity>,
+}
+
+impl MadeFile {
+    /// A file that is going to be made.
+    pub(crate) fn to_be(file: impl Into<String>) -> Self {
+        Self { file: file.into(), made: None }
+    }
+
+    /// Whether this is surely the file that was made, which has the name still. Nothing was written to one that was not
+    /// noted as made, so that one may also be any file without contents.
+    pub(crate) fn is_surely(&self, found: &Metadata) -> bool {
+        match self.made {
+            Some(made) => made.is_surely(&FileIdentity::of(found)),
+            None => found.is_file() && found.len() == 0 && found.blocks() == 0,
+        }
     }
 }
 

@@ -16,8 +16,7 @@ fn disk(file: &str) -> RecordedDisk {
         former_tops: Vec::new(),
         bases: Vec::new(),
         moved_from: None,
-        unfinished: None,
-        unfinished_made: None,
+        unfinished: Vec::new(),
         leaving_tops: Vec::new(),
         leaving_below: 0,
         last_backups: Vec::new(),
@@ -161,11 +160,13 @@ fn a_last_backup_is_one_of_a_bitmap_of_the_top_layer() {
 fn a_disk_that_went_over_to_a_copy_keeps_it_whatever_else_its_options_say() {
     let mut moved = disk("/a.raw");
     moved.put_on("/b.qcow2");
-    moved.unfinished = Some("/c.qcow2".to_owned());
+    moved.will_make("/c.qcow2").unwrap();
+    moved.will_make("/other").unwrap();
     let mut top = moved.clone();
     moved.move_to("/c.qcow2", "qcow2", None);
+    moved.is_finished("/c.qcow2");
     assert_eq!(moved.options.to_text(), "file=/c.qcow2,format=qcow2");
-    assert_eq!((moved.files().count(), &moved.unfinished), (1, &None));
+    assert_eq!((moved.files().count(), &*moved.unfinished), (1, &[MadeFile::to_be("/other")][..]));
     assert!(moved.has_layers_on(Some("/a.raw")) && !moved.has_layers_on(Some("/b.qcow2")));
     moved.set_options(Options::parse("file=/a.raw,format=raw,cache=none").unwrap());
     assert_eq!(moved.options.get("file"), Some("/c.qcow2"));
@@ -206,11 +207,11 @@ fn a_layer_comes_off_a_disk_that_was_given_by_a_link_and_leaves_it_as_it_was_giv
 #[test]
 fn a_disk_of_another_file_does_not_take_over_a_fleece() {
     let mut old = disk("/a.raw");
-    old.fleeces.push("/fleece".into());
+    old.fleeces.push(MadeFile::to_be("/fleece"));
     old.put_on("/fleece");
     let mut record = Record { disks: vec![old], ..Record::default() };
     record.put(disk("/fleece"));
-    assert_eq!(record.disks[0].fleeces, ["/fleece"]);
+    assert_eq!(record.disks[0].fleeces, [MadeFile::to_be("/fleece")]);
     record.put(disk("/b.raw"));
     assert!(record.disks[0].fleeces.is_empty());
 }

@@ -1,7 +1,7 @@
 //! Copies a disk in use to another image, by a job.
 
 use crate::daemon::Daemon;
-use crate::jobs::made::Made;
+use crate::jobs::made::{Made, name_until_whole, refuse_existing};
 use crate::state::status::{JobId, JobKind, NodeId};
 use block::{Disk, Error, ErrorKind, File, Result};
 use drive::{EngineOpener, check_room};
@@ -12,7 +12,8 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct MirrorOptions {
-    /// The new image's file, by its absolute path, or its name in a cluster or at an NBD server.
+    /// The new image's file, by its absolute path, or its name in a cluster or at an NBD server. A file that is made has
+    /// another name until it is whole ([`name_until_whole`]).
     pub target: FileName,
     /// The new image's format; by default that of the disk's top layer. An image that exists must be given one.
     pub format: Option<Format>,
@@ -78,6 +79,7 @@ impl Daemon {
         kept: impl FnOnce() -> Result<()> + Send + 'static,
     ) -> Result<JobId> {
         let MirrorOptions { scope, end, aim, bytes_per_second, existing, .. } = *options;
+        let name = options.target.clone();
         let (mut made, file, target, switch) = self.mirror_target(node, options, has_made)?;
         self.start_job(JobKind::Mirror, node, bytes_per_second, move |image, watch, has_new_top| {
             watch.set_aim(aim);
@@ -90,12 +92,14 @@ impl Daemon {
             let below = if scope == MirrorScope::Top { below.collect() } else { Vec::new() };
             let switch = MirrorSwitch { below, ..switch };
             mirror(image, target, end, watch, || {
+                made.give_name(&name)?;
                 record(&switch)?;
                 // From here on the target holds what guests write.
                 made.keep();
                 Ok(())
             })?;
             if end == MirrorEnd::Keep {
+                made.give_name(&name)?;
                 kept()?;
             }
             made.keep();
@@ -135,14 +139,16 @@ impl Daemon {
         if !existing && !format.has_tables() && matches!(target, FileName::Nbd(_)) {
             return bad("a raw image is all of a server's disk, which exists: say that it is to be written over");
         }
-        let mut made = Made::default();
+        let (mut made, mut opened) = (Made::default(), target.clone());
         if !existing {
+            refuse_existing(target)?;
+            opened = name_until_whole(target);
             let length_bytes = if format.has_tables() { 0 } else { image.info().size_bytes };
-            made.file(target, length_bytes)?;
+            made.file(&opened, length_bytes)?;
             has_made()?;
         }
-        let opener = EngineOpener::of_disk(&found.options).with_buffers(image.buffers());
-        let file: Arc<dyn File> = opener.open(target, Role::Writable)?;
+        let opener = EngineOpener::of_disk(&found.options).with_buffers(image.buffers()).called(target);
+        let file: Arc<dyn File> = opener.open(&opened, Role::Writable)?;
         if !existing && format.has_tables() {
             let options = CreateOptions::new(format, image.info().size_bytes, below)?;
             check_room(&*file, &options)?;

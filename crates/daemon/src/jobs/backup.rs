@@ -6,6 +6,7 @@
 
 use super::fleece::{self, Fleece, FleeceRecord};
 use super::layers::top_of;
+use super::made::{give_name, name_until_whole, refuse_existing};
 use crate::table::Found;
 use block::{Disk as _, Error, ErrorKind, File, Result};
 use drive::{DiskOptions, EngineOpener, check_room, make_file, unmake_file};
@@ -40,7 +41,7 @@ pub enum BackupMode {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct BackupOptions {
-    /// The image to copy to.
+    /// The image to copy to. A file that is made has another name until it is whole ([`name_until_whole`]).
     pub target: FileName,
     /// Its format.
     pub format: Format,
@@ -88,6 +89,8 @@ impl BackupOptions {
 /// A backup that is whole and durable.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WholeBackup<'a> {
+    /// The new image, unless it was there before, by the name that it was made with.
+    pub made: Option<&'a FileName>,
     /// The bitmap that is going to be cleared, if there is one.
     pub bitmap: Option<&'a str>,
     /// The new image, if the next backup with the bitmap can rest on it.
@@ -220,7 +223,7 @@ impl Backup {
         target.close();
         match target.made.take() {
             // A target that could not be removed stays on record: the next daemon removes it.
-            Some(name) if target.is_removed => result.and(record.is_given_up(&name)),
+            Some(_) if target.is_removed => result.and(record.is_given_up(&name_until_whole(&self.options.target))),
             _ => result,
         }
     }
@@ -277,9 +280,11 @@ impl Backup {
     /// Notes that the copy is complete and durable, before the bitmap is cleared of what it holds.
     fn is_whole(&self, image: &Image, target: &mut Target, record: &mut dyn BackupRecord) -> Result<()> {
         let bitmap = self.options.bitmap.as_deref();
-        let made = target.made.as_ref();
-        if let Some(path) = made.and_then(FileName::path) {
-            engine::sync_directory_of(path)?;
+        let (made, name) = (target.made.clone(), &self.options.target);
+        if let Some(part) = &made {
+            give_name(part, name)?;
+            target.made = Some(name.clone());
+            name.path().map_or(Ok(()), engine::sync_directory_of)?;
         }
         if made.is_none() && bitmap.is_none() {
             return Ok(());
@@ -291,9 +296,9 @@ impl Backup {
             }
         };
         // The next backup names the file it rests on by its path.
-        let base_of_next = made.and_then(FileName::path);
-        let base_of_next = base_of_next.filter(|_| is_recording && self.options.format.can_have_backing());
-        record.is_whole(&WholeBackup { bitmap, base_of_next })?;
+        let can_rest = made.is_some() && is_recording && self.options.format.can_have_backing();
+        let base_of_next = name.path().filter(|_| can_rest);
+        record.is_whole(&WholeBackup { made: made.as_ref(), bitmap, base_of_next })?;
         target.made = None;
         Ok(())
     }
@@ -352,9 +357,11 @@ impl Target {
     /// Opens the target; makes it first if it is to be new.
     fn open(&mut self, backup: &Backup, image: &Image, watch: &CopyWatch, record: &mut dyn BackupRecord) -> Result<()> {
         let options = &backup.options;
-        let name = &options.target;
+        let name = if options.existing { options.target.clone() } else { name_until_whole(&options.target) };
+        let name = &name;
         let create = if options.existing { None } else { Some(new_target(backup, image)?) };
         if create.is_some() {
+            refuse_existing(&options.target)?;
             if !options.format.has_tables() && matches!(name, FileName::Nbd(_)) {
                 let what = format!("'{name}' exists: a raw image is all of a server's disk (--existing)");
                 return Err(Error::new(ErrorKind::BadOption, what));

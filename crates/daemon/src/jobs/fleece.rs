@@ -35,6 +35,8 @@ const RESERVE_BYTES_LEAST: u64 = 16 << 20;
 pub trait FleeceRecord: Send {
     /// Notes that a fleece will be made.
     fn will_make(&mut self, fleece: &Path) -> Result<()>;
+    /// Notes that its file is there. Nothing was written to it.
+    fn has_made(&mut self, fleece: &Path) -> Result<()>;
     /// Notes that the fleece is the top from here on.
     fn is_on_top(&mut self, fleece: &Path) -> Result<()>;
     /// Notes that the fleece was taken off, and that the layer below is the top from here on.
@@ -55,7 +57,7 @@ pub(crate) fn begin<'a>(
 ) -> Result<(PointInTime<'a>, Fleece)> {
     record.will_make(path)?;
     let mut made = Made::default();
-    let fleece = Fleece::make(&mut made, found, image, path, quota_bytes);
+    let fleece = Fleece::make(&mut made, found, image, path, quota_bytes, || record.has_made(path));
     let mut is_named = false;
     let name = || {
         is_named = true;
@@ -119,18 +121,19 @@ pub(crate) struct Fleece {
 }
 
 impl Fleece {
-    /// Makes the file, which must not exist. Reserves its space if there is a quota.
+    /// Makes the file, which must not exist, and calls `has_made` before it writes. Reserves its space if there is a quota.
     pub(crate) fn make(
         made: &mut Made,
         found: &Found,
         image: &Image,
         path: &Path,
         quota_bytes: Option<u64>,
+        has_made: impl FnOnce() -> Result<()>,
     ) -> Result<(Self, OpenedOverlay)> {
         let is_large = image.info().size_bytes > LARGE_BYTES;
         let cluster_bytes = if is_large { CLUSTER_BYTES_OF_LARGE } else { CLUSTER_BYTES };
         let in_clusters = |options: CreateOptions| options.in_clusters(cluster_bytes, is_large);
-        let overlay = made.overlay_with(found, image, &FileName::from(path), || Ok(()), in_clusters)?;
+        let overlay = made.overlay_with(found, image, &FileName::from(path), has_made, in_clusters)?;
         let failed = |error| Error::io(format!("cannot open the fleece '{}'", path.display()), error);
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed)?;
         let mut fleece = Self { path: path.to_owned(), file, quota_bytes, watches_space: true };
@@ -225,11 +228,10 @@ impl Fleece {
                 return Err(Error::new(ErrorKind::Unsupported, what));
             }
         };
-        // A disk's name may hold a slash.
-        let own = top.and_then(Path::file_name).map(|own| own.to_string_lossy().into_owned());
-        let stem = own.unwrap_or_else(|| name.replace('/', "-"));
-        let directory = beside;
-        let name = |number: u32| directory.join(format!("{stem}.fleece{number}"));
+        // In one directory for several disks, two images may have one name. A disk's name may hold a slash.
+        let own = top.and_then(Path::file_name).filter(|_| directory.is_none());
+        let stem = own.map_or_else(|| name.replace('/', "-"), |own| own.to_string_lossy().into_owned());
+        let name = |number: u32| beside.join(format!("{stem}.fleece{number}"));
         let free = (0..u32::MAX).map(name).find(|path| !path.exists());
         free.ok_or_else(|| Error::new(ErrorKind::Io, "no name is free for a fleece"))
     }

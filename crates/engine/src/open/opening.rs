@@ -27,17 +27,21 @@ static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
 /// Opens a regular file or block device, and locks it (see [`OpenOptions::lock`]).
 pub fn open(path: &Path, options: &OpenOptions) -> Result<Arc<dyn File>> {
+    open_as(path, &path.display().to_string(), options)
+}
+
+/// As [`open`]. Messages call the file `name`, which it is going to get.
+pub fn open_as(path: &Path, name: &str, options: &OpenOptions) -> Result<Arc<dyn File>> {
     options.check()?;
-    let name = path.display().to_string();
     // The type is checked before opening: opening a named pipe waits for its other end, and opening some devices has
     // effects.
-    let stat = rustix::fs::stat(path).map_err(|errno| cannot_open(&name, errno, options))?;
-    storage::check_type(&stat, &name)?;
+    let stat = rustix::fs::stat(path).map_err(|errno| cannot_open(name, errno, options))?;
+    storage::check_type(&stat, name)?;
     let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
     let direct = if options.cache.is_direct() { OFlags::DIRECT } else { OFlags::empty() };
     let flags = OFlags::CLOEXEC | OFlags::NOCTTY | access | direct;
-    let fd = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| cannot_open(&name, errno, options))?;
-    open_fd(fd, &name, options)
+    let fd = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| cannot_open(name, errno, options))?;
+    open_fd(fd, name, options)
 }
 
 fn cannot_open(name: &str, errno: Errno, options: &OpenOptions) -> Error {

@@ -38,7 +38,7 @@ pub async fn shorten_just_closed(
     move_to_start(io, file, name, vec![looked_at.clone()], watch).await?;
     let mut edit = Edit::open_again(io, file, name, watch).await?;
     edit.nobodys = vec![looked_at];
-    edit.cut_off_unused().await.map_err(|error| edit.failed(error))?;
+    edit.cut_off_unused(0).await.map_err(|error| edit.failed(error))?;
     edit.io.flush().await.map_err(|error| edit.failed(error))
 }
 

@@ -32,7 +32,7 @@ impl Edit<'_, '_> {
         }
         let before = std::mem::take(&mut self.nobodys);
         self.nobodys = joined(before.into_iter().chain(freed.iter().cloned()).collect());
-        let cut = self.cut_off_unused().await;
+        let cut = self.cut_off_unused(0).await;
         for range in freed.into_iter().filter(|_| self.can_discard) {
             let (start, end) = (self.geometry.start_of(range.start), self.geometry.start_of(range.end));
             let _ = self.io.discard(start, end.saturating_sub(start)).await;
@@ -40,19 +40,20 @@ impl Edit<'_, '_> {
         cut
     }
 
-    pub(super) async fn cut_off_unused(&mut self) -> IoResult {
+    /// Cuts off unused clusters at the end of the file, but none in front of `least`.
+    pub(super) async fn cut_off_unused(&mut self, least: u64) -> IoResult {
         if !self.can_grow || self.refs.grew() {
             return Ok(());
         }
         let mut end = self.geometry.clusters_for(self.file_bytes);
-        loop {
+        while end > least {
             let (lower, is_found) = self.skip_unused(end).await?;
             end = lower;
             if is_found {
                 break;
             }
         }
-        let end = self.geometry.start_of(end);
+        let end = self.geometry.start_of(end.max(least));
         match end < self.file_bytes {
             true => self.io.set_length(end).await,
             false => Ok(()),

@@ -333,7 +333,10 @@ impl<'a, 'w> Edit<'a, 'w> {
         }
         self.cut_data_file().await;
         if self.keeps_freed {
-            return Ok(cut::joined(self.refs.freed()));
+            let freed = cut::joined(self.refs.freed());
+            // Only space is lost. What was freed may still be read.
+            let _ = self.cut_off_unused(freed.last().map_or(0, |last| last.end)).await;
+            return Ok(freed);
         }
         // Only space is lost.
         let _ = self.give_back().await;

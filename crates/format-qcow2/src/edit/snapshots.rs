@@ -265,3 +265,53 @@ impl Edit<'_, '_> {
         prepared.await.map_err(|error| self.failed(error))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixture;
+    use block::block_on;
+
+    const SIZE: u64 = 1 << 20;
+
+    /// When a guest has written, the file has as much space ahead as it is long. Each change takes what the one before has
+    /// freed.
+    #[test]
+    fn changes_beside_readers_do_not_make_the_file_longer_and_longer() {
+        let (storage, io) = fixture::created(SIZE);
+        let file = fixture::file(&storage);
+        let (new, name) = (NewSnapshot::new("s"), SnapshotName::named("s"));
+        let mut lengths = Vec::new();
+        block_on(async {
+            let qcow2 = fixture::opened(&storage, &io).await;
+            fixture::fill(&qcow2, &io, 0..SIZE).await;
+            qcow2.close(&io).await.unwrap();
+            for _ in 0..10 {
+                for change in [SnapshotChange::Create(&new), SnapshotChange::Delete(&name)] {
+                    let before = file.length_bytes().unwrap();
+                    let mut watch = |_, _| true;
+                    let freed = change_snapshots_beside_readers(&io, &*file, fixture::NAME, change, &mut watch).await;
+                    let freed = freed.unwrap();
+                    let after = file.length_bytes().unwrap();
+                    assert!(
+                        freed.iter().all(|range| range.end <= after),
+                        "{before} {after}: readers miss what was freed"
+                    );
+                    for range in freed {
+                        io.discard(range.start, range.end - range.start).await.unwrap();
+                    }
+                    if matches!(change, SnapshotChange::Create(_)) {
+                        let qcow2 = fixture::opened(&storage, &io).await;
+                        fixture::fill(&qcow2, &io, 0..fixture::CLUSTER).await;
+                        qcow2.close(&io).await.unwrap();
+                    }
+                }
+                lengths.push(file.length_bytes().unwrap());
+            }
+        });
+        // A guest's cluster may come behind the others each time.
+        let (first, last) = (lengths[0], lengths[lengths.len() - 1]);
+        assert!(last < first + 100 * fixture::CLUSTER, "{lengths:?}");
+        testkit::qcow2_check(&storage.bytes(fixture::NAME)).unwrap().sound().unwrap();
+    }
+}

@@ -243,7 +243,7 @@ impl Changing {
 }
 
 /// Keeps no record: the images say what they rest on.
-struct Untold;
+pub(super) struct Untold;
 
 impl LayerGoes for Untold {
     fn goes(&mut self) -> Result<()> {

@@ -4,6 +4,7 @@
 mod changing;
 #[path = "../common/mod.rs"]
 mod common;
+mod held_read;
 
 use block::{IoError, IoErrorKind, Result};
 use changing::{Changing, ChangingDisk, Does, add_targets, format_of, recorded};

@@ -48,7 +48,7 @@ pub(super) struct Mirror {
     /// The disk.
     name: String,
     /// The new image: a file, rbd:POOL/IMAGE or nbd://HOST/EXPORT. It must not exist, unless --existing is given; a qcow2
-    /// image is also made on a server's disk that is empty.
+    /// image is also made on a server's disk that is empty. A new file is named TARGET.part until it holds everything.
     target: PathBuf,
     /// Its format, raw or qcow2 [default: that of the disk].
     #[arg(long)]

@@ -23,7 +23,8 @@ enum Mode {
 pub(super) struct BackupArgs {
     /// The disk.
     name: String,
-    /// The image to copy to: a file, rbd:POOL/IMAGE or nbd://HOST/EXPORT. It must not exist, unless --existing is given.
+    /// The image to copy to: a file, rbd:POOL/IMAGE or nbd://HOST/EXPORT. It must not exist, unless --existing is given. A
+    /// new file is named TARGET.part until the backup is whole.
     target: String,
     /// Its format: qcow2 or raw.
     #[arg(long, value_name = "FORMAT", default_value = "qcow2")]

@@ -1,6 +1,11 @@
 //! Layers that are committed, and internal snapshots of large images.
 
 use super::*;
+use crate::api::MirrorDisk;
+use crate::backups::RecordOfBackup;
+use daemon::{FleeceRecord, TakenOff};
+use image::{ClosedEdit, NewSnapshot};
+use std::time::{Duration, Instant};
 
 #[test]
 fn a_layer_between_others_is_committed_and_a_daemon_that_died_in_it_looks_what_its_image_names() {
@@ -51,8 +56,57 @@ fn a_layer_between_others_is_committed_and_a_daemon_that_died_in_it_looks_what_i
     assert!(manager.records.current().disk("web").unwrap().has_layers_on(first.to_str()));
 }
 
+/// Asks for a second snapshot at each step of the first one.
+struct Second<'a> {
+    record: RecordOfBackup,
+    managed: &'a Managed,
+    refused: usize,
+}
+
+impl Second<'_> {
+    fn is_refused(&mut self) {
+        let before = self.managed.recorded();
+        let second = self.managed.manager.create_internal_snapshot("web", "second", None).unwrap_err();
+        assert_eq!((second.kind(), self.managed.recorded()), (ErrorKind::Locked, before), "{second}");
+        self.refused += 1;
+    }
+}
+
+impl FleeceRecord for Second<'_> {
+    fn will_make(&mut self, fleece: &Path) -> Result<()> {
+        self.record.will_make(fleece)?;
+        self.is_refused();
+        Ok(())
+    }
+
+    fn has_made(&mut self, fleece: &Path) -> Result<()> {
+        self.is_refused();
+        self.record.has_made(fleece)
+    }
+
+    fn is_on_top(&mut self, fleece: &Path) -> Result<()> {
+        self.record.is_on_top(fleece)?;
+        self.is_refused();
+        Ok(())
+    }
+
+    fn is_off(&mut self, layers: &TakenOff) -> Result<()> {
+        self.is_refused();
+        self.record.is_off(layers)
+    }
+
+    fn is_unmade(&mut self, fleece: &Path) -> Result<()> {
+        self.record.is_unmade(fleece)
+    }
+
+    fn is_removed(&mut self, fleece: &Path) -> Result<()> {
+        self.is_refused();
+        self.record.is_removed(fleece)
+    }
+}
+
 #[test]
-fn snapshots_of_a_large_image_at_one_time_leave_the_record_as_the_disk_is() {
+fn a_second_snapshot_of_a_large_image_is_refused_at_each_step_of_the_first_one() {
     let managed = Managed::new();
     let root = managed.directory.path().canonicalize().unwrap().join("root");
     let options = format_qcow2::CreateOptions::default().with(|options| {
@@ -66,17 +120,53 @@ fn snapshots_of_a_large_image_at_one_time_leave_the_record_as_the_disk_is() {
     // It counts as one with many clusters.
     std::fs::OpenOptions::new().write(true).open(&root).unwrap().set_len(4 << 20).unwrap();
     managed.add(&root, &[]).unwrap();
-    let calls = |which: u32| {
-        let take = |round| managed.manager.create_internal_snapshot("web", &format!("s{which}-{round}"), None);
-        (0..8).map(take).filter_map(Result::err).collect::<Vec<_>>()
+    let before = managed.recorded();
+    let node = managed.manager.node("web").unwrap();
+    let record = RecordOfBackup(managed.manager.record_of("web", node));
+    let mut second = Second { record, managed: &managed, refused: 0 };
+    let edit = ClosedEdit::CreateSnapshot(NewSnapshot::new("first"));
+    managed.manager.daemon.edit_disk_beside(node, &edit, &mut second).unwrap();
+    assert_eq!((second.refused, managed.recorded()), (5, before));
+    assert_eq!(managed.manager.disk("web").unwrap().layers.len(), 1);
+    let taken = managed.manager.internal_snapshots("web").unwrap().snapshots;
+    assert_eq!(taken.into_iter().map(|taken| taken.name).collect::<Vec<_>>(), ["first"]);
+    let mut left = std::fs::read_dir(managed.directory.path()).unwrap().map(|found| found.unwrap().file_name());
+    assert!(left.all(|name| !name.to_string_lossy().contains("fleece")), "a fleece is left");
+}
+
+#[test]
+fn an_event_says_that_a_copy_does_not_keep_its_time() {
+    let managed = Managed::new();
+    let data = managed.directory.path().canonicalize().unwrap().join("data");
+    // It is copied in many pieces, and in more than a millisecond.
+    std::fs::write(&data, vec![7; 32 << 20]).unwrap();
+    managed.add_as(&format!("file={},format=raw,name=web", data.display()), &[]).unwrap();
+    let manager = Arc::new(managed.manager);
+    let mut events = manager.events();
+    let copy = data.with_file_name("copy");
+    let request = MirrorDisk {
+        target: copy.clone(),
+        format: None,
+        existing: false,
+        top: false,
+        keep: true,
+        bytes_per_second: None,
+        within_ms: Some(1),
+        stall_ms: None,
     };
-    let refused = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..3).map(|which| scope.spawn(move || calls(which))).collect();
-        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
-    });
-    assert!(refused.iter().all(|error| error.kind() == ErrorKind::Locked), "{refused:?}");
-    let recorded = managed.recorded().unwrap();
-    assert_eq!(recorded.files().collect::<Vec<_>>(), [root.to_str().unwrap()]);
-    assert!(recorded.fleeces.is_empty() && managed.manager.disk("web").unwrap().layers.len() == 1);
-    assert_eq!(managed.manager.internal_snapshots("web").unwrap().snapshots.len() + refused.len(), 24);
+    let job = manager.mirror("web", &request).unwrap();
+    let begun = Instant::now();
+    let behind = loop {
+        match events.try_recv() {
+            Ok(event) if event.kind == EventKind::JobBehind => break event,
+            Ok(_) => {}
+            Err(error) => assert!(begun.elapsed() < Duration::from_secs(120), "{error}"),
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    assert_eq!((behind.id, behind.disk.as_deref()), (Some(job.id), Some("web")));
+    assert!(behind.message.as_deref().unwrap().contains("too slow to be done within 0.001 s"), "{behind:?}");
+    manager.daemon.wait_job(manager.job_id(job.id).unwrap()).unwrap();
+    assert!(std::fs::read(&copy).unwrap() == std::fs::read(&data).unwrap());
+    assert_eq!(manager.records.current().disk("web").unwrap().unfinished, []);
 }

@@ -3,8 +3,8 @@
 use super::*;
 use crate::backups::RecordOfBackup;
 use crate::manager::restore::{refuse_forgetting, refuse_left_file};
-use crate::record::DiskRecord;
-use daemon::{BackupRecord as _, WholeBackup};
+use crate::record::{DiskRecord, FileIdentity, MadeFile};
+use daemon::{BackupRecord as _, FleeceRecord as _, WholeBackup};
 
 fn record_of(managed: &Managed) -> DiskRecord {
     managed.manager.record_of("web", managed.manager.node("web").unwrap())
@@ -22,28 +22,112 @@ fn what_was_not_noted_as_made_goes_only_if_nothing_is_in_it() {
         std::fs::File::create(&copy).unwrap().set_len(length_bytes).unwrap();
         let managed = managed.again();
         managed.manager.restore(&[]).unwrap();
-        assert_eq!((copy.exists(), managed.recorded().unwrap().unfinished), (stays, None));
+        assert_eq!((copy.exists(), managed.recorded().unwrap().unfinished), (stays, Vec::new()));
     }
 }
 
 #[test]
-fn a_job_does_not_take_the_place_of_a_file_that_another_one_is_about_to_make() {
+fn each_file_that_is_being_made_is_on_record_by_itself() {
     let managed = Managed::new();
     let root = managed.image("root", None);
     managed.add(&root, &[]).unwrap();
+    let node = managed.manager.node("web").unwrap();
     let [one, other] = ["one", "other"].map(|name| FileName::from(root.with_file_name(name)));
-    let record = record_of(&managed);
-    record.will_make(&one).unwrap();
-    let refused = record.will_make(&other).unwrap_err();
-    assert!(refused.kind() == ErrorKind::Locked && refused.to_string().contains(&one.to_string()), "{refused}");
-    assert_eq!(managed.recorded().unwrap().unfinished, Some(one.to_string()));
-    record.forget_unfinished(&one).unwrap();
-    // One that was made and could not be removed keeps no job away.
-    record.will_make(&one).unwrap();
-    std::fs::write(one.path().unwrap(), "half").unwrap();
-    record.has_made(&one).unwrap();
-    record.will_make(&other).unwrap();
-    assert_eq!(managed.recorded().unwrap().unfinished, Some(other.to_string()));
+    let (record, reserve) = (record_of(&managed), |file: &FileName| managed.manager.reserve("web", node, file));
+    let noted = || managed.recorded().unwrap().unfinished.into_iter().map(|made| made.file).collect::<Vec<_>>();
+    let make = |file: &FileName| {
+        std::fs::write(file.path().unwrap(), "half").unwrap();
+        record.has_made(file).unwrap();
+    };
+    let is_refused = |file: &FileName| {
+        let refused = record.will_make(file).unwrap_err();
+        assert!(refused.kind() == ErrorKind::Locked && refused.to_string().contains(&file.to_string()), "{refused}");
+    };
+    // Of two callers at once, the second one fails later.
+    let first = reserve(&one).unwrap();
+    is_refused(&one);
+    let second = reserve(&other).unwrap();
+    make(&one);
+    is_refused(&one);
+    drop(second);
+    assert_eq!(noted(), [one.to_string()]);
+    // One that somebody has removed keeps nobody away.
+    std::fs::remove_file(one.path().unwrap()).unwrap();
+    let again = reserve(&one).unwrap();
+    make(&one);
+    drop((first, again));
+    assert!(noted().is_empty());
+    // A daemon that dies leaves none of them.
+    [&one, &other].into_iter().for_each(|file| record.will_make(file).unwrap());
+    [&one, &other].into_iter().for_each(make);
+    drop(record);
+    let managed = managed.again();
+    managed.manager.restore(&[]).unwrap();
+    assert!(!one.path().unwrap().exists() && !other.path().unwrap().exists());
+    assert_eq!(managed.recorded().unwrap().unfinished, []);
+}
+
+/// What a daemon that died has left of a fleece that was not the top of the disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Left {
+    /// It is on record, and was not made.
+    Nothing,
+    Empty,
+    /// It was not noted as made, and somebody's file has its name.
+    Somebodys,
+    Fleece,
+    /// It was noted as made, and somebody's file has got its name.
+    Replaced,
+}
+
+#[test]
+fn a_fleece_that_is_not_used_is_removed_by_the_next_daemon_and_no_other_file_of_its_name() {
+    for left in [Left::Nothing, Left::Empty, Left::Somebodys, Left::Fleece, Left::Replaced] {
+        let managed = Managed::new();
+        let root = managed.image("root", None);
+        managed.add(&root, &[]).unwrap();
+        let fleece = root.with_file_name("root.fleece0");
+        let mut record = RecordOfBackup(record_of(&managed));
+        record.will_make(&fleece).unwrap();
+        match left {
+            Left::Nothing => {}
+            Left::Empty => drop(std::fs::File::create(&fleece).unwrap()),
+            Left::Somebodys => std::fs::write(&fleece, "somebody's").unwrap(),
+            Left::Fleece | Left::Replaced => {
+                drop(std::fs::File::create(&fleece).unwrap());
+                record.has_made(&fleece).unwrap();
+                std::fs::write(&fleece, "what guests wrote").unwrap();
+            }
+        }
+        if left == Left::Replaced {
+            std::fs::write(root.with_file_name("other"), "somebody's").unwrap();
+            std::fs::rename(root.with_file_name("other"), &fleece).unwrap();
+        }
+        drop(record);
+        let managed = managed.again();
+        managed.manager.restore(&[]).unwrap();
+        assert_eq!(fleece.exists(), matches!(left, Left::Somebodys | Left::Replaced), "{left:?}");
+        assert_eq!(managed.recorded().unwrap().fleeces, [], "{left:?}");
+    }
+}
+
+#[test]
+fn a_fleece_that_is_the_top_is_taken_back_and_removed() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    managed.add(&root, &[]).unwrap();
+    let fleece = root.with_file_name("root.fleece0");
+    managed.snapshot("web", &fleece).unwrap();
+    // Noted by a daemon on another file system, from which the images were copied here.
+    let elsewhere = MadeFile { file: fleece.display().to_string(), made: Some(FileIdentity::AT_A_SERVER) };
+    record_of(&managed).change(|disk| disk.fleeces.push(elsewhere)).unwrap();
+    let managed = managed.again();
+    managed.manager.restore(&[]).unwrap();
+    managed.manager.daemon.jobs().iter().for_each(|job| managed.manager.daemon.wait_job(job.id).unwrap());
+    assert_eq!((managed.manager.disk("web").unwrap().layers.len(), fleece.exists()), (1, false));
+    let recorded = managed.recorded().unwrap();
+    assert_eq!(recorded.files().collect::<Vec<_>>(), [root.to_str().unwrap()]);
+    assert_eq!(recorded.fleeces, []);
 }
 
 #[test]
@@ -55,7 +139,7 @@ fn a_backup_rests_on_the_last_one_and_on_no_other_file_of_its_path() {
     std::fs::write(&monday, "whole").unwrap();
     let mut record = RecordOfBackup(record_of(&managed));
     record.0.change(|disk| disk.put_on("/fleece")).unwrap();
-    record.is_whole(&WholeBackup { bitmap: Some("b"), base_of_next: Some(&monday) }).unwrap();
+    record.is_whole(&WholeBackup { made: None, bitmap: Some("b"), base_of_next: Some(&monday) }).unwrap();
     record.0.change(RecordedDisk::undo_put_on).unwrap();
     let is_there = || record.last_with("b").map(|last| (last.path == monday, last.is_there));
     assert_eq!(is_there(), Some((true, true)));
