@@ -51,11 +51,7 @@ const STEPS: &[Step] = &[
 
 /// Steps that run only if they are named: what they show seldom changes, and they take minutes.
 const BY_HAND: &[Step] = &[
-    Step {
-        name: "again",
-        about: "disks changed a hundred times, and daemons killed at fifty moments",
-        run: again,
-    },
+    Step { name: "again", about: "disks changed a hundred times, and daemons killed at fifty moments", run: again },
     Step { name: "package", about: "the Debian package, installed and tried in a new Debian", run: package },
 ];
 
