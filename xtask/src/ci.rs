@@ -51,11 +51,7 @@ const STEPS: &[Step] = &[
 
 /// Steps that run only if they are named: what they show seldom changes, and they take minutes.
 const BY_HAND: &[Step] = &[
-    Step {
-        name: "again",
-        about: "disks changed a hundred times, daemons killed at fifty moments, a web server gone for a minute",
-        run: again,
-    },
+    Step { name: "again", about: "disks changed a hundred times, and daemons killed at fifty moments", run: again },
     Step {
         name: "machines",
         about: "a guest that is saved ten times while it writes, and guests that copy a tree on overlays",
@@ -229,23 +225,16 @@ fn slow() -> Result<Counts> {
     count(Program::cargo().args(arguments).limit(TESTS_LIMIT))
 }
 
-/// Runs tests that change running disks in their long form, and the one of an outage.
+/// Runs tests that change running disks in their long form.
 fn again() -> Result<Counts> {
-    let in_long_form = |program: Program| {
-        let program = program.env("RINGDISK_CHANGES", "100").env("RINGDISK_KILL9_MOMENTS", "50");
-        count(program.env("RINGDISK_OUTAGE_SECONDS", "60").limit(TESTS_LIMIT))
+    let program = if has_nextest() {
+        let chosen = "package(ringdisk) & binary(running) & test(/again_and_again|killed_at_any_moment/)";
+        Program::cargo().args(["nextest", "run", "--workspace", "--no-fail-fast", "-E", chosen])
+    } else {
+        let chosen = ["--test", "running", "--", "again_and_again", "killed_at_any_moment"];
+        Program::cargo().args(["test", "--package", "ringdisk", "--no-fail-fast"]).args(chosen)
     };
-    if has_nextest() {
-        let chosen = "package(ringdisk) & binary(running) & test(/again_and_again|killed_at_any_moment/) \
-                      | package(ringdisk-file-http) & test(outage)";
-        return in_long_form(Program::cargo().args(["nextest", "run", "--workspace", "--no-fail-fast", "-E", chosen]));
-    }
-    let chosen = ["--test", "running", "--", "again_and_again", "killed_at_any_moment"];
-    let mut counts =
-        in_long_form(Program::cargo().args(["test", "--package", "ringdisk", "--no-fail-fast"]).args(chosen))?;
-    let outage = ["test", "--package", "ringdisk-file-http", "--test", "web", "outage"];
-    counts.add(in_long_form(Program::cargo().args(outage))?);
-    Ok(counts)
+    count(program.env("RINGDISK_CHANGES", "100").env("RINGDISK_KILL9_MOMENTS", "50").limit(TESTS_LIMIT))
 }
 
 /// Packs the tests' own build of the program, and tries the package. This is skipped where it cannot be done.

@@ -60,6 +60,24 @@ impl Daemon {
     fn uri(&self, socket: &str, export: &str) -> String {
         format!("nbd+unix:///{export}?socket={}", self.path(socket))
     }
+
+    /// Returns the number of the export with this name.
+    fn id_of(&self, name: &str) -> String {
+        let exports = self.json(&["exports"]);
+        let mut all = exports["exports"].as_array().unwrap().iter();
+        all.find(|export| export["nbd"]["name"] == name).unwrap()["id"].to_string()
+    }
+
+    /// Reads what a bitmap calls dirty, and writes it over the last backup.
+    fn copy_dirty(&self, bitmap: &str, uri: &str, backup: &str) {
+        let script = self.path("backup.py");
+        std::fs::write(&script, BACKUP).unwrap();
+        let mut nbdsh = std::process::Command::new("nbdsh");
+        // It needs the Python that it was made for.
+        nbdsh.env("PATH", "/usr/bin:/bin").args(["-c", &format!("exec(open('{script}').read())")]);
+        let ran = nbdsh.env("TARGET", backup).env("URI", uri).env("BITMAP", bitmap).output().expect("nbdsh starts");
+        assert!(ran.status.success(), "{}{}", text(&ran.stdout), text(&ran.stderr));
+    }
 }
 
 /// Whoever writes to a part of a disk, and checks what it reads there.
@@ -255,71 +273,66 @@ fn what_cannot_be_exported_says_why() {
     assert!(!Path::new(&socket).exists());
 }
 
-/// What virtnbdbackup does: all of the disk once, then what a bitmap calls written, over NBD; then both put together.
+/// What virtnbdbackup does: all of the disk once, then again and again what a bitmap calls written, over NBD.
 #[test]
-fn an_incremental_backup_over_nbd_by_bitmap_is_the_disk() {
+fn incremental_backups_over_nbd_by_bitmap_are_the_disk_each_time() {
     if !has_tool("nbdsh") || !has_tool("qemu-io") || !has_tool("nbdcopy") {
         return;
     }
     let daemon = Daemon::new();
-    let (image, full) = (daemon.image("root.qcow2", "64M"), daemon.path("full.raw"));
+    let (image, backup) = (daemon.image("root.qcow2", "64M"), daemon.path("backup.raw"));
     let server = daemon.start(&["--state-dir", &daemon.path("state"), "--drive", &format!("file={image},name=root")]);
     daemon.ctl(&["export", "root", "--nbd", &daemon.path("rw")]);
-    let write = |pattern: &str, place: &str| {
-        let command = format!("write -P {pattern} {place}");
-        tool_ok("qemu-io", &["-f", "raw", "-c", &command, "-c", "flush", &daemon.uri("rw", "root")]);
+    let write = |command: &str| {
+        tool_ok("qemu-io", &["-f", "raw", "-c", command, "-c", "flush", &daemon.uri("rw", "root")]);
     };
-    write("1", "3M 1M");
-    write("2", "40M 2M");
-    tool_ok("nbdcopy", &[&daemon.uri("rw", "root"), &full]);
-    daemon.ctl(&["bitmap", "add", "root", "daily"]);
-    write("3", "3500k 64k");
-    write("4", "60M 128k");
-    tool_ok("qemu-io", &["-f", "raw", "-c", "write -z 40M 1M", "-c", "flush", &daemon.uri("rw", "root")]);
-    daemon.ctl(&["bitmap", "disable", "root", "daily"]);
-    daemon.ctl(&[
-        "export",
-        "root",
-        "--nbd",
-        &daemon.path("backup"),
-        "--export-name",
-        "b",
-        "--read-only",
-        "--bitmap",
-        "daily",
-    ]);
-    let uri = daemon.uri("backup", "b");
-    let map = tool_ok("nbdinfo", &["--map=qemu:dirty-bitmap:daily", "--totals", &uri]);
-    let dirty = map.lines().find_map(|line| line.split_whitespace().next().filter(|_| line.contains("dirty"))).unwrap();
-    assert!(dirty.parse::<u64>().unwrap() < 2 << 20, "{map}");
-    let script = daemon.path("backup.py");
-    std::fs::write(&script, BACKUP).unwrap();
-    let ran = std::process::Command::new("nbdsh")
-        // It needs the Python that it was made for.
-        .env("PATH", "/usr/bin:/bin")
-        .args(["-c", &format!("exec(open('{script}').read())")])
-        .env("TARGET", &full)
-        .env("URI", &uri)
-        .output();
-    let ran = ran.expect("nbdsh starts");
-    assert!(ran.status.success(), "{}{}", text(&ran.stdout), text(&ran.stderr));
-    let now = daemon.path("now.raw");
-    tool_ok("nbdcopy", &[&uri, &now]);
-    assert!(std::fs::read(&now).unwrap() == std::fs::read(&full).unwrap(), "the backup is not the disk");
+    write("write -P 1 3M 1M");
+    write("write -P 2 40M 2M");
+    tool_ok("nbdcopy", &[&daemon.uri("rw", "root"), &backup]);
+    daemon.ctl(&["bitmap", "add", "root", "b0"]);
+    for round in 0..3 {
+        let (old, next) = (format!("b{round}"), format!("b{}", round + 1));
+        write(&format!("write -P {} 3500k 64k", 10 + round));
+        write(&format!("write -P {} {}M 128k", 20 + round, 60 - round));
+        write(&format!("write -z {}M 512k", 40 + round));
+        if round == 1 {
+            daemon.ctl(&["resize", "root", "+16M"]);
+            write("write -P 30 70M 64k");
+        }
+        // From here on the next bitmap records. Both have what is written before the first one stops.
+        daemon.ctl(&["bitmap", "add", "root", &next]);
+        write(&format!("write -P {} 10M 64k", 40 + round));
+        daemon.ctl(&["bitmap", "disable", "root", &old]);
+        let (socket, uri) = (daemon.path("backup"), daemon.uri("backup", "b"));
+        let export = ["--export-name", "b", "--read-only", "--bitmap", &old];
+        daemon.ctl(&[&["export", "root", "--nbd", &socket], &export[..]].concat());
+        let map = tool_ok("nbdinfo", &[&format!("--map=qemu:dirty-bitmap:{old}"), "--totals", &uri]);
+        let of_dirty = |line: &str| line.split_whitespace().next().filter(|_| line.contains("dirty"))?.parse().ok();
+        let dirty: u64 = map.lines().find_map(of_dirty).expect("something is dirty");
+        // Space that was added is zeros, and counts as clean until it is written.
+        assert!(dirty < 2 << 20, "{map}");
+        daemon.copy_dirty(&old, &uri, &backup);
+        let now = daemon.path("now.raw");
+        tool_ok("nbdcopy", &[&uri, &now]);
+        assert!(std::fs::read(&now).unwrap() == std::fs::read(&backup).unwrap(), "backup {round} is not the disk");
+        daemon.ctl(&["unexport", &daemon.id_of("b")]);
+        daemon.ctl(&["bitmap", "remove", "root", &old]);
+    }
     server.stop();
     assert_valid(Path::new(&image), false);
 }
 
-/// Copies what the bitmap calls dirty over the full copy.
+/// Copies what the bitmap calls dirty over the last backup.
 const BACKUP: &str = r#"
 import os, nbd
 h = nbd.NBD()
-h.add_meta_context("qemu:dirty-bitmap:daily")
+bitmap = "qemu:dirty-bitmap:" + os.environ["BITMAP"]
+h.add_meta_context(bitmap)
 h.connect_uri(os.environ["URI"])
 dirty, at, size = [], 0, h.get_size()
 def note(context, offset, entries, error):
     global at
-    assert context == "qemu:dirty-bitmap:daily"
+    assert context == bitmap
     for length, flags in zip(entries[0::2], entries[1::2]):
         if flags & 1:
             dirty.append((offset, length))
@@ -329,6 +342,7 @@ while at < size:
     h.block_status(min(size - at, 1 << 30), at, note)
 assert dirty
 with open(os.environ["TARGET"], "r+b") as target:
+    target.truncate(size)
     for offset, length in dirty:
         while length:
             piece = min(length, 1 << 20)

@@ -1,7 +1,7 @@
 //! Replies on their way to the socket: many go with one call.
 
 use crate::limits::Grant;
-use memory::{SocketPart, Window, send_parts};
+use memory::{IoBuf, OutOfMemory, SocketPart, Window, send_parts};
 use nbd_wire::reply::Head;
 use std::collections::VecDeque;
 use std::io;
@@ -27,6 +27,29 @@ impl Item {
         match self {
             Self::Reply(_, data) => data.as_ref().map(|(window, _)| window),
             Self::Bytes(..) => None,
+        }
+    }
+
+    /// Makes the data this item's alone, so that they can be borrowed. Usually they are.
+    fn own(&mut self) -> Result<(), OutOfMemory> {
+        if let Self::Reply(_, Some((window, _))) = self
+            && window.own_bytes().is_none()
+        {
+            let copy = IoBuf::from_pool(window.length_bytes())?;
+            window.copy_to(&copy.whole());
+            *window = copy.whole();
+        }
+        Ok(())
+    }
+
+    /// Returns the header and the data, which are this item's alone.
+    fn parts(&mut self) -> (&[u8], &[u8]) {
+        match self {
+            Self::Reply(head, data) => {
+                let data = data.as_mut().and_then(|(window, _)| window.own_bytes());
+                (head.as_bytes(), data.unwrap_or_default())
+            }
+            Self::Bytes(bytes, _) => (bytes, &[]),
         }
     }
 
@@ -81,26 +104,30 @@ impl Output {
         Ok(count > 0)
     }
 
-    /// Moves at most `most` bytes, as many as there are, behind those in `into`.
-    pub(crate) fn take(&mut self, most: usize, into: &mut Vec<u8>) {
-        let mut room = most;
-        while room > 0
-            && let Some(first) = self.items.front()
-        {
-            let head = first.head().get(self.sent..).unwrap_or_default();
-            let head = head.get(..room.min(head.len())).unwrap_or_default();
-            into.extend_from_slice(head);
-            (self.sent, room) = (self.sent.saturating_add(head.len()), room.saturating_sub(head.len()));
-            let in_data = self.sent.saturating_sub(first.head().len());
-            if let Some(data) = first.data() {
-                let count = data.length_bytes().saturating_sub(in_data).min(room);
-                let start = into.len();
-                into.resize(start.saturating_add(count), 0);
-                let copied = data.copy_to_slice(in_data, into.get_mut(start..).unwrap_or_default());
-                (self.sent, room) = (self.sent.saturating_add(copied), room.saturating_sub(copied));
+    /// Calls `seal` with the first bytes, at least `most` of them if there are as many; it returns how many it took.
+    pub(crate) fn seal(
+        &mut self,
+        most: usize,
+        seal: impl FnOnce(&mut dyn Iterator<Item = &[u8]>) -> io::Result<usize>,
+    ) -> io::Result<usize> {
+        let (mut count, mut bytes) = (0_usize, 0_usize);
+        for item in &mut self.items {
+            if bytes >= most.saturating_add(self.sent) {
+                break;
             }
-            self.forget_sent();
+            item.own().map_err(io::Error::other)?;
+            (count, bytes) = (count.saturating_add(1), bytes.saturating_add(item.length_bytes()));
         }
+        let mut skip = self.sent;
+        let sealed = seal(&mut self.items.iter_mut().take(count).flat_map(|item| {
+            let skipped = std::mem::take(&mut skip);
+            let (head, data) = item.parts();
+            let in_data = skipped.saturating_sub(head.len());
+            [head.get(skipped..).unwrap_or_default(), data.get(in_data..).unwrap_or_default()]
+        }))?;
+        self.sent = self.sent.saturating_add(sealed);
+        self.forget_sent();
+        Ok(sealed)
     }
 
     /// Lets go of items that are sent.
@@ -116,5 +143,43 @@ impl Output {
     pub(crate) fn clear(&mut self) {
         self.items.clear();
         self.sent = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nbd_wire::reply::simple;
+
+    #[test]
+    fn what_is_sealed_in_pieces_is_all_of_it_in_order_whoever_else_has_the_data() {
+        let (mut output, mut expected) = (Output::default(), Vec::new());
+        let mut shared = Vec::new();
+        for number in 0..20_u8 {
+            let data = IoBuf::from_pool(700).unwrap().whole();
+            data.fill(number);
+            let (head, data) = (simple(number.into(), 0), data.slice(usize::from(number), 600));
+            expected.extend_from_slice(head.as_bytes());
+            expected.extend([number; 600]);
+            if number % 3 == 0 {
+                shared.push(data.clone());
+            }
+            output.reply(head, Some((data, None)));
+            output.bytes(vec![number; number.into()], None);
+            expected.extend(vec![number; number.into()]);
+        }
+        let mut found = Vec::new();
+        while !output.is_empty() {
+            let most = 1 + found.len() % 1500;
+            let sealed = output.seal(most, |parts| {
+                let all: Vec<u8> = parts.flatten().copied().collect();
+                assert!(all.len() >= most || expected.len() == found.len() + all.len());
+                let count = all.len().min(most);
+                found.extend_from_slice(&all[..count]);
+                Ok(count)
+            });
+            assert!(sealed.unwrap() > 0);
+        }
+        assert!(found == expected);
     }
 }

@@ -8,7 +8,7 @@ use std::os::fd::BorrowedFd;
 /// What is decrypted, and what is encrypted, in one turn: it takes time from the others on the reactor.
 pub(crate) const BYTES_PER_TURN: usize = 128 << 10;
 /// What is encrypted at once.
-const STAGED_BYTES: usize = 64 << 10;
+const SEALED_BYTES: usize = 64 << 10;
 
 /// What a look at the socket has brought.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,15 +23,13 @@ pub(crate) struct Look {
 
 pub(crate) struct UnderTls {
     channel: Channel,
-    /// Replies, one behind the other, as the session wants them.
-    staged: Vec<u8>,
     /// What was encrypted in this turn.
     sealed_bytes: usize,
 }
 
 impl UnderTls {
     pub(crate) fn new(channel: Channel) -> Self {
-        Self { channel, staged: Vec::new(), sealed_bytes: 0 }
+        Self { channel, sealed_bytes: 0 }
     }
 
     pub(crate) fn begins_turn(&mut self) {
@@ -72,14 +70,12 @@ impl UnderTls {
     /// Encrypts replies, and sends what the socket takes.
     pub(crate) fn send(&mut self, output: &mut Output, socket: BorrowedFd<'_>) -> io::Result<bool> {
         if !self.channel.wants_write() {
-            self.staged.clear();
-            output.take(STAGED_BYTES, &mut self.staged);
-            self.sealed_bytes = self.sealed_bytes.saturating_add(self.staged.len());
-            let mut left = self.staged.as_slice();
-            while !left.is_empty() {
-                let count = self.channel.seal(std::iter::once(left))?;
-                left = left.get(count..).filter(|_| count > 0).ok_or(io::ErrorKind::WriteZero)?;
+            let channel = &mut self.channel;
+            let sealed = output.seal(SEALED_BYTES, |parts| channel.seal(parts))?;
+            if sealed == 0 && !output.is_empty() {
+                return Err(io::ErrorKind::WriteZero.into());
             }
+            self.sealed_bytes = self.sealed_bytes.saturating_add(sealed);
         }
         self.channel.send(&mut Socket::new(socket))?;
         Ok(true)

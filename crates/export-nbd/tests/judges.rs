@@ -39,6 +39,10 @@ fn exports_are_listed_with_names_descriptions_sizes_and_contexts() {
     ] {
         assert!(list.contains(expected), "{expected} is not in {list}");
     }
+    let list = tool("qemu-nbd", &["--list", "--socket", served.socket.to_str().unwrap()]);
+    for expected in ["exports available: 2", "'disk'", "the disk other", "67108864", "qemu:allocation-depth"] {
+        assert!(list.contains(expected), "{expected} is not in {list}");
+    }
     // A name of nothing means the first.
     assert_eq!(tool("nbdinfo", &["--size", &served.uri("")]).trim(), "67108864");
     assert!(!try_tool("nbdinfo", &[&served.uri("nobody")]).status.success());

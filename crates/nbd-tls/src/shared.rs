@@ -162,11 +162,17 @@ impl Session for Shared {
     }
 
     fn seal(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
-        self.staged.clear();
-        parts.iter().for_each(|part| self.staged.extend_from_slice(part));
-        let staged = std::mem::take(&mut self.staged);
-        let mut left = staged.as_slice();
-        let mut sealed = Ok(staged.len());
+        let mut staged = std::mem::take(&mut self.staged);
+        let mut left: &[u8] = match parts {
+            // Within a long payload.
+            [only] => only,
+            parts => {
+                staged.clear();
+                parts.iter().for_each(|part| staged.extend_from_slice(part));
+                &staged
+            }
+        };
+        let mut sealed = Ok(left.len());
         while !left.is_empty() {
             match self.session.send(left) {
                 Ok(count @ 1..) => left = left.get(count..).unwrap_or_default(),

@@ -64,8 +64,10 @@ enum Server {
     Ringdisk,
     Nbdkit,
     Qemu,
-    /// Ringdisk with TLS.
+    /// Ringdisk with TLS, by certificates.
     Tls,
+    /// By a shared key.
+    Psk,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,8 +78,8 @@ enum Client {
     Own,
 }
 
-/// What is measured. fio cannot name certificates.
-const SIDES: [(Client, Server); 10] = [
+/// What is measured. fio cannot name certificates or keys.
+const SIDES: [(Client, Server); 11] = [
     (Client::Bare, Server::Ringdisk),
     (Client::Bare, Server::Nbdkit),
     (Client::Bare, Server::Qemu),
@@ -88,12 +90,14 @@ const SIDES: [(Client, Server); 10] = [
     (Client::Own, Server::Nbdkit),
     (Client::Own, Server::Qemu),
     (Client::Own, Server::Tls),
+    (Client::Own, Server::Psk),
 ];
 /// Where a client's sides begin.
 const BARE: usize = 0;
 const FIO: usize = 3;
 const OWN: usize = 6;
-const TLS: usize = 9;
+/// The sides with TLS, and what both sides show there.
+const TLS: [(usize, &str); 2] = [(9, "certificates"), (10, "a shared key")];
 
 struct Places {
     memory: tempfile::TempDir,
@@ -116,8 +120,22 @@ impl Places {
         }
         Program::new("sync").output_text()?;
         make_certificates(memory.path())?;
+        let keys = keys_of(memory.path());
+        std::fs::create_dir_all(keys.parent().unwrap_or(&keys))?;
+        std::fs::write(&keys, "bench:00112233445566778899aabbccddeeff\n")?;
         Ok(Self { memory, disk })
     }
+}
+
+/// Returns the file with the shared key, beside the certificates.
+fn keys_of(credentials: &Path) -> PathBuf {
+    credentials.join("keys/keys.psk")
+}
+
+/// Returns the name of the file system that a directory is on.
+fn file_system(directory: &Path) -> Result<String> {
+    let said = Program::new("stat").args(["--file-system", "--format=%T"]).args([directory]).output_text()?;
+    Ok(said.trim().to_owned())
 }
 
 /// Makes an authority and a certificate for localhost, in QEMU's layout.
@@ -138,7 +156,7 @@ fn make_certificates(directory: &Path) -> Result<()> {
     ])
 }
 
-fn server(server: Server, tools: &Tools, file: &Path, certificates: &Path, socket: &Path) -> Command {
+fn server(server: Server, tools: &Tools, file: &Path, credentials: &Path, socket: &Path) -> Command {
     let ours = || {
         let mut command = pinned(SERVER_CORE, tools.ringdisk());
         let drive = format!("file={},format=raw,cache=writeback,name=disk", file.display());
@@ -149,7 +167,12 @@ fn server(server: Server, tools: &Tools, file: &Path, certificates: &Path, socke
         Server::Ringdisk => ours(),
         Server::Tls => {
             let mut command = ours();
-            command.args(["--tls-verify-peer", "off", "--tls-creds"]).arg(certificates);
+            command.args(["--tls-verify-peer", "off", "--tls-creds"]).arg(credentials);
+            command
+        }
+        Server::Psk => {
+            let mut command = ours();
+            command.arg("--tls-creds").arg(credentials.join("keys"));
             command
         }
         Server::Nbdkit => {
@@ -180,11 +203,11 @@ fn measure(
     (client, kind): (Client, Server),
     tools: &Tools,
     file: &Path,
-    certificates: &Path,
+    credentials: &Path,
     seconds: f64,
 ) -> Result<Sample> {
     let socket = socket_path();
-    let command = server(kind, tools, file, certificates, &socket);
+    let command = server(kind, tools, file, credentials, &socket);
     with_server(command, &socket, |pid| {
         let before = cpu_us(pid)?;
         let place = format!("unix:///?socket={}", socket.display());
@@ -192,7 +215,12 @@ fn measure(
             (Client::Bare, _) => bare_client(load, &socket, seconds)?,
             (Client::Fio, _) => fio_client(load, &format!("nbd+{place}"), seconds)?,
             (_, Server::Tls) => {
-                let uri = format!("nbds+{place}&tls-certificates={}", certificates.display());
+                let uri = format!("nbds+{place}&tls-certificates={}", credentials.display());
+                own_client(load, tools, &uri, seconds)?
+            }
+            (_, Server::Psk) => {
+                let (socket, keys) = (socket.display(), keys_of(credentials));
+                let uri = format!("nbds+unix://bench@/?socket={socket}&tls-psk-file={}", keys.display());
                 own_client(load, tools, &uri, seconds)?
             }
             _ => own_client(load, tools, &format!("nbd+{place}"), seconds)?,
@@ -283,6 +311,7 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
     let places = Places::create(arguments.directory.as_deref())?;
     let rounds = arguments.pairs.min(ROUNDS_MAX);
     let mut rows = Vec::new();
+    let kind = file_system(places.disk.path())?;
     for load in loads {
         for (place, directory) in [("memory", &places.memory), ("disk", &places.disk)] {
             let file = directory.path().join("disk.raw");
@@ -292,12 +321,12 @@ pub(super) fn run(ringdisk: PathBuf, arguments: &BenchArguments) -> Result<()> {
                 row.samples[side].push(least_stolen(STOLEN_ATTEMPTS, once)?);
                 Ok(())
             })?;
-            let ([to_nbdkit, to_qemu], tls) = (row.to_peers(BARE), row.ratio(TLS, OWN));
-            println!("{}, {place}: {to_nbdkit} of nbdkit, {to_qemu} of qemu-nbd, TLS {tls}", load.name);
+            let ([to_nbdkit, to_qemu], [tls, psk]) = (row.to_peers(BARE), TLS.map(|(side, _)| row.ratio(side, OWN)));
+            println!("{}, {place}: {to_nbdkit} of nbdkit, {to_qemu} of qemu-nbd, TLS {tls}, PSK {psk}", load.name);
             rows.push(row);
         }
     }
-    put_page(&page(&rows, rounds, arguments.seconds)?, "benchmarks-nbd.md", arguments)
+    put_page(&page(&rows, rounds, arguments.seconds, &kind)?, "benchmarks-nbd.md", arguments)
 }
 
 /// A table of the rates with one client.
@@ -329,14 +358,32 @@ fn put_cpu_times(text: &mut String, rows: &[Row], client: usize) -> Result<()> {
     Ok(())
 }
 
-fn page(rows: &[Row], rounds: usize, seconds: f64) -> Result<String> {
+/// A table of what TLS leaves of the rate.
+fn put_tls(text: &mut String, rows: &[Row]) -> Result<()> {
+    *text += "| load | file | both sides have | clear | TLS | TLS to clear | server CPU, us | client CPU, us |\n|---|---|---|---|---|---|---|---|\n";
+    for row in rows {
+        for (side, kind) in TLS {
+            let [clear, tls] = [OWN, side].map(|side| median(&row.rates(side)));
+            let server = row.median_of(side, |sample| sample.cpu_us_per_request);
+            let client = row.median_of(side, |sample| sample.client_us_per_request);
+            let (name, place, ratio) = (row.load.name, row.place, row.ratio(side, OWN));
+            writeln!(
+                text,
+                "| {name} | {place} | {kind} | {clear:.0} | {tls:.0} | {ratio} | {server:.1} | {client:.1} |"
+            )?;
+        }
+    }
+    Ok(())
+}
+
+fn page(rows: &[Row], rounds: usize, seconds: f64, file_system: &str) -> Result<String> {
     let mut text = "# NBD: figures\n\n".to_owned();
     writeln!(
         text,
         "`cargo xtask bench --nbd` has written this page. Each load ran {rounds} times for {seconds} s on each server, in\n\
          turn, with the same clients, over one connection at a Unix socket. The client had a core of its own. Each server had\n\
-         one core and served a raw file of {} MiB, in memory (tmpfs) or on disk. All use the page cache, which holds the whole\n\
-         file. The peers are {} with its file plugin and\n\
+         one core and served a raw file of {} MiB, in memory (tmpfs) or on disk ({file_system}). All use the page cache, which\n\
+         holds the whole file. The peers are {} with its file plugin and\n\
          {} with io_uring.\n\n\
          Requests a second are medians. Ratios are medians of the rounds, with the least and the most.\n\n\
          With a client that sends requests and looks at no data. It takes so little time that the server is the bound:\n",
@@ -353,14 +400,7 @@ fn page(rows: &[Row], rounds: usize, seconds: f64) -> Result<String> {
     put_cpu_times(&mut text, rows, OWN)?;
     text += "\nWith fio's nbd engine as the client. It makes a system call for each request, and takes longer for short ones\nthan Ringdisk does:\n\n";
     put_rates(&mut text, rows, FIO)?;
-    text += "\nWhat TLS with certificates leaves of the rate, with `ringdisk bench` (goal: 0.5):\n\n";
-    text += "| load | file | clear | TLS | TLS to clear | server CPU, us | client CPU, us |\n|---|---|---|---|---|---|---|\n";
-    for row in rows {
-        let [clear, tls] = [OWN, TLS].map(|side| median(&row.rates(side)));
-        let server = row.median_of(TLS, |sample| sample.cpu_us_per_request);
-        let client = row.median_of(TLS, |sample| sample.client_us_per_request);
-        let (name, ratio) = (row.load.name, row.ratio(TLS, OWN));
-        writeln!(text, "| {name} | {} | {clear:.0} | {tls:.0} | {ratio} | {server:.1} | {client:.1} |", row.place)?;
-    }
+    text += "\nWhat TLS leaves of the rate, with `ringdisk bench` (goal: 0.5):\n\n";
+    put_tls(&mut text, rows)?;
     Ok(text)
 }

@@ -3,7 +3,7 @@
 //! The bytes may be shared with a guest that changes them at any time, so they are only ever copied in or out, never
 //! borrowed as slices.
 
-use super::{IoBuf, Segment};
+use super::{IoBuf, Kept, Segment};
 use std::cell::Cell;
 
 /// A part of an [`IoBuf`]: the memory of one operation.
@@ -120,6 +120,16 @@ impl Window {
             done.set(done.get() + segment.length_bytes());
         });
         done.get()
+    }
+
+    /// Borrows the bytes if they lie in memory of the pool, and this is the only handle to it: then neither a guest nor
+    /// the kernel changes them.
+    pub fn own_bytes(&mut self) -> Option<&[u8]> {
+        let is_own = matches!(self.buf.inner.kept, Kept::FromPool(..)) && self.buf.is_unique();
+        let segment = self.single_segment().filter(|_| is_own)?;
+        // SAFETY: the pool's pages are valid, and were zeroed when they were allocated. Whoever reads or writes them has
+        // a handle. This is the only one, and as it is borrowed exclusively, no other is made meanwhile.
+        Some(unsafe { std::slice::from_raw_parts(segment.as_ptr(), segment.length_bytes()) })
     }
 
     /// Copies `source` into the window from `skip_bytes` on. Returns how many bytes fitted.
@@ -259,6 +269,17 @@ mod tests {
         assert!(bytes[..110].iter().all(|byte| *byte == 0));
         assert!(bytes[110..400].iter().all(|byte| *byte == 7));
         assert!(bytes[400..].iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    fn only_whoever_has_memory_of_the_pool_alone_borrows_its_bytes() {
+        let mut window = IoBuf::from_pool(100).unwrap().whole();
+        window.fill(3);
+        let mut part = window.slice(10, 5);
+        assert!(window.own_bytes().is_none() && part.own_bytes().is_none(), "two handles");
+        drop(window);
+        assert_eq!(part.own_bytes(), Some(&[3; 5][..]));
+        assert!(IoBuf::gather(vec![part]).whole().own_bytes().is_none(), "of another buffer");
     }
 
     #[test]

@@ -107,6 +107,45 @@ fn connected_by_keys() -> [End; 2] {
     meet(client.begin("anybody").unwrap(), server.begin().unwrap()).map(Result::unwrap)
 }
 
+/// A socket that keeps what was read.
+struct Recorded(UnixStream, Vec<u8>);
+
+impl Read for Recorded {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let count = self.0.read(bytes)?;
+        self.1.extend_from_slice(&bytes[..count]);
+        Ok(count)
+    }
+}
+
+impl Write for Recorded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
+}
+
+/// Shared keys go with two suites, and the other one takes five times as long.
+#[test]
+fn with_a_shared_key_aes_is_chosen() {
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("keys.psk"), "me:00112233445566778899aabbccddeeff\n").unwrap();
+    let server = ServerTls::of(&Credentials::in_directory(directory.path()), true).unwrap().begin().unwrap();
+    let client = ClientTls::Keys(directory.path().join("keys.psk"), None).begin("anybody").unwrap();
+    let (to_server, mut to_client) = UnixStream::pair().unwrap();
+    let serves = std::thread::spawn(move || server.run(&mut to_client).map(drop));
+    let mut recorded = Recorded(to_server, Vec::new());
+    client.run(&mut recorded).unwrap();
+    serves.join().unwrap().unwrap();
+    // RFC 8446, 4.1.3: behind the heads of record and message come a version, random bytes, and a session's name.
+    let hello = recorded.1;
+    let suite = 44 + usize::from(hello[43]);
+    assert_eq!(hello[suite..suite + 2], [0x13, 0x01], "TLS_AES_128_GCM_SHA256");
+}
+
 /// A pair of each kind.
 fn pairs() -> [[End; 2]; 2] {
     [connected(), connected_by_keys()]
