@@ -5,6 +5,9 @@
 //!
 //! Limits belong to a [`ThrottleGroup`], which disks can share. Disks that wait get equal shares, however many requests
 //! each has in flight. A disk that is ahead of another waiting disk is held back.
+//!
+//! When a disk or one of its exports ends, its waiting requests go back to the guest's ring, or else pass at once: the
+//! storage is well, so nobody should get an error.
 
 mod group;
 mod rates;
@@ -20,13 +23,15 @@ use group::{Load, nanos};
 use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// Requests for which a new line has room.
 const ROOM: usize = 256;
 /// The most timings that are kept until somebody takes them: more than a ring has requests.
 const TIMINGS_MAX: usize = 2048;
+/// How often a queue whose requests wait long checks whether the limits still hold.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
 /// The filter. See the module's documentation.
 #[derive(Debug)]
@@ -40,9 +45,33 @@ pub struct ThrottleMember {
     group: Arc<ThrottleGroup>,
     id: u64,
     waited_ns: AtomicU64,
+    /// How many callers want all requests to pass.
+    lifted: AtomicUsize,
+}
+
+/// Keeps a disk's limits from holding requests up until dropped. See [`ThrottleMember::lift`].
+#[derive(Debug)]
+pub struct LiftedLimits(Arc<ThrottleMember>);
+
+impl Drop for LiftedLimits {
+    fn drop(&mut self) {
+        self.0.lifted.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl ThrottleMember {
+    /// Lets all requests of this disk pass, uncounted, until the result is dropped. Other disks of the group keep their
+    /// shares.
+    #[must_use]
+    pub fn lift(self: &Arc<Self>) -> LiftedLimits {
+        self.lifted.fetch_add(1, Ordering::Relaxed);
+        LiftedLimits(Arc::clone(self))
+    }
+
+    fn is_lifted(&self) -> bool {
+        self.lifted.load(Ordering::Relaxed) > 0
+    }
+
     /// Returns the group.
     #[must_use]
     pub fn group(&self) -> &ThrottleGroup {
@@ -67,7 +96,8 @@ impl Throttle {
     #[must_use]
     pub fn new(group: Arc<ThrottleGroup>) -> Self {
         let id = group.join();
-        Self { member: Arc::new(ThrottleMember { group, id, waited_ns: AtomicU64::new(0) }) }
+        let (waited_ns, lifted) = (AtomicU64::new(0), AtomicUsize::new(0));
+        Self { member: Arc::new(ThrottleMember { group, id, waited_ns, lifted }) }
     }
 
     /// Returns the disk's place in its group.
@@ -112,13 +142,18 @@ impl ThrottleQueue {
         let now = self.timer.now();
         let now_ns = group.now_ns(now);
         let mut next: Option<Instant> = None;
+        let is_lifted = self.member.is_lifted();
         let mut pass = [0; 2];
         {
             let mut state = group.lock();
             for (line, pass) in self.lines.iter().zip(&mut pass) {
+                if is_lifted {
+                    *pass = line.len();
+                    continue;
+                }
                 for waiting in line {
                     if let Err(again_ns) = state.take(self.member.id, now_ns, waiting.load) {
-                        // A time too large to represent never comes: no timer is needed.
+                        // A time too large to represent never comes.
                         next = [next, group.at(again_ns)].into_iter().flatten().min();
                         break;
                     }
@@ -147,7 +182,8 @@ impl ThrottleQueue {
                 self.below.submit(tag, op);
             }
         }
-        match next {
+        let soon = now.checked_add(LOOK_AGAIN).filter(|_| self.waits);
+        match next.into_iter().chain(soon).min() {
             Some(next) => self.timer.set(next),
             None => self.timer.clear(),
         }
@@ -176,6 +212,14 @@ impl DiskQueue for ThrottleQueue {
     fn in_flight(&self) -> usize {
         let waiting = self.lines.iter().map(VecDeque::len).fold(0, usize::saturating_add);
         self.below.in_flight().saturating_add(waiting)
+    }
+
+    fn recall(&mut self, tag: Tag) -> bool {
+        let line = self.lines.iter_mut().find(|line| line.back().is_some_and(|waiting| waiting.tag == tag));
+        match line {
+            Some(line) => line.pop_back().is_some(),
+            None => self.below.recall(tag),
+        }
     }
 
     fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
