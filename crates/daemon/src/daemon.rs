@@ -47,8 +47,8 @@ pub struct DaemonConfig {
     pub inline_bytes: Option<usize>,
     /// As [`ReactorConfig::harvest_after_submit`].
     pub harvest_after_submit: bool,
-    /// How long the removal of a disk, or the end of the daemon, waits: for requests without an answer, and for
-    /// cancelled jobs and calls that make no progress.
+    /// How long the removal of a disk, or the end of the daemon, waits while no request in flight ends (three times as
+    /// long in all), and for cancelled jobs and calls that make no progress.
     pub give_up_after: Duration,
 }
 
@@ -267,13 +267,14 @@ impl Daemon {
         let (node, front, hold) = self.table.take_export(id)?;
         // Guests of other exports go on waiting.
         let _held = hold.as_ref().map(Hold::give_up);
+        let limits = Patience::with_limits(&self.throttles(node).unwrap_or_default());
         let (table, has_given_up) = (Arc::clone(&self.table), Arc::clone(&self.has_given_up));
         let patience = Patience::with_export(self.config.give_up_after, id, front.surrender(), move || {
             has_given_up.store(true, Ordering::Release);
             table.has_given_up_requests(node);
         });
         let figures = front.stop_counted();
-        drop(patience);
+        drop((patience, limits));
         self.table.forget_export_but_for(id, figures);
         Ok(())
     }
@@ -287,7 +288,7 @@ impl Daemon {
         let _going = self.table.going(id);
         self.be_patient_with_jobs_of(id);
         let _held = found.disk.hold.as_deref().map(HoldControl::give_up);
-        found.disk.throttles.iter().for_each(|throttle| throttle.ends());
+        let limits = Patience::with_limits(&found.disk.throttles);
         let given_up = Arc::new(AtomicBool::new(false));
         let surrenders = exports.iter().map(|(_, export)| export.surrender()).collect();
         let patience = Patience::with_requests(self.config.give_up_after, &found, surrenders, &given_up);
@@ -296,7 +297,7 @@ impl Daemon {
             self.table.forget_export(export);
         }
         self.table.wait_for_exports(id);
-        drop(patience);
+        drop((patience, limits));
         // A job that takes a layer back may take long.
         let patience = Patience::with_jobs(&found, self.jobs.moved_bytes_by(id));
         let limit = given_up.load(Ordering::Acquire).then_some(HOPELESS_PATIENCE);

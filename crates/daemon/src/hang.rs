@@ -7,14 +7,20 @@ use crate::fronts::front::FrontSurrender;
 use crate::state::status::ExportId;
 use crate::table::Found;
 use block::{Error, ErrorKind, Result};
-use image::Image;
+use image::{Image, ThrottleMember};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+/// How long requests that wait for the disk's limits may wait on. Most go back to their guest's ring at once.
+const LIMITS_PATIENCE: Duration = Duration::from_millis(200);
 /// How long files get after they were asked to give up.
 const CANCEL_PATIENCE: Duration = Duration::from_secs(1);
+/// If some requests end, the others are waited for, up to so many times the limit: the storage is only slow.
+const SLOW_TIMES: u32 = 3;
+/// How often within the limit it is looked whether requests have ended.
+const LOOKS: u32 = 20;
 /// How long a disk may take to close: it may have much to write. After that, connections to servers are given up. If an
 /// export has given up requests before, the caller waits only [`HOPELESS_PATIENCE`] longer than this.
 pub(crate) const CLOSE_PATIENCE: Duration = Duration::from_secs(30);
@@ -31,12 +37,16 @@ pub(crate) struct Patience(#[allow(dead_code, reason = "dropped to say that the 
 
 impl Patience {
     fn begin(limit: Duration, act: impl FnOnce(&Receiver<()>) + Send + 'static) -> Option<Self> {
-        let (sender, over) = channel();
-        let watch = move || {
+        Self::watch(move |over| {
             if over.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
-                act(&over);
+                act(over);
             }
-        };
+        })
+    }
+
+    fn watch(watch: impl FnOnce(&Receiver<()>) + Send + 'static) -> Option<Self> {
+        let (sender, over) = channel();
+        let watch = move || watch(&over);
         match std::thread::Builder::new().name("patience".into()).spawn(watch) {
             Ok(_) => Some(Self(sender)),
             Err(error) => {
@@ -44,6 +54,19 @@ impl Patience {
                 None
             }
         }
+    }
+
+    /// Guards the wait for requests that wait for a disk's limits: the limits are lifted. `None` without limits.
+    pub(crate) fn with_limits(throttles: &[Arc<ThrottleMember>]) -> Option<Self> {
+        let throttles = throttles.to_vec();
+        if throttles.is_empty() {
+            return None;
+        }
+        Self::begin(LIMITS_PATIENCE, move |over| {
+            let _lifted: Vec<_> = throttles.iter().map(ThrottleMember::lift).collect();
+            // An error says that the wait is over.
+            let _ = over.recv();
+        })
     }
 
     /// Guards the wait for requests in flight of a disk's exports.
@@ -54,7 +77,10 @@ impl Patience {
         given_up: &Arc<AtomicBool>,
     ) -> Option<Self> {
         let (image, given_up, name) = (found.disk.image.clone(), Arc::clone(given_up), found.name.clone());
-        Self::begin(limit, move |over| {
+        Self::watch(move |over| {
+            if !hang(limit, over, || exports.iter().map(FrontSurrender::ended).fold(0, u64::wrapping_add)) {
+                return;
+            }
             tracing::warn!(disk = %name, "requests in flight do not end: they are given up");
             image.iter().for_each(|image| image.cancel());
             if over.recv_timeout(CANCEL_PATIENCE) == Err(RecvTimeoutError::Timeout) {
@@ -72,7 +98,10 @@ impl Patience {
         export: FrontSurrender,
         before: impl FnOnce() + Send + 'static,
     ) -> Option<Self> {
-        Self::begin(limit, move |_| {
+        Self::watch(move |over| {
+            if !hang(limit, over, || export.ended()) {
+                return;
+            }
             tracing::warn!("requests in flight of export {id} do not end: they are given up");
             before();
             export.give_up();
@@ -104,6 +133,38 @@ impl Patience {
     }
 }
 
+/// Waits until the wait of others is `over`, or their requests have ended too slowly. Returns whether the storage hangs.
+/// `ended` returns how many requests have ended.
+fn hang(limit: Duration, over: &Receiver<()>, ended: impl Fn() -> u64) -> bool {
+    let mut pace = Pace::from(Instant::now(), ended());
+    while over.recv_timeout(limit / LOOKS) == Err(RecvTimeoutError::Timeout) {
+        if pace.is_too_slow(limit, Instant::now(), ended()) {
+            return true;
+        }
+    }
+    false
+}
+
+/// Tells storage that hangs from storage that is slow.
+struct Pace {
+    begun: Instant,
+    last_end: Instant,
+    ended: u64,
+}
+
+impl Pace {
+    fn from(now: Instant, ended: u64) -> Self {
+        Self { begun: now, last_end: now, ended }
+    }
+
+    fn is_too_slow(&mut self, limit: Duration, now: Instant, ended: u64) -> bool {
+        if ended != self.ended {
+            (self.last_end, self.ended) = (now, ended);
+        }
+        now - self.last_end >= limit || now - self.begun >= limit.saturating_mul(SLOW_TIMES)
+    }
+}
+
 /// Closes a disk that had requests given up, if its storage answers after all. Waits for that until the `limit`.
 pub(crate) fn close_within(
     limit: Duration,
@@ -125,4 +186,34 @@ pub(crate) fn close_within(
         );
         Err(Error::new(ErrorKind::Io, message))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn storage_hangs_if_no_request_ends_within_the_limit_or_not_all_within_three_times_the_limit() {
+        let (limit, begun) = (Duration::from_secs(20), Instant::now());
+        let at = |seconds| begun + Duration::from_secs(seconds);
+        let mut pace = Pace::from(begun, 7);
+        assert!(!pace.is_too_slow(limit, at(19), 7));
+        assert!(pace.is_too_slow(limit, at(20), 7));
+        let mut pace = Pace::from(begun, 7);
+        assert!(!pace.is_too_slow(limit, at(15), 8));
+        assert!(!pace.is_too_slow(limit, at(34), 8));
+        assert!(pace.is_too_slow(limit, at(35), 8), "the last one ended 20 seconds ago");
+        let mut pace = Pace::from(begun, 7);
+        assert!((1..60).all(|second| !pace.is_too_slow(limit, at(second), 7 + second)));
+        assert!(pace.is_too_slow(limit, at(60), 100));
+    }
+
+    #[test]
+    fn a_wait_that_is_over_is_no_hang() {
+        let (waits, over) = channel();
+        drop(waits);
+        assert!(!hang(Duration::from_secs(3600), &over, || 0));
+        let (_waits, over) = channel();
+        assert!(hang(Duration::ZERO, &over, || 0), "without patience");
+    }
 }

@@ -110,6 +110,12 @@ impl Surrender {
     pub fn give_up(&self) {
         self.0.running.give_up();
     }
+
+    /// As [`Export::latency`].
+    #[must_use]
+    pub fn latency(&self) -> QueueLatency {
+        self.0.device.latency()
+    }
 }
 
 /// The state that the export's thread and its owner share.

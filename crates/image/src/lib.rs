@@ -49,7 +49,7 @@ pub use filters::delay::{Delay, DelayOptions};
 pub use filters::error::{ErrorOptions, Errors, RequestKind};
 pub use filters::hold::{ErrorPolicy, GivingUp, HeldRequests, Hold, HoldControl, HoldListener};
 pub use filters::log::{LogEntry, LogReader, LoggedKind, LoggedRequest, WriteLog};
-pub use filters::throttle::{Rate, Rates, Throttle, ThrottleGroup, ThrottleLimits, ThrottleMember};
+pub use filters::throttle::{LiftedLimits, Rate, Rates, Throttle, ThrottleGroup, ThrottleLimits, ThrottleMember};
 pub use filters::{Filter, FilterDisk};
 pub use format_qcow2::{Backing, Bitmap, BitmapAction, CheckEvent, CheckReport, Compressor, PackedCluster, Repair};
 pub use format_qcow2::{GrowBy, Measure, NewSnapshot, Snapshot, SnapshotName};

@@ -7,11 +7,11 @@ use block::{Disk, File, FileIo, FileQueue, Op, ReactorCtx, Result, Task, Work, r
 use common::{Chain, Layer, name};
 use engine::{OpenOptions, Reactor, ReactorConfig};
 use memory::{AlignedBuf, BufferAccount, BufferBudget, IoBuf};
-use ringdisk_image::{CreateOptions, FileName, Format, Image, ImageOptions, Opener, PackedCluster, Role};
+use ringdisk_image::{CreateOptions, FileName, Format, Image, ImageOptions, NullDisk, Opener, PackedCluster, Role};
 use std::collections::HashSet;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::thread::ThreadId;
 use testkit::{Fault, FaultAction, Harness, OpKind, Request, Session, SimFileOptions, SimReactor, SimStorage, stamped};
 
@@ -127,12 +127,31 @@ fn a_long_read_of_data_and_zeros_by_turns_zeroes_a_part_of_them_at_a_time() {
     }
 }
 
+/// Computations wait here while it is closed.
+#[derive(Debug, Default)]
+struct Gate {
+    is_closed: Mutex<bool>,
+    opens: Condvar,
+}
+
+impl Gate {
+    fn close(&self, close: bool) {
+        *self.is_closed.lock().unwrap() = close;
+        self.opens.notify_all();
+    }
+
+    fn pass(&self) {
+        drop(self.opens.wait_while(self.is_closed.lock().unwrap(), |is_closed| *is_closed).unwrap());
+    }
+}
+
 /// A file that tells where its queues' computations run.
 #[derive(Debug)]
 struct Watched {
     inner: Arc<dyn File>,
     threads: Arc<Mutex<HashSet<ThreadId>>>,
     count: Arc<AtomicUsize>,
+    gate: Arc<Gate>,
 }
 
 impl File for Watched {
@@ -149,8 +168,8 @@ impl File for Watched {
     }
 
     fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> Result<Rc<dyn FileQueue>> {
-        let (threads, count) = (Arc::clone(&self.threads), Arc::clone(&self.count));
-        Ok(Rc::new(WatchedQueue { inner: self.inner.open_queue(ctx)?, threads, count }))
+        let (threads, count, gate) = (Arc::clone(&self.threads), Arc::clone(&self.count), Arc::clone(&self.gate));
+        Ok(Rc::new(WatchedQueue { inner: self.inner.open_queue(ctx)?, threads, count, gate }))
     }
 
     fn open_blocking(&self) -> Result<Rc<dyn FileQueue>> {
@@ -162,6 +181,7 @@ struct WatchedQueue {
     inner: Rc<dyn FileQueue>,
     threads: Arc<Mutex<HashSet<ThreadId>>>,
     count: Arc<AtomicUsize>,
+    gate: Arc<Gate>,
 }
 
 impl FileQueue for WatchedQueue {
@@ -170,8 +190,9 @@ impl FileQueue for WatchedQueue {
     }
 
     fn run_aside(&self, work: Work) {
-        let (threads, count) = (Arc::clone(&self.threads), Arc::clone(&self.count));
+        let (threads, count, gate) = (Arc::clone(&self.threads), Arc::clone(&self.count), Arc::clone(&self.gate));
         self.inner.run_aside(Box::new(move || {
+            gate.pass();
             threads.lock().unwrap().insert(std::thread::current().id());
             count.fetch_add(1, Ordering::Relaxed);
             work();
@@ -181,8 +202,8 @@ impl FileQueue for WatchedQueue {
 
 impl Opener for Watched {
     fn open(&self, _name: &FileName, _role: Role) -> Result<Arc<dyn File>> {
-        let (threads, count) = (Arc::clone(&self.threads), Arc::clone(&self.count));
-        Ok(Arc::new(Self { inner: Arc::clone(&self.inner), threads, count }))
+        let (threads, count, gate) = (Arc::clone(&self.threads), Arc::clone(&self.count), Arc::clone(&self.gate));
+        Ok(Arc::new(Self { inner: Arc::clone(&self.inner), threads, count, gate }))
     }
 }
 
@@ -212,25 +233,40 @@ fn compress_all(image: &Arc<Image>, reactor: &engine::ReactorThread) {
     written.recv().unwrap();
 }
 
+/// An image of compressed clusters, whose disk has all of a budget.
+struct Packed {
+    budget: BufferBudget,
+    opener: Watched,
+    image: Arc<Image>,
+    reactor: engine::ReactorThread,
+    _directory: tempfile::TempDir,
+}
+
+impl Packed {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("compressed");
+        engine::create(&path, 0).unwrap();
+        let budget = BufferBudget::new(1 << 20);
+        let options = OpenOptions::default().with(|options| options.buffers = budget.account());
+        let inner = engine::open(&path, &options).unwrap();
+        let options = format_qcow2::CreateOptions::default().with(|options| {
+            options.size_bytes = COUNT * CLUSTER;
+            options.cluster_size = CLUSTER;
+        });
+        ringdisk_image::create(&inner, &CreateOptions::Qcow2(options)).unwrap();
+        let opener = Watched { inner, threads: Arc::default(), count: Arc::default(), gate: Arc::default() };
+        let options = ImageOptions::new(&path).with(|options| options.format = Some(Format::Qcow2));
+        let image = Arc::new(ringdisk_image::open(&options, &opener).unwrap());
+        let reactor = Reactor::spawn(ReactorConfig::default()).unwrap();
+        compress_all(&image, &reactor);
+        Self { budget, opener, image, reactor, _directory: directory }
+    }
+}
+
 #[test]
 fn clusters_are_decompressed_beside_the_reactor_within_the_budget() {
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("compressed");
-    engine::create(&path, 0).unwrap();
-    let budget = BufferBudget::new(1 << 20);
-    let inner =
-        engine::open(&path, &OpenOptions::default().with(|options| options.buffers = budget.account())).unwrap();
-    let options = format_qcow2::CreateOptions::default().with(|options| {
-        options.size_bytes = COUNT * CLUSTER;
-        options.cluster_size = CLUSTER;
-    });
-    ringdisk_image::create(&inner, &CreateOptions::Qcow2(options)).unwrap();
-    let opener = Watched { inner, threads: Arc::default(), count: Arc::default() };
-    let options = ImageOptions::new(&path).with(|options| options.format = Some(Format::Qcow2));
-    let image = Arc::new(ringdisk_image::open(&options, &opener).unwrap());
-    let reactor = Reactor::spawn(ReactorConfig::default()).unwrap();
-    compress_all(&image, &reactor);
-
+    let Packed { budget, opener, image, reactor, _directory } = Packed::new();
     let disk = Arc::clone(&image) as Arc<dyn Disk>;
     let (sender, results) = mpsc::channel();
     let read = move |ctx: &Rc<dyn ReactorCtx>| {
@@ -272,4 +308,73 @@ fn clusters_are_decompressed_beside_the_reactor_within_the_budget() {
     image.close().unwrap();
     let stats = budget.stats();
     assert!(stats.peak_bytes <= 1 << 20 && stats.used_bytes == 0 && stats.peak_bytes > 256 << 10, "{stats:?}");
+}
+
+/// A guest whose queue stops has them in its ring again, and nobody waits for them.
+#[test]
+fn reads_of_compressed_clusters_that_have_not_begun_are_recalled_and_another_disk_waits_for_none_of_them() {
+    const ALL: u64 = 3000;
+    const PART: u64 = 512;
+    /// What the reads at work may take together, and what one of them takes at least.
+    const AT_WORK_MAX: u64 = (64 << 20) / CLUSTER;
+    let Packed { opener, image, reactor, budget, _directory } = Packed::new();
+    let (gate, disk) = (Arc::clone(&opener.gate), Arc::clone(&image) as Arc<dyn Disk>);
+    let (sender, results) = mpsc::channel();
+    let at = |tag: u64| tag % COUNT * CLUSTER + PART;
+    let test = move |ctx: &Rc<dyn ReactorCtx>| {
+        let quiet = NullDisk::new(1 << 20, String::new());
+        let (mut queue, mut quiet) = (disk.open_queue(ctx).unwrap(), quiet.open_queue(ctx).unwrap());
+        ctx.spawn(Task::new(async move {
+            let memory = IoBuf::zeroed((ALL * PART) as usize);
+            let read = |tag: u64| Op::read(at(tag), memory.whole().slice((tag * PART) as usize, PART as usize));
+            let mut done = Vec::new();
+            // The tables are in memory then.
+            queue.submit(0, read(0));
+            while queue.harvest(&mut done) == 0 {
+                block::yield_now().await;
+            }
+            done.clear();
+            gate.close(true);
+            (0..ALL).for_each(|tag| queue.submit(tag, read(tag)));
+            // Not one cluster is decompressed while another disk serves a thousand requests.
+            let mut answered = 0;
+            for tag in 0..1000 {
+                quiet.submit(tag, Op::read(0, IoBuf::zeroed(512).whole()));
+                while quiet.harvest(&mut done) == 0 {
+                    block::yield_now().await;
+                }
+                answered += done.drain(..).filter(|completion| completion.result.is_ok()).count();
+            }
+            let early = queue.harvest(&mut done);
+            let left = (0..ALL).rev().find(|tag| !queue.recall(*tag)).map_or(0, |tag| tag + 1);
+            let in_flight = queue.in_flight() as u64;
+            gate.close(false);
+            while queue.in_flight() > 0 {
+                queue.harvest(&mut done);
+                block::yield_now().await;
+            }
+            // They can be asked for again.
+            (left..ALL).for_each(|tag| queue.submit(tag, read(tag)));
+            let before = done.len() as u64;
+            while queue.in_flight() > 0 {
+                queue.harvest(&mut done);
+                block::yield_now().await;
+            }
+            sender.send((answered, early, [left, in_flight, before], done, memory.whole().to_vec())).unwrap();
+        }));
+    };
+    run_and_wait(&*reactor.handle(), test).unwrap();
+    let (answered, early, [left, in_flight, before], mut done, bytes) = results.recv().unwrap();
+    assert_eq!((answered, early), (1000, 0), "answers of the other disk, and clusters before them");
+    assert_eq!((in_flight, before), (left, left));
+    assert!(left > 0 && left <= AT_WORK_MAX, "{left} of {ALL} have begun");
+    done.sort_by_key(|completion| completion.tag);
+    assert!(done.iter().all(|completion| completion.result.is_ok()));
+    assert!(done.iter().map(|completion| completion.tag).eq(0..ALL), "each ends once");
+    for (tag, part) in (0..ALL).zip(bytes.chunks(PART as usize)) {
+        assert!(part == &content(tag % COUNT)[PART as usize..2 * PART as usize], "read {tag}");
+    }
+    reactor.stop().unwrap();
+    image.close().unwrap();
+    assert_eq!((budget.stats().used_bytes, budget.stats().waiting), (0, 0));
 }

@@ -151,7 +151,7 @@ fn what_waits_passes_when_the_disk_ends() {
     assert!(guest.queue.in_flight() > 120);
     guest.depth = 0;
     guest.writes = false;
-    guest.member.ends();
+    let _lifted = guest.member.lift();
     let begin = reactor.timers().now();
     while guest.queue.in_flight() > 0 {
         reactor.step();
@@ -177,4 +177,37 @@ fn a_greedy_disk_gets_its_share_of_a_group_and_no_more() {
             assert!((0.95..=1.05).contains(&share), "{counts:?}");
         }
     }
+}
+
+/// At the end of a disk nobody waits for limits, and nobody gets an error for them.
+#[test]
+fn waiting_requests_can_be_recalled_and_pass_while_the_limits_are_lifted() {
+    let reactor = SimReactor::new(1);
+    let throttle = Throttle::new(ThrottleGroup::new(iops(1)));
+    let member = throttle.member();
+    let disk = FilterDisk::new(Arc::new(NullDisk::new(1 << 20, String::new())), throttle);
+    let mut queue = disk.open_queue(&reactor.ctx()).unwrap();
+    let read = || Op::read(0, IoBuf::zeroed(512).whole());
+    let begin = reactor.timers().now();
+    let play = |queue: &mut Box<dyn DiskQueue>, until: Duration| {
+        let mut done = Vec::new();
+        while reactor.timers().now() < begin + until && queue.in_flight() > 0 {
+            reactor.step();
+            queue.harvest(&mut done);
+        }
+        done.iter().map(|completion| completion.tag).collect::<Vec<_>>()
+    };
+    (0..20).for_each(|tag| queue.submit(tag, read()));
+    assert_eq!(play(&mut queue, SECOND / 10), [0], "the first passes at once");
+    assert!(queue.recall(19) && queue.recall(18));
+    assert!(!queue.recall(3), "others came later");
+    assert_eq!(queue.in_flight(), 17);
+    let lifted = member.lift();
+    assert_eq!(play(&mut queue, SECOND / 2), (1..18).collect::<Vec<_>>());
+    queue.submit(20, read());
+    assert_eq!(play(&mut queue, SECOND / 2), [20]);
+    drop(lifted);
+    queue.submit(21, read());
+    assert_eq!(play(&mut queue, SECOND * 9 / 10), [], "the limits hold again");
+    assert_eq!(play(&mut queue, SECOND * 2), [21]);
 }

@@ -69,8 +69,8 @@ pub(crate) struct Args {
     /// Memory for the indexes of kept overlays (keep=), as for serve.
     #[arg(long, value_name = "SIZE", value_parser = memory_size)]
     index_memory: Option<usize>,
-    /// How long the end waits for requests that the storage does not end. Then they are given up, and clients are
-    /// disconnected.
+    /// How long the end waits while the storage ends no request, and at most three times as long while it ends some.
+    /// Then requests in flight are given up, and clients are disconnected.
     #[arg(long, value_name = "SECONDS", default_value_t = daemon::GIVE_UP_AFTER.as_secs().try_into().unwrap_or(20))]
     give_up_after: u32,
     /// Which backing files an image may open: deny, same-dir, listed, any, anywhere (files of servers, too).

@@ -73,8 +73,8 @@ pub(crate) struct Args {
     /// memory of the host or control group].
     #[arg(long, value_name = "SIZE", value_parser = memory_size)]
     index_memory: Option<usize>,
-    /// How long removing a disk by force, or the end of the daemon, waits for requests that the storage does not end.
-    /// Then they are given up, and guests get errors.
+    /// How long removing a disk by force, or the end of the daemon, waits while the storage ends no request, and at most
+    /// three times as long while it ends some. Then requests in flight are given up, and guests get errors.
     #[arg(long, value_name = "SECONDS", default_value_t = daemon::GIVE_UP_AFTER.as_secs().try_into().unwrap_or(20))]
     give_up_after: u32,
     /// Write the process id to PATH once ready. The file is removed at the end.

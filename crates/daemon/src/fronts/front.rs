@@ -91,6 +91,15 @@ impl Front {
 }
 
 impl FrontSurrender {
+    /// Returns how many requests have ended.
+    pub(crate) fn ended(&self) -> u64 {
+        let latency = match self {
+            Self::VhostUser(surrender) => surrender.latency(),
+            Self::Nbd(export) => export.latency(),
+        };
+        latency.kinds.iter().map(|kind| kind.whole.count()).fold(0, u64::wrapping_add)
+    }
+
     pub(crate) fn give_up(&self) {
         match self {
             Self::VhostUser(surrender) => surrender.give_up(),

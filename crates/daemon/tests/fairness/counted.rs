@@ -3,6 +3,7 @@
 //! counts against no attempt: only the best of several has to be good.
 
 use super::ground::{Desc, Ground, INDIRECT, Ring, chained, header};
+use super::other_doors::{PACKED_BYTES, PACKED_CLUSTER, setup_of_local, setup_of_remote};
 use super::wire::{Wire, code, words64};
 use super::{
     DISCARD, GROUND_BYTES, NASTY_BYTES, QUEUE_SIZE, RANGE_SECTORS, READ, Setup, WRITE, WRITE_ZEROES, area, one_table,
@@ -164,6 +165,31 @@ fn few_writes_that_wait_for_each_other_end_before_another_guest_has_its_answer()
     );
     assert!(ended <= ENDED_MAX, "{ended} writes to one block ended first");
     setup.daemon.shutdown().unwrap();
+}
+
+/// The fewest clusters of a compressed image that are decompressed, each for a request of its own, before another guest
+/// has its answer.
+fn fewest_clusters(setup: &Setup) -> u16 {
+    let put = |ground: &Ground, ring: &Ring, head: u16| {
+        let at = place(head);
+        ground.write(at, &header(READ, u64::from(head) * PACKED_CLUSTER % PACKED_BYTES / 512));
+        ground.write(at + 0x80, &chained(&[(at, 16, false), (at + 0x100, 512, true), (at + 0x40, 1, true)]));
+        ring.put(ground, head, Desc { address: at + 0x80, length: 48, flags: INDIRECT, next: 0 });
+    };
+    fewest(&setup.nasty, &setup.quiet, |_, _| {}, put)
+}
+
+#[test]
+fn few_compressed_clusters_are_read_before_another_guest_has_its_answer() {
+    let Some(setup) = setup_of_local() else { return };
+    let ended = fewest_clusters(&setup);
+    assert!(ended <= ENDED_MAX, "{ended} clusters of a local image were read first");
+    setup.daemon.shutdown().unwrap();
+    let Some((setup, server)) = setup_of_remote() else { return };
+    let ended = fewest_clusters(&setup);
+    assert!(ended <= ENDED_MAX, "{ended} clusters of an image at a server were read first");
+    setup.daemon.shutdown().unwrap();
+    server.shutdown().unwrap();
 }
 
 /// How much of the disk is there, in clusters of 512 bytes.

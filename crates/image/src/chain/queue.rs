@@ -8,6 +8,7 @@ mod attendant;
 mod exchanging;
 mod shared;
 mod start;
+mod unpacking;
 
 pub(crate) use shared::{OtherSide, Shared};
 
@@ -30,6 +31,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
+use unpacking::{AtWork, Unpacking};
 
 /// Lists have room for at least so many pieces.
 const LEAST_ROOM: usize = 64;
@@ -76,6 +78,8 @@ pub(crate) struct Core {
     /// Whether the top layer may reserve space ahead, and whether this queue does.
     reserves_ahead: bool,
     is_reserving: bool,
+    /// Reads of compressed clusters that are at work, and those that wait for their turn.
+    unpacking: Unpacking,
     /// Requests that completed without the sink.
     ready: Vec<Completion>,
     generation: u32,
@@ -128,6 +132,7 @@ impl Core {
             room: 0,
             reserves_ahead: shared.chain.reserves_ahead(),
             is_reserving: false,
+            unpacking: Unpacking::default(),
             ready: Vec::new(),
             generation: 0,
             lease: None,
@@ -210,6 +215,11 @@ impl Core {
 
     /// Counts one more piece of the request as in flight.
     fn count(&mut self, index: usize) -> Done {
+        self.count_only(index);
+        self.done(index)
+    }
+
+    fn count_only(&mut self, index: usize) {
         if let Some(slot) = self.slots.get_mut(index) {
             slot.pending = slot.pending.saturating_add(1);
         }
@@ -217,6 +227,10 @@ impl Core {
         if self.on_the_way > self.room {
             self.make_room();
         }
+    }
+
+    /// Returns how a piece that was counted tells its end.
+    fn done(&self, index: usize) -> Done {
         Done::Sink { sink: Rc::clone(&self.shared.sink), token: index as u64 }
     }
 
@@ -231,16 +245,21 @@ impl Core {
             return;
         }
         let slot = *slot;
-        if slot.generation != self.generation {
-            self.end_former(&slot);
-        } else if let (Some(participant), Some(ticket)) = (&mut self.participant, slot.ticket) {
-            participant.end(ticket);
-        }
-        self.free.push(index);
+        self.leave_slot(index, &slot);
         match slot.tag {
             Some(tag) => self.ready.push(Completion { tag, result: slot.result }),
             None => self.is_reserving = false,
         }
+    }
+
+    /// Lets another request have the slot, and the image the space that waits for this one.
+    fn leave_slot(&mut self, index: usize, slot: &Slot) {
+        if slot.generation != self.generation {
+            self.end_former(slot);
+        } else if let (Some(participant), Some(ticket)) = (&mut self.participant, slot.ticket) {
+            participant.end(ticket);
+        }
+        self.free.push(index);
     }
 
     fn push(&mut self, index: usize, layer: usize, op: FileOp, priority: Priority) -> IoResult {
@@ -252,12 +271,18 @@ impl Core {
 
     /// Hands the rest of a request to a task.
     fn spawn(&mut self, index: usize, slow: Slow) {
-        let done = self.count(index);
-        let shared = Rc::clone(&self.shared);
+        self.count_only(index);
+        self.spawn_counted(index, slow, Rc::clone(&self.shared), None);
+    }
+
+    /// As `spawn`, for a piece that is counted, on the chain of `shared`.
+    fn spawn_counted(&mut self, index: usize, slow: Slow, shared: Rc<Shared>, at_work: Option<AtWork>) {
+        let done = self.done(index);
         let Some(tag) = self.slots.get(index).map(|slot| slot.tag) else { return };
         // There is only one kind of task: another would take its memory from another place of the pool.
         let (is_timed, timings) = (self.timings.is_to_be_timed(), Rc::clone(&self.timings));
         self.ctx.spawn(Task::new(async move {
+            let _at_work = at_work;
             let result = match is_timed {
                 true => {
                     let (result, parts) = timed(pin!(slow.run(&shared))).await;
@@ -313,6 +338,10 @@ impl DiskQueue for ImageQueue {
         core.in_flight.saturating_add(core.held.len())
     }
 
+    fn recall(&mut self, tag: Tag) -> bool {
+        self.0.borrow_mut().recall(tag)
+    }
+
     fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
         self.0.borrow().timings.take(timings);
     }
@@ -331,6 +360,7 @@ impl Core {
                 }
             }
             self.scratch = scratch;
+            self.unpack_more();
         }
     }
 

@@ -1,6 +1,7 @@
 //! The first step of each request: look up, split into pieces, push. A task does the slow rest.
 
 use super::Core;
+use super::unpacking::Packed;
 use crate::chain::guessed_raw::checked_head;
 use crate::chain::mapping::{Overwrite, Staged};
 use crate::chain::pieces::Pieces;
@@ -100,10 +101,16 @@ impl Core {
         while let Some((at, left)) = pieces.rest() {
             let place = match chain.lookup(at, left.min(LOOKUP_BYTES)) {
                 Some(place) if count < MAX_PIECES && is_quick(&place) => place,
-                Some(Place { extent: Extent::Compressed(_), length_bytes, .. }) if compressed < MAX_COMPRESSED => {
+                Some(Place { extent: Extent::Compressed(extent), length_bytes, layer }) => {
+                    let bytes = chain.layer(layer)?.mapping.decompress_bytes(&extent);
+                    let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
                     compressed = compressed.saturating_add(1);
-                    let data = pieces.take(length_bytes);
-                    self.spawn(index, Slow::Read { offset: at, data, priority });
+                    let is_rest = compressed > MAX_COMPRESSED;
+                    let data = if is_rest { pieces.remaining() } else { pieces.take(length_bytes) };
+                    self.unpack(index, Packed { offset: at, data, priority, bytes });
+                    if is_rest {
+                        return Ok(());
+                    }
                     continue;
                 }
                 _ => {

@@ -6,6 +6,9 @@
 //!
 //! Limits belong to a [`ThrottleGroup`], which disks can share. Disks that wait get equal shares, however many requests
 //! each has in flight. A disk that is ahead of another waiting disk is held back.
+//!
+//! When a disk or one of its exports ends, its waiting requests go back to the guest's ring, or else pass at once: the
+//! storage is well, so nobody should get an error.
 
 mod group;
 mod rates;
@@ -21,15 +24,15 @@ use group::{Load, nanos};
 use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// Requests for which a new line has room.
 const ROOM: usize = 256;
 /// The most timings that are kept until somebody takes them: more than a ring has requests.
 const TIMINGS_MAX: usize = 2048;
-/// How often a queue whose requests wait looks again at the latest: others may have set new limits, or the disk may end.
-const LOOK_AGAIN: Duration = Duration::from_millis(100);
+/// How often a queue whose requests wait looks again at the latest: others may have set new limits, or lifted them.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
 /// The filter. See the module's documentation.
 #[derive(Debug)]
@@ -43,14 +46,31 @@ pub struct ThrottleMember {
     group: Arc<ThrottleGroup>,
     id: u64,
     waited_ns: AtomicU64,
-    is_ending: AtomicBool,
+    /// How many callers want all requests to pass.
+    lifted: AtomicUsize,
+}
+
+/// Keeps a disk's limits from holding requests up until dropped. See [`ThrottleMember::lift`].
+#[derive(Debug)]
+pub struct LiftedLimits(Arc<ThrottleMember>);
+
+impl Drop for LiftedLimits {
+    fn drop(&mut self) {
+        self.0.lifted.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl ThrottleMember {
-    /// The disk takes no more requests, and will be closed: those that wait pass now, whatever the limits. Otherwise a low
-    /// limit could hold up the end for so long that they count as hanging.
-    pub fn ends(&self) {
-        self.is_ending.store(true, Ordering::Relaxed);
+    /// Lets all requests of this disk pass, uncounted, until the result is dropped. Other disks of the group keep their
+    /// shares.
+    #[must_use]
+    pub fn lift(self: &Arc<Self>) -> LiftedLimits {
+        self.lifted.fetch_add(1, Ordering::Relaxed);
+        LiftedLimits(Arc::clone(self))
+    }
+
+    fn is_lifted(&self) -> bool {
+        self.lifted.load(Ordering::Relaxed) > 0
     }
 
     /// Returns the group.
@@ -77,8 +97,8 @@ impl Throttle {
     #[must_use]
     pub fn new(group: Arc<ThrottleGroup>) -> Self {
         let id = group.join();
-        let (waited_ns, is_ending) = (AtomicU64::new(0), AtomicBool::new(false));
-        Self { member: Arc::new(ThrottleMember { group, id, waited_ns, is_ending }) }
+        let (waited_ns, lifted) = (AtomicU64::new(0), AtomicUsize::new(0));
+        Self { member: Arc::new(ThrottleMember { group, id, waited_ns, lifted }) }
     }
 
     /// Returns the disk's place in its group.
@@ -135,8 +155,8 @@ impl ThrottleQueue {
         let now = self.timer.now();
         let now_ns = group.now_ns(now);
         let mut next: Option<Instant> = None;
-        let is_ending = self.member.is_ending.load(Ordering::Relaxed);
-        let mut pass = if is_ending { self.lines.each_ref().map(VecDeque::len) } else { [0; 2] };
+        let is_lifted = self.member.is_lifted();
+        let mut pass = if is_lifted { self.lines.each_ref().map(VecDeque::len) } else { [0; 2] };
         {
             let mut state = group.lock();
             let mut is_open = [true; 2];
@@ -202,6 +222,14 @@ impl DiskQueue for ThrottleQueue {
     fn in_flight(&self) -> usize {
         let waiting = self.lines.iter().map(VecDeque::len).fold(0, usize::saturating_add);
         self.below.in_flight().saturating_add(waiting)
+    }
+
+    fn recall(&mut self, tag: Tag) -> bool {
+        let line = self.lines.iter_mut().find(|line| line.back().is_some_and(|waiting| waiting.tag == tag));
+        match line {
+            Some(line) => line.pop_back().is_some(),
+            None => self.below.recall(tag),
+        }
     }
 
     fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
