@@ -61,10 +61,10 @@ impl Output {
         self.items.push_back(Item::Reply(head, data));
     }
 
-    /// Sends what the socket takes at once; returns whether that was anything.
-    pub(crate) fn send(&mut self, socket: BorrowedFd<'_>) -> io::Result<bool> {
+    /// Sends what the socket takes at once; returns how many bytes that was.
+    pub(crate) fn send(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
         if self.items.is_empty() {
-            return Ok(false);
+            return Ok(0);
         }
         let mut skip = self.sent;
         let parts = self.items.iter().flat_map(|item| {
@@ -78,7 +78,7 @@ impl Output {
         let count = send_parts(socket, parts)?;
         self.sent = self.sent.saturating_add(count);
         self.forget_sent();
-        Ok(count > 0)
+        Ok(count)
     }
 
     /// Moves at most `most` bytes, as many as there are, behind those in `into`.
