@@ -26,6 +26,9 @@ use std::time::Instant;
 const STEPS_PER_TURN: usize = 64;
 /// Payload that is received in one turn.
 const BYTES_PER_TURN: usize = 4 << 20;
+/// After so many bytes of replies, the rest is sent in the next turn. A client that takes them as fast as they come would
+/// get all of a long reply in one turn otherwise, which takes some 30 ms for 32 MiB.
+const SENT_PER_TURN: usize = 1 << 20;
 
 /// The exports that a client may choose from. They are let go of before `guard`.
 pub(crate) struct Choice {
@@ -79,6 +82,8 @@ pub(crate) struct Connection<G> {
     link: Arc<Link>,
     status: Option<StatusThread>,
     guard: G,
+    /// Bytes that were sent in this turn, without TLS.
+    sent_bytes: usize,
     /// No more requests are taken.
     shuts: bool,
     /// The socket is of no use any more.
@@ -124,6 +129,7 @@ impl<G: Clone + Send + 'static> Connection<G> {
             link,
             status: None,
             guard,
+            sent_bytes: 0,
             shuts: false,
             is_dead: false,
         };
@@ -428,7 +434,10 @@ impl<G: Clone + Send + 'static> Connection<G> {
         while self.has_to_send() && self.socket.is_ready(Interest::Write) {
             let socket = self.socket.get_ref().as_fd();
             let sent = match &mut self.tls {
-                None => self.output.send(socket),
+                None => self.output.send(socket).map(|count| {
+                    self.sent_bytes = self.sent_bytes.saturating_add(count);
+                    count > 0
+                }),
                 Some(tls) => tls.send(&mut self.output, socket),
             };
             match sent {
@@ -450,7 +459,8 @@ impl<G: Clone + Send + 'static> Connection<G> {
     /// Whether something is to be sent in this turn.
     fn has_to_send(&self) -> bool {
         // What is sealed cannot be taken back, so there may be something left of it for a peer that has gone.
-        !self.is_dead && self.tls.as_ref().map_or(!self.output.is_empty(), |tls| tls.sends(&self.output))
+        let sends_plain = !self.output.is_empty() && self.sent_bytes < SENT_PER_TURN;
+        !self.is_dead && self.tls.as_ref().map_or(sends_plain, |tls| tls.sends(&self.output))
     }
 
     fn has_left_to_send(&self) -> bool {
@@ -466,7 +476,10 @@ impl<G: Clone + Send + 'static> Connection<G> {
         let closing = self.link.closing.load(Ordering::Acquire);
         let given_up = self.is_dead && self.link.given_up.load(Ordering::Acquire);
         let is_told = pending == 0 && !self.has_left_to_send();
-        given_up || self.shuts && in_flight == 0 && (self.is_dead || closing || is_told)
+        // The turn was too short for what the client would have taken.
+        let goes_on =
+            self.sent_bytes >= SENT_PER_TURN && !self.output.is_empty() && self.socket.is_ready(Interest::Write);
+        given_up || self.shuts && in_flight == 0 && (self.is_dead || closing && !goes_on || is_told)
     }
 
     /// Has TLS say that all was said, when that is so.
@@ -519,6 +532,7 @@ impl<G: Clone + Send + 'static> Connection<G> {
 impl<G: Clone + Send + 'static> Poller for Connection<G> {
     fn poll(&mut self) -> bool {
         let mut did = self.harvest();
+        self.sent_bytes = 0;
         if let Some(tls) = &mut self.tls {
             tls.begins_turn();
         }

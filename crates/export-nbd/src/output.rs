@@ -84,10 +84,10 @@ impl Output {
         self.items.push_back(Item::Reply(head, data));
     }
 
-    /// Sends what the socket takes at once; returns whether that was anything.
-    pub(crate) fn send(&mut self, socket: BorrowedFd<'_>) -> io::Result<bool> {
+    /// Sends what the socket takes at once; returns how many bytes that was.
+    pub(crate) fn send(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
         if self.items.is_empty() {
-            return Ok(false);
+            return Ok(0);
         }
         let mut skip = self.sent;
         let parts = self.items.iter().flat_map(|item| {
@@ -101,7 +101,7 @@ impl Output {
         let count = send_parts(socket, parts)?;
         self.sent = self.sent.saturating_add(count);
         self.forget_sent();
-        Ok(count > 0)
+        Ok(count)
     }
 
     /// Calls `seal` with the first bytes, at least `most` of them if there are as many; it returns how many it took.
