@@ -27,7 +27,7 @@ mod routes;
 mod server;
 mod storage_calls;
 
-pub use client::{CallError, Client};
+pub use client::{CallError, Client, path_segment};
 pub use config::{Config, Settings};
 pub use manager::{Configured, Manager};
 pub use options::Options;
