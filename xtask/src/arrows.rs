@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result};
 use cargo_metadata::{DependencyKind, MetadataCommand};
+use std::collections::BTreeSet;
 
 /// One room: its package, and the rooms below that it may name. `memory` is below all rooms and open to all.
 struct Room {
@@ -76,7 +77,38 @@ pub(crate) fn check() -> Result<Vec<String>> {
         .collect();
     complaints.extend(arrows.iter().filter_map(complaint));
     complaints.extend(unused(&arrows));
+    let page = crate::workspace::root().join(PAGE);
+    complaints.extend(unlike_the_page(&std::fs::read_to_string(page).with_context(|| format!("cannot read {PAGE}"))?));
     Ok(complaints)
+}
+
+/// The page that shows the same table to people: the rooms, what they hold, and what they may depend on.
+const PAGE: &str = "ARCHITECTURE.md";
+
+/// Complains about rows of the page that let rooms depend on others than they may here. A row can have several rooms.
+fn unlike_the_page(page: &str) -> Vec<String> {
+    let rows = page.lines().filter(|line| line.starts_with("| `"));
+    rows.filter_map(|row| {
+        let mut cells = row.split('|').skip(1).map(names);
+        let (rooms, shown) = (cells.next()?, cells.nth(1)?);
+        let of_row: Vec<&Room> = rooms.iter().filter_map(|name| room(name)).collect();
+        let below = of_row.iter().flat_map(|room| room.below).filter(|below| !rooms.contains(**below));
+        let expected: BTreeSet<&str> = below.copied().collect();
+        let is_like = of_row.is_empty() || shown == expected;
+        (!is_like).then(|| format!("{PAGE}: {rooms:?} depend on {expected:?}, and the page says {shown:?}"))
+    })
+    .collect()
+}
+
+/// Returns the names in backticks, and all rooms that begin with a name that ends with a star.
+fn names(cell: &str) -> BTreeSet<&str> {
+    let names = cell.split('`').skip(1).step_by(2);
+    names
+        .flat_map(|name| match name.strip_suffix('*') {
+            Some(start) => ROOMS.iter().map(|room| room.name).filter(|room| room.starts_with(start)).collect(),
+            None => vec![name],
+        })
+        .collect()
 }
 
 /// Complains about arrows of the table that no room uses: a new one there would go unseen.
@@ -168,6 +200,22 @@ mod tests {
         assert!(arrow("fuzz", "testkit", false).is_none());
         assert!(arrow("image", "fuzz", true).is_some());
         assert!(arrow("virtio", "memory", false).is_none());
+    }
+
+    #[test]
+    fn a_page_that_shows_other_arrows_is_found() {
+        let wrong = |row: &str| unlike_the_page(row).len();
+        assert_eq!(wrong("| `pio`, `ata` | a bus, and a disk on it | `block` |"), 0);
+        assert_eq!(
+            wrong("| `image` | chains | `format-*`, `block` |\n| `cli` (the program `ringdisk`) | commands | all |"),
+            0
+        );
+        assert_eq!(wrong("| `load` | the load generator | `driver`, `image`, `block` |"), 1, "one too many");
+        assert_eq!(
+            wrong("| `daemon` | disks | the exports, `block` |\n| `virtio` | rings | |"),
+            1,
+            "not by their names"
+        );
     }
 
     /// The table itself only points down, so that no two rooms can depend on each other.

@@ -34,7 +34,7 @@ const THREAD_LOCAL_FILES: &[&str] = &["crates/memory/src/pool/list.rs", "crates/
 const SHARED_WORDS: &[&str] = &["atomic::", "Atomic", "fence(", "Mutex", "RwLock", "Arc<"];
 
 /// Pages that a reader takes in at one sitting, and their highest number of lines.
-const PAGES: &[(&str, usize)] = &[("ARCHITECTURE.md", 250), ("README.md", 150), ("docs/decisions/", 80)];
+const PAGES: &[(&str, usize)] = &[("ARCHITECTURE.md", 249), ("README.md", 150), ("docs/decisions/", 80)];
 
 /// Words that date a text, or tell who worked when. Documents and comments speak of the product, for readers of any
 /// year.
@@ -326,8 +326,8 @@ mod tests {
 
     #[test]
     fn long_pages_are_found() {
-        assert!(check_page("ARCHITECTURE.md", &"x\n".repeat(250)).is_none());
-        assert!(check_page("ARCHITECTURE.md", &"x\n".repeat(251)).is_some());
+        assert!(check_page("ARCHITECTURE.md", &"x\n".repeat(249)).is_none());
+        assert!(check_page("ARCHITECTURE.md", &"x\n".repeat(250)).is_some());
         assert!(check_page("docs/decisions/0001-a.md", &"x\n".repeat(81)).is_some());
         assert!(check_page("docs/decisions/README.md", &"x\n".repeat(81)).is_none());
         assert!(check_page("CONTRIBUTING.md", &"x\n".repeat(500)).is_none());

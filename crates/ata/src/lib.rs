@@ -7,6 +7,24 @@
 //!
 //! A command ends within the guest's access: the caller of the bus waits for the disk, as the guest's processor does.
 //! Single sectors are slow on any storage, so a read fetches up to 64 KiB ahead within its command.
+//!
+//! ```no_run
+//! # use {block as ringdisk_block, pio as ringdisk_pio};
+//! use ringdisk_ata::{Channel, ChannelPorts, DiskSectors, Drive};
+//! use ringdisk_block::{Disk, ReactorHandle};
+//! use ringdisk_pio::{Bus, DeviceId};
+//! use std::error::Error;
+//! use std::sync::Arc;
+//!
+//! /// Gives the guest of `bus` its first disk.
+//! fn attach(bus: &mut Bus, disk: Arc<dyn Disk>, reactor: Arc<dyn ReactorHandle>) -> Result<DeviceId, Box<dyn Error>> {
+//!     let drive = Drive::new(DiskSectors::open(disk, reactor)?)?;
+//!     let channel = Channel::new(Some(drive), None);
+//!     Ok(bus.attach(Box::new(channel), &ChannelPorts::PRIMARY.regions())?)
+//! }
+//! ```
+//!
+//! `examples/real_mode` is a whole monitor, with KVM.
 
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]

@@ -21,6 +21,20 @@
 //! * [`LogLimit`]: keeps guests and peers from filling the log.
 //! * [`meter`]: the counters of front ends.
 //! * [`Error`] (for a person) and [`IoError`] (for a guest).
+//!
+//! ```
+//! # use memory as ringdisk_memory;
+//! use ringdisk_block::{DiskIo, IoResult, Op};
+//! use ringdisk_memory::AlignedBuf;
+//!
+//! /// A task on a reactor: copies the first sector of a disk to the second, and makes it durable.
+//! async fn copy_first_sector(disk: &DiskIo) -> IoResult {
+//!     let mut sector = AlignedBuf::zeroed(512);
+//!     disk.read(0, &mut sector, 512).await?;
+//!     disk.write(512, &mut sector, 0..512).await?;
+//!     disk.run(Op::Flush).await
+//! }
+//! ```
 
 #![forbid(unsafe_code)]
 

@@ -47,6 +47,16 @@ impl From<Error> for CallError {
     }
 }
 
+/// Returns a name as a part of a path: other characters than its plain ones become `%XX`.
+#[must_use]
+pub fn path_segment(name: &str) -> String {
+    let escape = |byte: u8| match byte {
+        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' => char::from(byte).to_string(),
+        other => format!("%{other:02X}"),
+    };
+    name.bytes().map(escape).collect()
+}
+
 /// Calls a daemon at its control socket.
 #[derive(Debug)]
 pub struct Client {
@@ -209,5 +219,16 @@ impl Client {
     fn no_answer(&self, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> CallError {
         let message = format!("the daemon at '{}' does not answer as it should", self.socket.display());
         CallError::NoAnswer(Error::with_source(ErrorKind::Protocol, message, source))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_fit_into_paths() {
+        assert_eq!(path_segment("disk-1_a.b"), "disk-1_a.b");
+        assert_eq!(path_segment("a b/ä"), "a%20b%2F%C3%A4");
     }
 }

@@ -8,6 +8,18 @@
 //! * [`ControlServer`]: the socket, on a thread of its own. Its OpenAPI description is at `/v1/openapi.json`.
 //! * [`Client`]: calls a server, for `ringdisk ctl` and for programs.
 //! * [`api`]: the types that go over the wire.
+//!
+//! ```no_run
+//! use ringdisk_control::{Client, api};
+//! use std::path::Path;
+//!
+//! let client = Client::new(Path::new("/run/ringdisk/control"))?;
+//! let all: api::Disks = client.get("/v1/disks")?;
+//! for disk in &all.disks {
+//!     println!("{}: {} bytes", disk.name, disk.size_bytes);
+//! }
+//! # Ok::<(), ringdisk_control::CallError>(())
+//! ```
 
 #![forbid(unsafe_code)]
 
@@ -27,7 +39,7 @@ mod routes;
 mod server;
 mod storage_calls;
 
-pub use client::{CallError, Client};
+pub use client::{CallError, Client, path_segment};
 pub use config::{Config, Settings};
 pub use manager::{Configured, Manager};
 pub use options::Options;

@@ -239,26 +239,24 @@ fn forget_the_load() {
 struct Way {
     engine: EngineKind,
     cache: CacheMode,
-    sqpoll: bool,
     fixed_buffers: bool,
 }
 
 impl Way {
     fn new(engine: EngineKind, cache: CacheMode) -> Self {
-        Self { engine, cache, sqpoll: false, fixed_buffers: false }
+        Self { engine, cache, fixed_buffers: false }
     }
 }
 
 fn check(dir: &Path, format: DriveFormat, way: Way) -> Vec<String> {
-    let Way { engine, cache, sqpoll, fixed_buffers } = way;
-    let more = [(sqpoll, ", sqpoll"), (fixed_buffers, ", fixed buffers")];
-    let more: String = more.iter().filter(|(on, _)| *on).map(|(_, words)| *words).collect();
+    let Way { engine, cache, fixed_buffers } = way;
+    let more = if fixed_buffers { ", fixed buffers" } else { "" };
     let case = format!("{format:?} in {}, {engine}, {cache}{more}", dir.display());
     let (path, socket) = (dir.join("disk"), dir.join("disk.sock"));
     create(&path, format);
     let mut drive = DriveOptions::of_file(&path);
     (drive.disk.format, drive.disk.engine, drive.disk.cache) = (Some(format), engine, cache);
-    (drive.disk.sqpoll, drive.export.fixed_buffers) = (sqpoll, fixed_buffers);
+    drive.export.fixed_buffers = fixed_buffers;
     (drive.export.queues, drive.export.socket) = (Some(1), Some(socket.clone()));
     let config = DaemonConfig::default().with(|config| {
         config.reactors = 1;
@@ -294,7 +292,6 @@ fn nothing_is_allocated_or_freed_after_warm_up() {
     let ways = [
         Way::new(EngineKind::IoUring, CacheMode::Writeback),
         uring,
-        Way { sqpoll: true, ..uring },
         Way { fixed_buffers: true, ..uring },
         Way::new(EngineKind::LinuxAio, CacheMode::None),
         Way::new(EngineKind::Threads, CacheMode::Writeback),

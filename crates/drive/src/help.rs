@@ -1,7 +1,7 @@
 //! The keys of a drive with their descriptions: the table of docs/drive-options.md, which a test compares.
 
 /// Each key and its description.
-const KEYS: [(&str, &str); 43] = [
+const KEYS: [(&str, &str); 42] = [
     ("file", "the image: a path, `host_device:/dev/sdb`, or `fd:3` for a descriptor that the program was given"),
     (
         "format",
@@ -48,7 +48,6 @@ const KEYS: [(&str, &str); 43] = [
         "poll-max-us",
         "how long an idle thread looks for work before it sleeps, in microseconds. 100 by default, 0 for never",
     ),
-    ("sqpoll", "`on`: with io_uring, a thread of the kernel submits requests"),
     ("fixed-buffers", "`on`: with io_uring, guest memory is registered with the kernel"),
     (
         "guest-memory",

@@ -158,7 +158,6 @@ fn open_options(disk: &DiskOptions) -> OpenOptions {
         options.engine = disk.engine;
         options.cache = disk.cache;
         options.sync = disk.sync;
-        options.sqpoll = disk.sqpoll;
         options.lock_timeout = Duration::from_secs(disk.lock_timeout_s.unwrap_or(LOCK_TIMEOUT_S).into());
     })
 }

@@ -86,8 +86,6 @@ pub struct DiskOptions {
     pub cache: CacheMode,
     /// Whether every write is durable when it completes, through the page cache.
     pub sync: bool,
-    /// Whether a thread of the kernel submits, with io_uring.
-    pub sqpoll: bool,
     /// Whether writes are refused. The file is then opened read-only.
     pub read_only: bool,
     /// Whether writes go to temporary files, which disappear with the disk. The image is then opened read-only.
@@ -290,7 +288,6 @@ impl DriveOptions {
             "engine" => disk.engine = parsed(key, value, &EngineKind::NAMES)?,
             "cache" => disk.cache = parsed(key, value, &CacheMode::NAMES)?,
             "sync" => disk.sync = one_of(key, value, &SWITCH)?,
-            "sqpoll" => disk.sqpoll = one_of(key, value, &SWITCH)?,
             "fixed-buffers" => export.fixed_buffers = one_of(key, value, &SWITCH)?,
             "guest-memory" => export.guest_memory = one_of(key, value, &Placement::NAMES)?,
             "guest-memory-max" => {
@@ -386,19 +383,17 @@ impl DriveOptions {
             _ if disk.sync && matches!(disk.cache, CacheMode::Unsafe) => {
                 Err(bad("sync=on and cache=unsafe contradict each other: choose one".to_owned()))
             }
-            _ if disk.sqpoll || self.export.fixed_buffers => self.check_io_uring(is_null),
+            _ if self.export.fixed_buffers => self.check_io_uring(is_null),
             _ => Ok(()),
         }
     }
 
-    /// Refuses options that only io_uring has.
+    /// Refuses `fixed-buffers=on` where io_uring is not used.
     fn check_io_uring(&self, is_null: bool) -> Result<()> {
-        let disk = &self.disk;
-        let option = if disk.sqpoll { "sqpoll=on" } else { "fixed-buffers=on" };
-        match disk.engine {
-            _ if is_null => Err(bad(format!("{option} has no meaning for format=null: it has no engine"))),
+        match self.disk.engine {
+            _ if is_null => Err(bad("fixed-buffers=on has no meaning for format=null: it has no engine".to_owned())),
             EngineKind::Auto | EngineKind::IoUring => Ok(()),
-            other => Err(bad(format!("{option} is for engine=io_uring; engine={other} has nothing like it"))),
+            other => Err(bad(format!("fixed-buffers=on is for engine=io_uring; engine={other} has nothing like it"))),
         }
     }
 }

@@ -21,7 +21,7 @@ pub enum RunningChange {
 }
 
 const POLICIES: [&str; 2] = ["on-error", "on-no-space"];
-const FILES: [&str; 6] = ["cache", "engine", "l2-cache-size", "lock-timeout-s", "sqpoll", "sync"];
+const FILES: [&str; 5] = ["cache", "engine", "l2-cache-size", "lock-timeout-s", "sync"];
 /// Keys that cannot change, and why.
 const FIXED: &[(&[&str], &str)] = &[
     (
@@ -82,7 +82,6 @@ impl DiskOptions {
             cache: other.cache,
             engine: other.engine,
             sync: other.sync,
-            sqpoll: other.sqpoll,
             l2_cache_bytes: other.l2_cache_bytes,
             lock_timeout_s: other.lock_timeout_s,
             ..self.clone()

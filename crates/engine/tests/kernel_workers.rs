@@ -101,11 +101,10 @@ async fn work(queue: Rc<dyn FileQueue>, is_device: bool) {
     all(&queue, [FileOp::Flush]).await;
 }
 
-fn open(path: &Path, engine: EngineKind, cache: CacheMode, sqpoll: bool) -> Option<Arc<dyn File>> {
+fn open(path: &Path, engine: EngineKind, cache: CacheMode) -> Option<Arc<dyn File>> {
     let options = OpenOptions::default().with(|options| {
         options.engine = engine;
         options.cache = cache;
-        options.sqpoll = sqpoll;
         options.write_behind = true;
     });
     ringdisk_engine::open(path, &options).ok()
@@ -116,17 +115,17 @@ fn try_all(path: &Path, is_device: bool, of: &str) -> Vec<String> {
     let caches = [CacheMode::None, CacheMode::Directsync, CacheMode::Writeback, CacheMode::Writethrough];
     let mut found = Vec::new();
     for cache in caches {
-        for (engine, sqpoll) in [(EngineKind::Auto, false), (EngineKind::IoUring, false), (EngineKind::IoUring, true)] {
+        for engine in [EngineKind::Auto, EngineKind::IoUring] {
             if !is_device {
                 make(path);
             }
             let reactor = reactor("own workers");
             // Some file systems take no direct I/O.
-            let Some(file) = open(path, engine, cache, sqpoll) else { continue };
+            let Some(file) = open(path, engine, cache) else { continue };
             with_queue(&reactor, &file, move |queue| work(queue, is_device));
             let workers = kernel_workers();
             if !workers.is_empty() {
-                found.push(format!("{of}, cache={cache}, engine={engine}, sqpoll={sqpoll}: {workers:?}"));
+                found.push(format!("{of}, cache={cache}, engine={engine}: {workers:?}"));
             }
             reactor.stop().unwrap();
             // The ring's workers end with it.

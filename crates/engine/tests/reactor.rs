@@ -491,12 +491,11 @@ fn writes_that_the_page_cache_takes_one_by_one_go_to_threads_and_the_file_says_s
     // XFS and btrfs take them without waiting, and files in memory are copied from and to.
     let file_system = rustix::fs::statfs(&path).unwrap().f_type;
     let takes_them = [XFS, BTRFS, TMPFS].contains(&(file_system as i64));
-    for (engine, sqpoll) in [(EngineKind::Auto, false), (EngineKind::IoUring, false), (EngineKind::IoUring, true)] {
+    for engine in [EngineKind::Auto, EngineKind::IoUring] {
         let file = ringdisk_engine::open(
             &path,
             &OpenOptions::default().with(|options| {
                 options.engine = engine;
-                options.sqpoll = sqpoll;
             }),
         )
         .unwrap();

@@ -9,6 +9,17 @@
 //! * `remote`: parts of the file from its server, retried until a time limit; `client`: one request; `answer`: the
 //!   server's headers; `secrets`: the user's credentials.
 //! * `blocks`: blocks in memory, blocks being fetched, and read-ahead; `cache`: blocks on the local disk.
+//!
+//! ```no_run
+//! # use {block as ringdisk_block, memory as ringdisk_memory};
+//! use ringdisk_block::File;
+//! use ringdisk_file_http::{HttpUrl, open};
+//! use ringdisk_memory::BufferAccount;
+//!
+//! let file = open(&HttpUrl::parse("https://images.example/base.qcow2")?, true, &BufferAccount::UNLIMITED)?;
+//! println!("{} bytes", file.length_bytes()?);
+//! # Ok::<(), ringdisk_block::Error>(())
+//! ```
 
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]

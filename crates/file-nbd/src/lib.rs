@@ -9,6 +9,17 @@
 //! * `handshake`: the negotiation; `calls`: calls to the connections' thread; `link`: that thread, which connects again
 //!   when the server has gone; `replies`: bytes that arrive; `unflushed`: writes that are repeated after a new
 //!   connection.
+//!
+//! ```no_run
+//! # use {block as ringdisk_block, memory as ringdisk_memory};
+//! use ringdisk_block::File;
+//! use ringdisk_file_nbd::{NbdUri, open};
+//! use ringdisk_memory::BufferAccount;
+//!
+//! let file = open(&NbdUri::parse("nbd://server/backup")?, true, &BufferAccount::UNLIMITED)?;
+//! println!("{} bytes", file.length_bytes()?);
+//! # Ok::<(), ringdisk_block::Error>(())
+//! ```
 
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]

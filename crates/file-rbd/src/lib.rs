@@ -9,6 +9,17 @@
 //! * `ffi`: the calls of librbd, and the only module with `unsafe`; `cluster`: connections, which images share; `lock`:
 //!   who may write an image; `calls`: calls that wait for an answer; `closing`: closes images on a thread; `extents`:
 //!   where an image has data.
+//!
+//! ```no_run
+//! # use block as ringdisk_block;
+//! use ringdisk_block::File;
+//! use ringdisk_file_rbd::{RbdName, RbdOptions, open};
+//!
+//! let options = RbdOptions::default().with(|options| options.read_only = true);
+//! let file = open(&RbdName::parse("rbd:pool/image")?, &options)?;
+//! println!("{} bytes", file.length_bytes()?);
+//! # Ok::<(), ringdisk_block::Error>(())
+//! ```
 
 #![deny(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]

@@ -17,6 +17,16 @@
 //! * [`peer_process`]: whether the process at the other end of a socket still lives.
 //!
 //! Nearly all `unsafe` of the project is here and in `engine`: the types are built so that code above them needs none.
+//!
+//! ```
+//! use ringdisk_memory::IoBuf;
+//!
+//! let buf = IoBuf::zeroed(8192);
+//! let second_page = buf.whole().slice(4096, 4096);
+//! second_page.copy_from_slice(0, b"data");
+//! drop(buf);
+//! assert_eq!(second_page.to_vec()[..5], *b"data\0", "a window keeps its memory");
+//! ```
 
 mod aligned;
 mod budget;

@@ -9,6 +9,19 @@
 //! * [`Socket`] and [`Timed`]: a socket without a copy of its descriptor, and a socket with a time limit.
 //! * [`in_words`]: why a handshake or a connection failed, for a person.
 //! * [`widen`]: larger send buffers for Unix sockets, with TLS or without.
+//!
+//! ```no_run
+//! # use block as ringdisk_block;
+//! use ringdisk_nbd_tls::{Channel, ClientTls, Credentials};
+//! use std::error::Error;
+//! use std::net::TcpStream;
+//!
+//! /// Begins a session on a socket whose server has agreed to it.
+//! fn begin(socket: &mut TcpStream) -> Result<Channel, Box<dyn Error>> {
+//!     let tls = ClientTls::Certificates(Credentials::in_directory("/etc/pki/nbd"));
+//!     Ok(tls.begin("server.example")?.run(socket)?)
+//! }
+//! ```
 
 #![deny(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]

@@ -8,6 +8,17 @@
 //! * [`option`]: options of the handshake and their replies.
 //! * [`request`]: commands of the transmission phase.
 //! * [`reply`]: replies of the transmission phase.
+//!
+//! ```
+//! use ringdisk_nbd_wire::{Reader, WireError, numbers::command, request::Request};
+//!
+//! let read = Request { flags: 0, command: command::READ, cookie: 7, offset: 4096, length_bytes: 512 };
+//! let mut bytes = Vec::new();
+//! read.put(&mut bytes, false);
+//! assert_eq!(Request::read(&mut Reader::new(&bytes[..20]), false)?, None, "the rest has not arrived");
+//! assert_eq!(Request::read(&mut Reader::new(&bytes), false)?, Some(read));
+//! # Ok::<(), WireError>(())
+//! ```
 
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]

@@ -2,14 +2,27 @@
 //!
 //! Data are durable when they were synced, and a name when its directory was.
 
-use block::{Error, Result};
+use block::{Error, ErrorKind, Result};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 pub(crate) fn failed(what: &str, path: &Path, error: std::io::Error) -> Error {
     Error::io(format!("cannot {what} '{}'", path.display()), error)
+}
+
+/// Finds a free name for a layer beside its image: the image's name with the first end that is not taken, of a thousand.
+pub(crate) fn free_name(image: &Path, end: impl Fn(u32) -> String) -> Result<PathBuf> {
+    let named = |number| {
+        let mut name = image.as_os_str().to_owned();
+        name.push(end(number));
+        PathBuf::from(name)
+    };
+    (0..1000).map(named).find(|path| !path.exists()).ok_or_else(|| {
+        let what = format!("'{}' and a thousand more exist: remove those", named(0).display());
+        Error::new(ErrorKind::BadOption, what)
+    })
 }
 
 /// A new file, for its owner only. It must not be relied on before it is durable.

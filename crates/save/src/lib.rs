@@ -11,6 +11,18 @@
 //! * The guest's writes since the last save are taken back into the image while the machine waits, unless the user
 //!   keeps the layers. Once the record names both, the layer and its image show the same contents, however far the
 //!   taking back has come.
+//!
+//! ```no_run
+//! # use block as ringdisk_block;
+//! use ringdisk_save::{Machine, SaveOptions, save};
+//! use std::path::Path;
+//! use std::sync::atomic::AtomicBool;
+//!
+//! let machine = Machine::read(Path::new("machine.toml"))?;
+//! let saved = save(&machine, &SaveOptions::new(false), &AtomicBool::new(false), &mut |_| ())?;
+//! println!("the machine was saved in {:?}", saved.total);
+//! # Ok::<(), ringdisk_block::Error>(())
+//! ```
 
 #![forbid(unsafe_code)]
 

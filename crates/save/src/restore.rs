@@ -1,6 +1,7 @@
 //! Restoring: finds the pair that is whole, and lets the machine go on from it.
 
 use crate::disks::{Daemon, Disks};
+use crate::files::free_name;
 use crate::machine::Machine;
 use crate::own_layers::OwnLayers;
 use crate::progress::{Moment, Progress, Step};
@@ -158,7 +159,7 @@ fn serve_disks(
                 )
             }));
         }
-        let layer = layer_above(&disk.base)?;
+        let layer = free_name(&disk.base, |number| format!(".restored-{}", number + 1))?;
         own_layers.note(&machine.state, [layer.as_path()])?;
         disks.replace(&name, options, disk.former_tops(), disk.bases(), layer)?;
         disk.look_again()?;
@@ -166,19 +167,6 @@ fn serve_disks(
     }
     restore.record.is_being_restored = false;
     restore.record.publish(&machine.state)
-}
-
-/// Finds a free name for a layer beside the image.
-fn layer_above(base: &Path) -> Result<PathBuf> {
-    let named = |number: u32| {
-        let mut name = base.as_os_str().to_owned();
-        name.push(format!(".restored-{number}"));
-        PathBuf::from(name)
-    };
-    (1..1000).map(named).find(|path| !path.exists()).ok_or_else(|| {
-        let what = format!("'{}.restored-1' and a thousand more exist: remove those", base.display());
-        Error::new(ErrorKind::BadOption, what)
-    })
 }
 
 /// Locks the directory, and checks that the machine may be given its disks.

@@ -3,7 +3,7 @@
 mod into_image;
 
 use crate::disks::{Daemon, Disks, Layer};
-use crate::files::sync_directory;
+use crate::files::{free_name, sync_directory};
 use crate::machine::Machine;
 use crate::own_layers::OwnLayers;
 use crate::progress::{Moment, Progress, Step};
@@ -136,18 +136,9 @@ fn go_on(machine: &Machine, mut qmp: Qmp) -> Result<()> {
     again.map(drop).map_err(|error| error.in_context("the machine does not go on; save it again"))
 }
 
-/// Finds a free name for a layer beside the image.
+/// Returns the name of a new layer on this image.
 fn new_layer(number: u64, base: &Path) -> Result<PathBuf> {
-    let named = |more: u32| {
-        let mut name = base.as_os_str().to_owned();
-        name.push(if more == 0 { format!(".save-{number}") } else { format!(".save-{number}-{more}") });
-        PathBuf::from(name)
-    };
-    let free = (0..1000).map(named).find(|path| !path.exists());
-    free.ok_or_else(|| {
-        let what = format!("'{}.save-{number}' and a thousand more exist: remove those", base.display());
-        Error::new(ErrorKind::BadOption, what)
-    })
+    free_name(base, |more| if more == 0 { format!(".save-{number}") } else { format!(".save-{number}-{more}") })
 }
 
 /// Freezes disks again after layers were taken back: the present top must not be written to.

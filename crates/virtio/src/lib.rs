@@ -7,6 +7,15 @@
 //! * [`request`]: from chains to block requests and back.
 //! * [`fault`]: why a queue stopped.
 //! * [`driver_ring`]: the driver's half of a ring, split or packed.
+//!
+//! ```
+//! use ringdisk_virtio::blk::{RequestHeader, Status, request_type};
+//!
+//! // The header of a write to byte 4096, and the status byte of its end.
+//! let header = RequestHeader { kind: request_type::OUT, priority: 0, sector: 8 };
+//! assert_eq!(RequestHeader::from_bytes(header.to_bytes()), header);
+//! assert_eq!(Status::from_byte(1), Status::IoErr);
+//! ```
 
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
 #![cfg_attr(

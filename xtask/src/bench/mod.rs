@@ -20,6 +20,7 @@ mod nbd;
 mod nbd_client;
 mod opening;
 mod page;
+mod pio;
 mod profile;
 mod qcow2_file;
 mod results;
@@ -93,6 +94,10 @@ pub(crate) struct BenchArguments {
     /// rounds, of two minutes each.
     #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "throttle", "scrape", "nbd", "resume", "before", "filter", "list"])]
     jobs: bool,
+    /// Measure the port bus of the crate `pio` instead, which takes a minute; writes docs/benchmarks-pio.md, or where
+    /// --output says.
+    #[arg(long, conflicts_with_all = ["images", "profile", "contexts", "driver", "scratch", "throttle", "scrape", "nbd", "jobs", "resume", "size_mib", "directory", "before", "ringdisk", "filter", "list"])]
+    pio: bool,
     /// Size of the files [default: 1024; 4096 with --images].
     #[arg(long, value_name = "MIB")]
     size_mib: Option<u64>,
@@ -165,6 +170,9 @@ pub(crate) fn run(arguments: &BenchArguments) -> Result<()> {
     }
     if arguments.jobs {
         return jobs::run(ringdisk_of(arguments)?, arguments);
+    }
+    if arguments.pio {
+        return pio::run(arguments);
     }
     if arguments.nbd {
         ensure!(arguments.pairs > 0 && arguments.seconds > 0.0, NOTHING_TO_MEASURE);

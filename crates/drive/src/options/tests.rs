@@ -16,7 +16,7 @@ fn refusal(text: &str) -> String {
 fn every_key_is_read() {
     let read = drive(
         "name=root.0,file=a,,b.img,format=qcow2,engine=io_uring,cache=none,serial=disk 1,readonly=on,snapshot=off,\
-         sync=on,sqpoll=on,fixed-buffers=on,guest-memory=locked,guest-memory-max=4G,secure-erase=on,\
+         sync=on,fixed-buffers=on,guest-memory=locked,guest-memory-max=4G,secure-erase=on,\
          queues=4,queue-size=256,packed=on,poll-max-us=0,write-cache=off,media=disk,cyls=1,heads=2,secs=3,\
          logical-block-size=4k,physical-block-size=8k,alignment-offset=4k,min-io-size=16k,opt-io-size=1M,\
          discard-granularity=64k,size-max=128k,seg-max=64,delay-ms=3,on-error=hold,on-no-space=hold,\
@@ -31,7 +31,6 @@ fn every_key_is_read() {
             engine: EngineKind::IoUring,
             cache: CacheMode::None,
             sync: true,
-            sqpoll: true,
             read_only: true,
             snapshot: false,
             keep: None,
@@ -184,9 +183,8 @@ fn impossible_values_and_combinations_are_refused() {
         "file=x,lock-timeout-s=2m",
         "format=null,size=4G,l2-cache-size=1M",
         "file=x,sync=on,cache=unsafe",
-        "file=x,sqpoll=on,engine=threads",
         "file=x,fixed-buffers=on,engine=linux-aio",
-        "format=null,size=4G,sqpoll=on",
+        "format=null,size=4G,fixed-buffers=on",
         "file=x,file=y",
         "file=x,socket=fd:nothing-has-this-name",
         "file=x,socket=fd:4,socket-mode=0660",

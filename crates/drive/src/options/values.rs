@@ -52,7 +52,7 @@ pub(super) fn values_of(key: &str) -> Option<Vec<&'static str>> {
         "cache" => Some(CacheMode::NAMES.to_vec()),
         "on-error" | "on-no-space" => Some(names(&ErrorPolicy::NAMES)),
         "guest-memory" => Some(names(&Placement::NAMES)),
-        "sync" | "sqpoll" | "fixed-buffers" | "packed" | "secure-erase" | "write-cache" | "readonly" | "snapshot" => {
+        "sync" | "fixed-buffers" | "packed" | "secure-erase" | "write-cache" | "readonly" | "snapshot" => {
             Some(names(&SWITCH))
         }
         _ => None,

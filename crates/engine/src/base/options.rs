@@ -128,8 +128,6 @@ pub struct OpenOptions {
     pub read_only: bool,
     /// Every write is durable when it completes, as with `O_DSYNC`, whatever the cache mode.
     pub sync: bool,
-    /// With io_uring: a kernel thread submits requests from the ring, instead of the reactor.
-    pub sqpoll: bool,
     /// Written data go to the storage soon, not only with the next flush. For a file that is filled in one go, so that
     /// the storage works meanwhile.
     pub write_behind: bool,
@@ -149,7 +147,6 @@ impl Default for OpenOptions {
             cache: CacheMode::default(),
             read_only: false,
             sync: false,
-            sqpoll: false,
             write_behind: false,
             lock: true,
             lock_timeout: Duration::ZERO,
@@ -176,10 +173,6 @@ impl OpenOptions {
     pub(crate) fn check(&self) -> Result<(), Error> {
         if self.sync && self.cache == CacheMode::Unsafe {
             let message = "sync=on contradicts cache=unsafe, which ignores flushes; leave out one of them";
-            return Err(Error::new(ErrorKind::BadOption, message));
-        }
-        if self.sqpoll && !matches!(self.engine, EngineKind::Auto | EngineKind::IoUring) {
-            let message = format!("sqpoll=on is for io_uring; engine={} has no submission thread", self.engine);
             return Err(Error::new(ErrorKind::BadOption, message));
         }
         Ok(())

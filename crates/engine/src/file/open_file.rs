@@ -58,8 +58,6 @@ pub(crate) struct OpenFile {
     pub(crate) traits: Traits,
     /// The user left the choice open: another engine may take the chosen one's place.
     pub(crate) chosen_freely: bool,
-    /// With io_uring: use the ring with a submission thread.
-    pub(crate) sqpoll: bool,
     /// The file is not known to refuse all requests that must not wait (`RWF_NOWAIT`).
     pub(crate) takes_nowait: AtomicBool,
     /// The number of changes of a file in memory that workers are carrying out, on all reactors. Another change would

@@ -90,7 +90,6 @@ pub(crate) fn open_file(fd: OwnedFd, name: &str, options: &OpenOptions) -> Resul
         locked: facts.locks == Locks::Held,
         traits,
         chosen_freely: options.engine == EngineKind::Auto,
-        sqpoll: options.sqpoll,
         takes_nowait: AtomicBool::new(facts.takes_nowait),
         changes_by_workers: AtomicUsize::new(0),
         walks_to_holes: !block_device && storage::walks_to_holes(&fd),
@@ -148,8 +147,7 @@ impl Facts {
         let may_be_swapped = on_tmpfs && host_has_swap();
         let in_memory = on_tmpfs && !may_be_swapped;
         let takes_nowait = storage::takes_nowait(fd);
-        let suits_ring = options.sqpoll || takes_nowait;
-        let (engine, reason) = probe::choose(options, name, Host::get(), in_memory, suits_ring)?;
+        let (engine, reason) = probe::choose(options, name, Host::get(), in_memory, takes_nowait)?;
         let length_bytes = holes::length_of(fd, block_device)
             .map_err(|error| Error::io(format!("cannot learn the length of '{name}'"), error))?;
         Ok(Self {
@@ -209,7 +207,7 @@ fn describe(name: &str, options: &OpenOptions, facts: &Facts, abilities: &Abilit
         (true, false) => format!("direct I/O ({}-byte alignment)", alignment.offset_bytes),
     };
     let sync = if options.sync { ", sync=on" } else { "" };
-    let engine_words = probe::words(*engine, options.sqpoll, Host::get());
+    let engine_words = probe::words(*engine, Host::get());
     FileInfo {
         name: name.into(),
         length_bytes: facts.length_bytes,

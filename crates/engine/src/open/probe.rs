@@ -105,9 +105,8 @@ pub(crate) fn choose(
 }
 
 /// Describes an engine, with its setup on this host, for the user.
-pub(crate) fn words(engine: EngineKind, sqpoll: bool, host: &Host) -> String {
+pub(crate) fn words(engine: EngineKind, host: &Host) -> String {
     match engine {
-        EngineKind::IoUring if sqpoll => format!("io_uring ({})", Setup::SubmissionThread.words()),
         EngineKind::IoUring => match host.io_uring() {
             Ok(setup) => format!("io_uring ({})", setup.words()),
             Err(_) => engine.to_string(),

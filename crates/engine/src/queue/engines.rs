@@ -66,9 +66,7 @@ pub(crate) struct Engines {
     workers: Rc<Workers>,
     processors: Option<CpuSet>,
     uring: RefCell<Option<Rc<Uring>>>,
-    /// The ring with a kernel submission thread, for files that ask for it.
-    sqpoll: RefCell<Option<Rc<Uring>>>,
-    /// Guests' memory that is registered with the rings.
+    /// Guests' memory that is registered with the ring.
     registered: RefCell<Vec<Weak<Registered>>>,
     aio: RefCell<Option<Rc<Aio>>>,
     files: RefCell<HashMap<u64, Weak<QueueFile>>>,
@@ -95,7 +93,6 @@ impl Engines {
             workers: Rc::new(workers),
             processors,
             uring: RefCell::default(),
-            sqpoll: RefCell::default(),
             registered: RefCell::default(),
             aio: RefCell::default(),
             files: RefCell::default(),
@@ -150,7 +147,7 @@ impl Engines {
     /// Returns the engine that serves `file`, and this reactor's [`QueueFile`] for it.
     pub(crate) fn attach(&self, file: &Arc<OpenFile>) -> Result<(Engine, Rc<QueueFile>)> {
         let engine = match file.traits.engine {
-            EngineKind::IoUring | EngineKind::Auto => self.uring(file.sqpoll).map(Engine::Uring),
+            EngineKind::IoUring | EngineKind::Auto => self.uring().map(Engine::Uring),
             EngineKind::LinuxAio => self.aio().map(Engine::Aio),
             EngineKind::Threads => Ok(Engine::Threads(Rc::clone(&self.workers))),
         };
@@ -175,13 +172,13 @@ impl Engines {
         Ok((engine, target))
     }
 
-    fn uring(&self, sqpoll: bool) -> Result<Rc<Uring>> {
-        let mut slot = if sqpoll { self.sqpoll.borrow_mut() } else { self.uring.borrow_mut() };
+    fn uring(&self) -> Result<Rc<Uring>> {
+        let mut slot = self.uring.borrow_mut();
         if let Some(uring) = &*slot {
             return Ok(Rc::clone(uring));
         }
         let (workers, counters) = (Rc::clone(&self.workers), Arc::clone(&self.counters));
-        let made = Uring::new(sqpoll, workers, &self.wakeup, counters, self.batch_end());
+        let made = Uring::new(workers, &self.wakeup, counters, self.batch_end());
         let uring = Rc::new(made.map_err(|error| {
             let message = "cannot set io_uring up on this reactor; engine=threads works without it";
             Error::with_source(ErrorKind::Unsupported, message, error)
@@ -189,7 +186,7 @@ impl Engines {
         Ok(Rc::clone(slot.insert(uring)))
     }
 
-    /// Registers a guest's memory with this reactor's rings, for as long as the result is held. Also returns whether it
+    /// Registers a guest's memory with this reactor's ring, for as long as the result is held. Also returns whether it
     /// is new: then the caller must add a poller that does the registering.
     pub(crate) fn register_memory(&self, memory: &Arc<GuestMemory>) -> Result<(Rc<Registered>, bool)> {
         let mut all = self.registered.borrow_mut();
@@ -197,12 +194,11 @@ impl Engines {
         if let Some(registered) = all.iter().filter_map(Weak::upgrade).find(|registered| registered.is_of(memory)) {
             return Ok((registered, false));
         }
-        let rings: Vec<_> = [&self.uring, &self.sqpoll].iter().filter_map(|slot| slot.borrow().clone()).collect();
-        if rings.is_empty() {
+        let Some(ring) = self.uring.borrow().clone() else {
             let message = "memory is registered with io_uring only, and this reactor does not use it";
             return Err(Error::new(ErrorKind::Unsupported, message));
-        }
-        let registered = Registered::new(Arc::clone(memory), rings);
+        };
+        let registered = Registered::new(Arc::clone(memory), ring);
         all.push(Rc::downgrade(&registered));
         Ok((registered, true))
     }
@@ -232,33 +228,21 @@ impl Engines {
         uring.map_or_else(T::default, |uring| call(&uring))
     }
 
-    fn with_sqpoll<T: Default>(&self, call: impl FnOnce(&Uring) -> T) -> T {
-        let uring = self.sqpoll.borrow().clone();
-        uring.map_or_else(T::default, |uring| call(&uring))
-    }
-
     /// Submits the pushed requests, once for each engine. Returns whether there were any.
     pub(crate) fn submit(&self) -> bool {
         let _ = self.batch_end.take();
         // The workers come last: the other engines send them requests that they cannot carry out.
-        self.with_uring(Uring::submit)
-            | self.with_sqpoll(Uring::submit)
-            | self.with_aio(Aio::submit)
-            | self.workers.submit()
+        self.with_uring(Uring::submit) | self.with_aio(Aio::submit) | self.workers.submit()
     }
 
     /// Takes completions. Returns how many.
     pub(crate) fn harvest(&self) -> usize {
-        self.with_uring(Uring::harvest)
-            + self.with_sqpoll(Uring::harvest)
-            + self.with_aio(Aio::harvest)
-            + self.workers.harvest()
+        self.with_uring(Uring::harvest) + self.with_aio(Aio::harvest) + self.workers.harvest()
     }
 
-    /// Sets whether rings signal the reactor's event descriptor: on before it sleeps, off when it is awake.
+    /// Sets whether the ring signals the reactor's event descriptor: on before it sleeps, off when it is awake.
     pub(crate) fn signal(&self, on: bool) {
         self.with_uring(|uring| uring.signal(on));
-        self.with_sqpoll(|uring| uring.signal(on));
     }
 
     /// Whether a sleeping reactor must look now and then for results that are not signalled at once.
@@ -266,9 +250,9 @@ impl Engines {
         self.workers.may_be_unsignalled()
     }
 
-    /// Whether a ring has failed, so that it must be tried again now and then.
+    /// Whether the ring has failed, so that it must be tried again now and then.
     pub(crate) fn has_failed(&self) -> bool {
-        self.with_uring(Uring::has_failed) || self.with_sqpoll(Uring::has_failed)
+        self.with_uring(Uring::has_failed)
     }
 
     /// Looks for results that are not signalled. The next harvest takes them.
@@ -278,18 +262,12 @@ impl Engines {
 
     /// Whether there is something to submit or to take.
     pub(crate) fn has_work(&self) -> bool {
-        self.with_uring(Uring::has_work)
-            || self.with_sqpoll(Uring::has_work)
-            || self.with_aio(Aio::has_work)
-            || self.workers.has_work()
+        self.with_uring(Uring::has_work) || self.with_aio(Aio::has_work) || self.workers.has_work()
     }
 
     /// Returns how many requests were taken and have not ended.
     pub(crate) fn in_flight(&self) -> usize {
-        self.with_uring(Uring::in_flight)
-            + self.with_sqpoll(Uring::in_flight)
-            + self.with_aio(Aio::in_flight)
-            + self.workers.in_flight()
+        self.with_uring(Uring::in_flight) + self.with_aio(Aio::in_flight) + self.workers.in_flight()
     }
 
     /// Makes a worker compute something for the file with this number.
@@ -306,7 +284,6 @@ impl Engines {
     pub(crate) fn shut_down(&self) {
         // The workers come last: the other engines send them requests that they cannot carry out.
         self.with_uring(Uring::shut_down);
-        self.with_sqpoll(Uring::shut_down);
         self.with_aio(Aio::shut_down);
         self.workers.shut_down();
     }

@@ -1,4 +1,4 @@
-//! Registers a guest's memory with a reactor's rings.
+//! Registers a guest's memory with a reactor's ring.
 //!
 //! A guest's memory is registered piece by piece, one in each turn, so that other work never waits long. Until a piece
 //! is registered, or if that fails, requests name their memory by address. Registered pages stay in memory, and stay
@@ -15,32 +15,30 @@ use std::sync::Arc;
 /// The most bytes registered at a time.
 const PIECE_BYTES: usize = 64 << 20;
 
-/// A guest's memory on one reactor. It is registered with the reactor's rings as long as this lives.
+/// A guest's memory on one reactor. It is registered with the reactor's ring as long as this lives.
 pub(crate) struct Registered {
     memory: Arc<GuestMemory>,
-    rings: Vec<Rc<Uring>>,
-    /// The ring, as an index into `rings`, and the slot of each piece.
-    slots: RefCell<Vec<(usize, u16)>>,
+    ring: Rc<Uring>,
+    /// The slot of each piece.
+    slots: RefCell<Vec<u16>>,
 }
 
 impl Registered {
-    pub(crate) fn new(memory: Arc<GuestMemory>, rings: Vec<Rc<Uring>>) -> Rc<Self> {
-        Rc::new(Self { memory, rings, slots: RefCell::default() })
+    pub(crate) fn new(memory: Arc<GuestMemory>, ring: Rc<Uring>) -> Rc<Self> {
+        Rc::new(Self { memory, ring, slots: RefCell::default() })
     }
 
     pub(crate) fn is_of(&self, memory: &Arc<GuestMemory>) -> bool {
         Arc::ptr_eq(&self.memory, memory)
     }
 
-    /// Returns the pieces to register, in order: the ring, the address and the length.
-    fn pieces(&self) -> Vec<(usize, *mut u8, usize)> {
+    /// Returns the pieces to register, in order: the address and the length.
+    fn pieces(&self) -> Vec<(*mut u8, usize)> {
         let mut pieces = Vec::new();
         for region in self.memory.regions() {
             let (start, length_bytes) = region.host_range();
             for skip in (0..length_bytes).step_by(PIECE_BYTES) {
-                let ptr = start.as_ptr().wrapping_add(skip);
-                let piece = PIECE_BYTES.min(length_bytes - skip);
-                pieces.extend((0..self.rings.len()).map(|ring| (ring, ptr, piece)));
+                pieces.push((start.as_ptr().wrapping_add(skip), PIECE_BYTES.min(length_bytes - skip)));
             }
         }
         pieces
@@ -49,8 +47,8 @@ impl Registered {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        for (ring, slot) in self.slots.take() {
-            self.rings[ring].unregister_buffer(slot);
+        for slot in self.slots.take() {
+            self.ring.unregister_buffer(slot);
         }
     }
 }
@@ -58,7 +56,7 @@ impl Drop for Registered {
 /// Registers one piece in each turn, then removes itself.
 pub(crate) struct Registrar {
     registered: Weak<Registered>,
-    pieces: std::vec::IntoIter<(usize, *mut u8, usize)>,
+    pieces: std::vec::IntoIter<(*mut u8, usize)>,
     done_bytes: usize,
     /// Removes this poller from its reactor.
     remove: Box<dyn Fn(PollerId)>,
@@ -78,16 +76,16 @@ impl Registrar {
     /// Registers the next piece. Returns false if there is no more to do.
     fn step(&mut self) -> bool {
         let Some(registered) = self.registered.upgrade() else { return false };
-        let Some((ring, ptr, length_bytes)) = self.pieces.next() else {
+        let Some((ptr, length_bytes)) = self.pieces.next() else {
             static TIMES: LogLimit = LogLimit::new();
             if let Some(times) = TIMES.admit() {
                 tracing::info!(times, "fixed-buffers=on: {} MiB of guest memory are registered", self.done_bytes >> 20);
             }
             return false;
         };
-        match registered.rings[ring].register_buffer(ptr, length_bytes) {
+        match registered.ring.register_buffer(ptr, length_bytes) {
             Ok(slot) => {
-                registered.slots.borrow_mut().push((ring, slot));
+                registered.slots.borrow_mut().push(slot);
                 self.done_bytes += length_bytes;
                 true
             }

@@ -7,8 +7,6 @@
 //! The ring belongs to one thread. Its completions run only when that thread enters the kernel to fetch them (deferred
 //! task work), so nothing interrupts the reactor. The kernel raises a flag in the shared ring when there is something
 //! to fetch, so a turn without work costs two loads.
-//!
-//! With a submission thread (`sqpoll=on`) the kernel looks into the ring by itself, and calls only wake that thread.
 
 use super::entry::entry_of;
 use super::fixed_buffers::{FixedBuffers, SLOTS};
@@ -46,7 +44,6 @@ const TRY_AGAIN: Duration = Duration::from_millis(100);
 const NAP: Duration = Duration::from_millis(10);
 
 const ENTER_GETEVENTS: u32 = 1;
-const ENTER_SQ_WAKEUP: u32 = 2;
 
 /// Beside the index, the name that the kernel gives back holds two more things: whether the request uses registered
 /// memory, and the slot of that.
@@ -55,14 +52,11 @@ const SLOT_SHIFT: u32 = 32;
 
 struct State {
     ring: IoUring,
-    setup: Setup,
     slab: Slab,
     /// Requests taken, but not yet in the submission queue because that or the kernel is full.
     waiting: VecDeque<u32>,
     /// Requests in the submission queue or in the kernel.
     entered: usize,
-    /// An entry was pushed since the last check whether the submission thread must be woken.
-    pushed: bool,
     fixed_buffers: FixedBuffers,
     /// Places in the table of registered files that are free.
     fixed_free: Vec<u32>,
@@ -100,15 +94,14 @@ impl FileTable for Uring {
 }
 
 impl Uring {
-    /// Makes a ring for the calling thread, with a kernel submission thread if that is wanted and available.
+    /// Makes a ring for the calling thread.
     pub(crate) fn new(
-        submission_thread: bool,
         workers: Rc<Workers>,
         wakeup: &Wakeup,
         counters: Arc<Counters>,
         batch_end: BatchEnd,
     ) -> io::Result<Self> {
-        let ring = setup::build(submission_thread, SUBMISSION_ENTRIES, COMPLETION_ENTRIES)?;
+        let ring = setup::build(SUBMISSION_ENTRIES, COMPLETION_ENTRIES)?;
         Self::with_ring(ring, workers, wakeup, counters, batch_end)
     }
 
@@ -131,11 +124,9 @@ impl Uring {
         tracing::info!("io_uring on this reactor: {}, {files}", setup.words());
         let state = State {
             ring,
-            setup,
             slab: Slab::with_capacity(SUBMISSION_ENTRIES as usize),
             waiting: VecDeque::with_capacity(SUBMISSION_ENTRIES as usize),
             entered: 0,
-            pushed: false,
             fixed_buffers: FixedBuffers::default(),
             fixed_free: if fixed { (0..FIXED_FILES).rev().collect() } else { Vec::new() },
             has_fixed_vectors,
@@ -218,8 +209,7 @@ impl Uring {
         match state.as_mut() {
             Some(state) if self.failure.get().is_none() => {
                 self.counters.requests.add(1);
-                let is_direct = target.traits.storage == Storage::Direct;
-                let waits_for_storage = is_direct && state.setup != Setup::SubmissionThread;
+                let waits_for_storage = target.traits.storage == Storage::Direct;
                 let index = state.slab.insert(request);
                 if state.slab.peak() > state.waiting.capacity() {
                     // All requests may have to wait at once.
@@ -244,34 +234,9 @@ impl Uring {
             return self.try_again(failure);
         }
         match self.state.borrow_mut().as_mut() {
-            Some(state) if state.setup == Setup::SubmissionThread => self.look_after_thread(state, 0),
             Some(state) => self.enter(state, 0),
             None => false,
         }
-    }
-
-    /// Wakes the submission thread if it sleeps and has something to do. Waits for `want` completions.
-    fn look_after_thread(&self, state: &mut State, want: u32) -> bool {
-        state.refill();
-        let pushed = std::mem::take(&mut state.pushed);
-        let queue = state.ring.submission();
-        // The pusher fills the queue, then looks at the flag. The thread raises the flag, then looks into the queue.
-        // One of the two sees the other (the crate has the fence), so one look after each push is enough.
-        let wake = if pushed && queue.need_wakeup() { ENTER_SQ_WAKEUP } else { 0 };
-        let fetch = if queue.cq_overflow() || want > 0 { ENTER_GETEVENTS } else { 0 };
-        drop(queue);
-        if wake | fetch != 0 {
-            self.counters.system_calls.add(1);
-            // SAFETY: no argument is passed; for the entries in the queue see `State::put`.
-            let entered = unsafe { state.ring.submitter().enter::<libc::sigset_t>(0, want, wake | fetch, None) };
-            match entered.map_err(|error| error.raw_os_error()) {
-                Ok(_) => {}
-                // Try again: look at the flag once more.
-                Err(Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => state.pushed = true,
-                Err(error) => self.fail(error),
-            }
-        }
-        pushed
     }
 
     fn enter(&self, state: &mut State, want: u32) -> bool {
@@ -317,14 +282,10 @@ impl Uring {
         }
         if let Some(state) = self.state.borrow_mut().as_mut() {
             state.refill();
-            let (queued, wake) = match state.setup {
-                Setup::SubmissionThread => (0, ENTER_SQ_WAKEUP),
-                _ => (state.ring.submission().len() as u32, 0),
-            };
+            let queued = state.ring.submission().len() as u32;
             self.counters.system_calls.add(1);
             // SAFETY: as in `enter`.
-            let entered =
-                unsafe { state.ring.submitter().enter::<libc::sigset_t>(queued, 0, ENTER_GETEVENTS | wake, None) };
+            let entered = unsafe { state.ring.submitter().enter::<libc::sigset_t>(queued, 0, ENTER_GETEVENTS, None) };
             if entered.is_ok() {
                 tracing::warn!("the reactor's io_uring works again");
                 self.failure.set(None);
@@ -416,12 +377,7 @@ impl Uring {
         }
         let has_room = !state.waiting.is_empty() && !state.is_full();
         let queue = state.ring.submission();
-        let queued = match state.setup {
-            // The submission thread takes the entries in the queue.
-            Setup::SubmissionThread => state.pushed,
-            _ => !queue.is_empty() || queue.taskrun(),
-        };
-        let waiting = has_room || queued || queue.cq_overflow();
+        let waiting = has_room || !queue.is_empty() || queue.taskrun() || queue.cq_overflow();
         drop(queue);
         waiting || !state.ring.completion().is_empty()
     }
@@ -449,10 +405,7 @@ impl Uring {
             } else if let Some(state) = self.state.borrow_mut().as_mut()
                 && state.slab.live() > 0
             {
-                match state.setup {
-                    Setup::SubmissionThread => self.look_after_thread(state, 1),
-                    _ => self.enter(state, 1),
-                };
+                self.enter(state, 1);
             }
             self.harvest();
         }
@@ -510,7 +463,6 @@ impl State {
         // completion with this index has been taken; see `Slab::buffers` for the list of segments.
         let pushed = unsafe { self.ring.submission().push(&entry) }.is_ok();
         self.entered += usize::from(pushed);
-        self.pushed |= pushed;
         pushed
     }
 }

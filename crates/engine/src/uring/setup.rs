@@ -3,19 +3,14 @@
 use io_uring::{IoUring, opcode};
 use std::io;
 
-/// How long a kernel submission thread looks for work before it sleeps, in milliseconds.
-const SUBMISSION_THREAD_IDLE_MS: u32 = 20;
-
-/// The thread that submits, and how completions reach the ring.
+/// How completions reach the ring. The reactor submits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Setup {
-    /// A kernel thread submits entries from the ring.
-    SubmissionThread,
-    /// The reactor submits, and completions come when it fetches them (Linux 6.1).
+    /// Completions come when the reactor fetches them (Linux 6.1).
     Deferred,
-    /// The reactor submits, and completions come whenever it enters the kernel (Linux 5.19).
+    /// Completions come whenever the reactor enters the kernel (Linux 5.19).
     Cooperative,
-    /// The reactor submits, and completions come at any time: the kernel interrupts the reactor.
+    /// Completions come at any time: the kernel interrupts the reactor.
     Plain,
 }
 
@@ -24,9 +19,6 @@ impl Setup {
         let mut builder = IoUring::builder();
         builder.setup_cqsize(completion_entries);
         match self {
-            Self::SubmissionThread => {
-                builder.setup_single_issuer().setup_sqpoll(SUBMISSION_THREAD_IDLE_MS);
-            }
             Self::Deferred => {
                 builder.setup_submit_all().setup_taskrun_flag().setup_single_issuer().setup_defer_taskrun();
             }
@@ -41,7 +33,6 @@ impl Setup {
     /// Describes the setup, for logs and `info`.
     pub(crate) fn words(self) -> &'static str {
         match self {
-            Self::SubmissionThread => "single issuer, submission thread of the kernel",
             Self::Deferred => "single issuer, deferred task work",
             Self::Cooperative => "cooperative task work: deferred task work needs Linux 6.1",
             Self::Plain => "task work by interruption: cooperative needs Linux 5.19, deferred 6.1",
@@ -49,25 +40,8 @@ impl Setup {
     }
 }
 
-/// Sets a ring up in the best way that the kernel offers, with a submission thread if that is wanted and available.
-pub(crate) fn build(
-    submission_thread: bool,
-    submission_entries: u32,
-    completion_entries: u32,
-) -> io::Result<(IoUring, Setup)> {
-    if submission_thread {
-        match Setup::SubmissionThread.build(submission_entries, completion_entries) {
-            Ok(ring) => return Ok((ring, Setup::SubmissionThread)),
-            Err(error) => {
-                let reason = match error.raw_os_error() {
-                    Some(libc::EINVAL) => "single-issuer rings need Linux 6.0".to_owned(),
-                    Some(libc::EPERM) => "this process may not have one".to_owned(),
-                    _ => error.to_string(),
-                };
-                tracing::warn!("sqpoll=on: no submission thread ({reason}); the reactor submits");
-            }
-        }
-    }
+/// Sets a ring up in the best way that the kernel offers.
+pub(crate) fn build(submission_entries: u32, completion_entries: u32) -> io::Result<(IoUring, Setup)> {
     for setup in [Setup::Deferred, Setup::Cooperative] {
         match setup.build(submission_entries, completion_entries) {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
@@ -79,7 +53,7 @@ pub(crate) fn build(
 
 /// Finds out whether this process may use io_uring here, and with which setup.
 pub(crate) fn probe() -> io::Result<Setup> {
-    let (ring, setup) = build(false, 2, 4)?;
+    let (ring, setup) = build(2, 4)?;
     let mut probe = io_uring::Probe::new();
     ring.submitter().register_probe(&mut probe)?;
     match has_what_is_needed(|code| probe.is_supported(code)) {
@@ -112,7 +86,7 @@ mod tests {
         let uname = rustix::system::uname();
         let mut numbers = uname.release().to_str().unwrap().split('.').map_while(|part| part.parse::<u32>().ok());
         if (numbers.next(), numbers.next()) >= (Some(6), Some(1)) {
-            assert_eq!(build(false, 8, 16).unwrap().1, Setup::Deferred);
+            assert_eq!(build(8, 16).unwrap().1, Setup::Deferred);
         }
     }
 }

@@ -6,11 +6,10 @@ use drive::DiskOptions;
 /// An option of a disk, and how it is read from the options.
 type DiskOption = (&'static str, fn(&DiskOptions) -> String);
 
-const OPTIONS: [DiskOption; 4] = [
+const OPTIONS: [DiskOption; 3] = [
     ("cache", |disk| disk.cache.to_string()),
     ("engine", |disk| disk.engine.to_string()),
     ("sync", |disk| on_or_off(disk.sync)),
-    ("sqpoll", |disk| on_or_off(disk.sqpoll)),
 ];
 
 fn on_or_off(is_on: bool) -> String {

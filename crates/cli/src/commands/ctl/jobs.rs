@@ -1,9 +1,10 @@
 //! Long work on running disks: starting it, waiting for it, steering it.
 
 use super::duration::parse_ms;
-use super::{Ctl, Output, path_segment, tables, whole_target};
+use super::{Ctl, Output, tables, whole_target};
 use crate::output::{self, ProgressArgs, Watch};
 use control::api::{CommitDisk, CompactDisk, Job, JobState, LimitJob, MirrorDisk, RebaseDisk, StreamDisk};
+use control::path_segment;
 use jobs::{Control, Progress};
 use serde::Serialize;
 use std::path::{Path, PathBuf};

@@ -15,7 +15,7 @@ use control::api::{
     AddDisk, ChangeDisk, Disk, Disks, ErrorBody, Event, Exports, Jobs, Overlay, Reloaded, Reopen, Resize, Snapshot,
     Stats,
 };
-use control::{CallError, Client, Options};
+use control::{CallError, Client, Options, path_segment};
 use image::FileName;
 use serde::Serialize;
 use std::io::Write as _;
@@ -388,13 +388,4 @@ fn whole_target(target: &Path) -> PathBuf {
         // The daemon says what is wrong with it.
         _ => target.to_owned(),
     }
-}
-
-/// Returns a name as part of a path. Names have plain characters only; the daemon refuses a wrong one.
-fn path_segment(name: &str) -> String {
-    let escape = |byte: u8| match byte {
-        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' => char::from(byte).to_string(),
-        other => format!("%{other:02X}"),
-    };
-    name.bytes().map(escape).collect()
 }

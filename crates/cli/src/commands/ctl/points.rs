@@ -1,10 +1,11 @@
 //! Bitmaps, internal snapshots and backups of running disks.
 
-use super::{Ctl, jobs, path_segment, tables, whole_target};
+use super::{Ctl, jobs, tables, whole_target};
 use control::api::{
     BackupDisk, BackupMode, BitmapChange, BitmapVerb as Action, Bitmaps, ChangeBitmaps, CreateSnapshot,
     InternalSnapshots,
 };
+use control::path_segment;
 use drive::parse_size;
 use std::path::{Path, PathBuf};
 
