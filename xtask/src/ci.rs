@@ -54,7 +54,7 @@ const BY_HAND: &[Step] = &[
     Step { name: "again", about: "disks changed a hundred times, and daemons killed at fifty moments", run: again },
     Step {
         name: "machines",
-        about: "a guest that is saved ten times while it writes, and guests that copy a tree on overlays",
+        about: "a guest is saved ten times while it writes, one is reset 20 times, and guests copy a tree on overlays",
         run: machines,
     },
     Step { name: "package", about: "the Debian package, installed and tried in a new Debian", run: package },
@@ -286,6 +286,7 @@ fn guests() -> Result<Counts> {
             .args(["test", "--package", "ringdisk", "--test", "guests", "--test", "guests_rbd", "--"])
             .args(["--ignored", "--test-threads=2", "--nocapture"])
             .env("RINGDISK_GUEST_KERNEL", kernel)
+            .env("RINGDISK_RESETS", "3")
             .limit(GUESTS_LIMIT),
     )
 }
@@ -294,8 +295,8 @@ fn machines() -> Result<Counts> {
     let kernel = packages::guest_kernel()?;
     count(
         Program::cargo()
-            .args(["test", "--package", "ringdisk", "--test", "save_guest", "--test", "tree_copy", "--"])
-            .args(["--ignored", "--test-threads=1", "--nocapture"])
+            .args(["test", "--package", "ringdisk", "--test", "save_guest", "--test", "tree_copy", "--test", "guests"])
+            .args(["--", "--ignored", "--test-threads=1", "--nocapture", "that_is_saved", "copies_a_tree", "survives_resets"])
             .env("RINGDISK_GUEST_KERNEL", kernel)
             .env("RINGDISK_SAVE_GUEST_ROUNDS", "10")
             .limit(GUESTS_LIMIT),

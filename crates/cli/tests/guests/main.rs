@@ -526,7 +526,7 @@ fn uml_on_a_disk_whose_every_field_is_set_sees_switches_and_grows_with_it() {
     inspect(GuestKind::Uml, ImageFormat::Raw, (20, 100), (0, 0));
 }
 
-/// `RINGDISK_SUSPENDS=5` lets it sleep more often, and `RINGDISK_RESETS=2` resets it less often.
+/// `RINGDISK_SUSPENDS=5` lets it sleep more often. The step `guests` sets `RINGDISK_RESETS=3`: a reset takes 12 s.
 #[test]
 #[ignore = "boots a guest; run by cargo xtask ci"]
 fn qemu_on_a_disk_whose_every_field_is_set_sleeps_and_survives_resets_under_load() {
