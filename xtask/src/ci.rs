@@ -296,7 +296,15 @@ fn machines() -> Result<Counts> {
     count(
         Program::cargo()
             .args(["test", "--package", "ringdisk", "--test", "save_guest", "--test", "tree_copy", "--test", "guests"])
-            .args(["--", "--ignored", "--test-threads=1", "--nocapture", "that_is_saved", "copies_a_tree", "survives_resets"])
+            .args([
+                "--",
+                "--ignored",
+                "--test-threads=1",
+                "--nocapture",
+                "that_is_saved",
+                "copies_a_tree",
+                "survives_resets",
+            ])
             .env("RINGDISK_GUEST_KERNEL", kernel)
             .env("RINGDISK_SAVE_GUEST_ROUNDS", "10")
             .limit(GUESTS_LIMIT),
