@@ -202,7 +202,7 @@ fn fuzz() -> Result<Counts> {
 
 /// Ignored tests that the step `slow` leaves out, by parts of their names: parts of other tests, which change limits of
 /// their whole process; guests, which have a step of their own; and long forms that are run by hand.
-const NOT_SLOW: [&str; 8] = [
+const NOT_SLOW: [&str; 9] = [
     "part_of_another",
     "uml_on_",
     "uml_with_",
@@ -211,6 +211,7 @@ const NOT_SLOW: [&str; 8] = [
     "qemu_is_",
     "killed_at_fifty_moments",
     "a_guest_copies_a_tree",
+    "a_guest_that_reads_compressed",
 ];
 
 /// Runs the tests that are ignored by default, except [`NOT_SLOW`].

@@ -44,8 +44,7 @@ impl Inner {
             return held;
         }
         drop(frozen);
-        // A change that came while it was tried was ignored.
-        self.follow_config();
+        self.follow_what_was_missed();
         held
     }
 
@@ -66,8 +65,11 @@ impl Inner {
         let reset = self.hold_queues(Hold::Reset, !*frozen).and_then(|()| self.restart_queues());
         *frozen &= reset.is_err();
         drop(frozen);
-        // Also if the reset was given up: a change that came meanwhile was ignored.
-        self.follow_config();
+        if reset.is_ok() {
+            self.follow_config();
+        } else {
+            self.follow_what_was_missed();
+        }
         reset
     }
 

@@ -18,7 +18,7 @@ use memory::{GuestMemory, GuestRegion, IoBuf, Mapping, RegionSpec};
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use virtio::blk::features;
 
@@ -94,6 +94,7 @@ impl Driver {
             size_bytes: AtomicU64::new(config.capacity_sectors.saturating_mul(512)),
             cache: CacheType::new(volatile_cache(&session, &config)),
             following: Mutex::default(),
+            has_missed: AtomicBool::new(false),
             listeners: Listeners::default(),
             layouts,
             fds,

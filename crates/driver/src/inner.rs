@@ -11,7 +11,7 @@ use crate::rules::Rules;
 use crate::session::Session;
 use block::{DiskInfo, Lifetime, Listeners, Result};
 use memory::{GuestMemory, Mapping};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// What queues share with their driver. The last one to be dropped ends the connection.
@@ -27,6 +27,8 @@ pub(crate) struct Inner {
     pub(crate) fds: Vec<Arc<QueueFds>>,
     /// Locked while the configuration is read and its size noted, so that the last to read is the last to note.
     pub(crate) following: Mutex<()>,
+    /// Whether the configuration has changed while the queues were held.
+    pub(crate) has_missed: AtomicBool,
     pub(crate) listeners: Listeners,
     pub(crate) layouts: Vec<QueueLayout>,
     pub(crate) serial: String,
@@ -50,6 +52,7 @@ impl Inner {
     pub(crate) fn follow_config(&self) {
         let following = self.following.lock().unwrap_or_else(PoisonError::into_inner);
         if self.control.hold() != Hold::None || self.session.is_gone() {
+            self.has_missed.store(true, Ordering::SeqCst);
             return;
         }
         let config = match self.session.read_config() {
@@ -61,6 +64,14 @@ impl Inner {
         drop(following);
         if is_new {
             self.listeners.notify(|| self.info());
+        }
+    }
+
+    /// Follows a change that came while the queues were held. A device that does not answer is asked nothing more without
+    /// need: no answer would end the connection.
+    pub(crate) fn follow_what_was_missed(&self) {
+        if self.has_missed.swap(false, Ordering::SeqCst) {
+            self.follow_config();
         }
     }
 

@@ -52,6 +52,9 @@ mod tests {
 
     #[test]
     fn every_thread_waits_for_some_time() {
+        if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
+            return;
+        }
         for thread in [Thread::ReadsTheClock, Thread::Sleeps] {
             assert!(longest_wait_ms(thread, 0.02).unwrap() > 0.0, "{thread:?}");
         }

@@ -110,9 +110,10 @@ fn hostile_clients_never_disturb_a_disk() {
             }
         });
         scope.spawn(move || {
-            // Up to four thousand at once that say half a word, and stay. Those that are too many wait to be connected.
+            // Up to four thousand at once, and half of what a process may have, that say half a word, and stay. Those that are too many wait to be connected.
             let mut held = Vec::new();
-            while held.len() < 4000 && Instant::now() < until {
+            let most = limit.maximum.map_or(4000, |maximum| (maximum / 2).min(4000)) as usize;
+            while held.len() < most && Instant::now() < until {
                 if let Ok(mut stream) = UnixStream::connect(control) {
                     let _ = stream.write_all(b"GET /v1/di");
                     held.push(stream);

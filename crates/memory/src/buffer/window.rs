@@ -1,7 +1,7 @@
 //! A part of a buffer, and the copies into it and out of it.
 //!
-//! The bytes may be shared with a guest that changes them at any time, so they are only ever copied in or out, never
-//! borrowed as slices.
+//! The bytes may be shared with a guest that changes them at any time, so they are copied in or out, not borrowed as
+//! slices. The exception is memory of the pool with one handle ([`Window::own_bytes`]).
 
 use super::{IoBuf, Kept, Segment};
 use std::cell::Cell;
