@@ -57,6 +57,32 @@ fn each_file_that_is_being_made_is_on_record_by_itself() {
     make(&one);
     drop((first, again));
     assert!(noted().is_empty());
+    // A file that nobody has noted is somebody's, and does not get on record.
+    std::fs::write(one.path().unwrap(), "").unwrap();
+    let somebodys = record.will_make(&one).unwrap_err().to_string();
+    assert!(somebodys.contains("if none is, remove it") && noted().is_empty(), "{somebodys}");
+    std::fs::remove_file(one.path().unwrap()).unwrap();
+    // Another disk's copy gets the name no sooner.
+    let records = &managed.manager.records;
+    records
+        .change(|record| {
+            let web = record.disk("web").unwrap().clone();
+            record.disks.push(RecordedDisk { name: "second".into(), ..web });
+        })
+        .unwrap();
+    records.is_of("second", node);
+    let second = managed.manager.record_of("second", node);
+    let first = reserve(&one).unwrap();
+    for is_made in [false, true] {
+        if is_made {
+            make(&one);
+        }
+        let refused = second.will_make(&one).unwrap_err();
+        assert!(refused.kind() == ErrorKind::Locked && refused.to_string().contains("for the disk 'web'"), "{refused}");
+    }
+    drop((first, second));
+    records.change(|record| record.disks.retain(|disk| disk.name == "web")).unwrap();
+    std::fs::remove_file(one.path().unwrap()).unwrap();
     // A daemon that dies leaves none of them.
     [&one, &other].into_iter().for_each(|file| record.will_make(file).unwrap());
     [&one, &other].into_iter().for_each(make);
