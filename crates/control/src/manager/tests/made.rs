@@ -93,6 +93,59 @@ fn each_file_that_is_being_made_is_on_record_by_itself() {
     assert_eq!(managed.recorded().unwrap().unfinished, []);
 }
 
+#[test]
+fn a_part_that_is_there_stays_and_so_does_what_the_record_says_of_it() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    managed.add(&root, &[]).unwrap();
+    let [target, part] = ["copy", "copy.part"].map(|name| root.with_file_name(name));
+    let Managed { directory: _directory, manager } = managed;
+    let manager = Arc::new(manager);
+    let unfinished = || manager.records.current().disk("web").unwrap().unfinished.len();
+    let refused = || {
+        let target = target.display();
+        let backup = serde_json::from_str(&format!(r#"{{"target": "{target}"}}"#)).unwrap();
+        let mirror = serde_json::from_str(&format!(r#"{{"target": "{target}"}}"#)).unwrap();
+        let job = manager.backup("web", backup).unwrap();
+        let backup = manager.daemon.wait_job(manager.job_id(job.id).unwrap()).unwrap_err();
+        [backup.to_string(), manager.mirror("web", &mirror).unwrap_err().to_string()]
+    };
+    // Somebody's, although nothing is in it.
+    std::fs::write(&part, "").unwrap();
+    for refused in refused() {
+        assert!(refused.contains("if none is, remove it"), "{refused}");
+    }
+    assert_eq!(unfinished(), 0);
+    // One that a job could not remove.
+    std::fs::remove_file(&part).unwrap();
+    let record = manager.record_of("web", manager.node("web").unwrap());
+    let name = FileName::from(part.as_path());
+    record.will_make(&name).unwrap();
+    std::fs::write(&part, "whole").unwrap();
+    record.has_made(&name).unwrap();
+    for refused in refused() {
+        assert!(refused.contains("is being made for the disk 'web'"), "{refused}");
+    }
+    assert_eq!(unfinished(), 1);
+}
+
+#[test]
+fn a_whole_copy_that_has_both_names_when_the_daemon_dies_keeps_its_own() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    managed.add(&root, &[]).unwrap();
+    let [target, part] = ["copy", "copy.part"].map(|name| root.with_file_name(name));
+    let (record, name) = (record_of(&managed), FileName::from(part.as_path()));
+    record.will_make(&name).unwrap();
+    std::fs::write(&part, "whole").unwrap();
+    record.has_made(&name).unwrap();
+    std::fs::hard_link(&part, &target).unwrap();
+    drop(record);
+    let managed = managed.again();
+    managed.manager.restore(&[]).unwrap();
+    assert!(!part.exists() && std::fs::read(&target).unwrap() == b"whole");
+}
+
 /// What a daemon that died has left of a fleece that was not the top of the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Left {
