@@ -5,7 +5,7 @@ use crate::live_jobs::aim_of;
 use crate::manager::Manager;
 use crate::record::{DiskRecord, FileIdentity, MadeFile, recorded_name, target_name};
 use block::{Error, ErrorKind, Result};
-use daemon::{MirrorOptions, MirrorSwitch, NodeId, name_until_whole};
+use daemon::{MirrorOptions, MirrorSwitch, NodeId, name_until_whole, refuse_part};
 use drive::unmake_file;
 use image::{FileName, MirrorEnd, MirrorScope};
 use std::path::Path;
@@ -38,8 +38,6 @@ impl Manager {
         let copy = recorded_name(&part);
         let moved = copy.clone();
         let move_over = move |switch: &MirrorSwitch| {
-            // Dropped with this closure, even if it is never called.
-            let _unfinished = &unfinished;
             let below = switch.below.iter().map(recorded_name);
             let below = (scope == MirrorScope::Top).then(|| below.collect());
             record.change(|disk| {
@@ -49,7 +47,7 @@ impl Manager {
         };
         let kept = move || kept_record.change(|disk| disk.is_finished(&copy));
         let has_made = || made_record.has_made_for_job(&part);
-        let id = self.daemon.start_mirror_with(node, &options, has_made, move_over, kept)?;
+        let id = self.daemon.start_mirror_with(node, &options, has_made, move_over, kept, unfinished)?;
         self.tell_if_behind(name, id, options.aim);
         self.has_started(name, id)
     }
@@ -77,10 +75,20 @@ impl Manager {
 }
 
 impl DiskRecord {
-    /// Notes a file that is going to be made. Refused while another one of this name is being made: the question and the
-    /// note are one step.
+    /// Notes a file that is going to be made. Refused while one of this name is being made for any disk, and if the name
+    /// has a file: the question and the note are one step.
     pub(crate) fn will_make(&self, file: &FileName) -> Result<()> {
-        self.change_if_it_can(|disk| disk.will_make(&recorded_name(file)))
+        // All changes of the record wait for a change, and this may wait for a server.
+        let unless_there = refuse_part(file);
+        let text = recorded_name(file);
+        self.records.try_change(|record| {
+            record.disks.iter().try_for_each(|disk| disk.refuse_while_made(&text, unless_there.is_err()))?;
+            unless_there?;
+            if let Some(disk) = record.disk_mut(&self.name).filter(|_| self.is_current()) {
+                disk.will_make(&text);
+            }
+            Ok(())
+        })
     }
 
     /// Notes that the file is there, if it is on record.
@@ -99,10 +107,11 @@ impl DiskRecord {
     pub(crate) fn has_made_for_job(&self, file: &FileName) -> Result<()> {
         self.has_made(file)?;
         if file.path().is_some() {
-            tracing::info!(
-                disk = %self.name,
-                "made '{file}': it gets its own name when it is whole; if the daemon is killed before, the next one removes it"
-            );
+            let after_a_kill = match self.records.is_durable() {
+                true => "if the daemon is killed before, the next one removes it",
+                false => "if the daemon is killed before, it stays: there is no state directory",
+            };
+            tracing::info!(disk = %self.name, "made '{file}': it gets its own name when it is whole; {after_a_kill}");
         }
         Ok(())
     }
@@ -158,7 +167,11 @@ fn remove_unfinished_file(disk: &str, unfinished: &MadeFile) {
         return;
     }
     match unmake_file(&name) {
-        Ok(()) => tracing::warn!(disk, "removed '{name}', a copy that was not finished"),
+        Ok(()) => {
+            tracing::warn!(disk, "removed '{name}', a copy that was not finished");
+            // The part may have been its second name.
+            tell_if_whole(disk, unfinished);
+        }
         Err(error) => tracing::warn!(disk, "cannot remove '{name}', a copy that was not finished: {error}"),
     }
 }
@@ -167,7 +180,8 @@ fn remove_unfinished_file(disk: &str, unfinished: &MadeFile) {
 fn tell_if_whole(disk: &str, unfinished: &MadeFile) {
     let whole = Path::new(&unfinished.file).with_extension("");
     if whole.symlink_metadata().is_ok_and(|found| unfinished.made.is_some() && unfinished.is_surely(&found)) {
-        let what = "holds all of the disk as it was when the daemon ended; the disk stays on its own image";
+        let what = "is a whole copy whose job was not recorded as done; the disk stays on its own image, and a bitmap was \
+                    not cleared";
         tracing::warn!(disk, "'{}' {what}: remove the copy if nothing needs it", whole.display());
     }
 }

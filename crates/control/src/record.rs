@@ -232,7 +232,8 @@ impl DiskRecord {
         Err(Error::new(ErrorKind::Locked, what))
     }
 
-    fn is_current(&self) -> bool {
+    /// Whether the record under its name is this disk's.
+    pub(crate) fn is_current(&self) -> bool {
         self.records.node_of(&self.name) == Some(self.node)
     }
 }

@@ -39,7 +39,7 @@ pub use jobs::backup::{BackupMode, BackupOptions, BackupRecord, LastBackup, Whol
 pub use jobs::commit::{CommitOptions, CommitRecord};
 pub use jobs::fleece::FleeceRecord;
 pub use jobs::layers::{BaseRecord, TakenOff};
-pub use jobs::made::name_until_whole;
+pub use jobs::made::{name_until_whole, refuse_part};
 pub use notify::{notify, watchdog_interval};
 pub use pidfile::Pidfile;
 pub use state::attach::{Attachment, attach_flags, quote};

@@ -226,6 +226,7 @@ fn record_of(new: &NewDisk<'_>, name: &str, exports: &[AddExport], socket: Optio
         bases: Vec::new(),
         moved_from: None,
         unfinished: Vec::new(),
+        unfinished_made: None,
         leaving_tops: Vec::new(),
         leaving_below: 0,
         last_backups: Vec::new(),

@@ -3,7 +3,7 @@
 //! A new file is written beside the old one, synced and renamed, and the directory is synced. A power cut leaves the old
 //! record or the new one.
 
-use super::{Record, VERSION};
+use super::{Record, RecordedDisk, VERSION};
 use block::{Error, ErrorKind, Result};
 use rustix::fs::{FlockOperation, flock};
 use std::fs::{File, OpenOptions};
@@ -56,7 +56,8 @@ impl StateDirectory {
                 format!("'{}' is not a record of disks: {why}; move it away to begin with none", file.display());
             Error::new(ErrorKind::BadOption, message)
         };
-        let record: Record = serde_json::from_slice(&text).map_err(|error| bad(error.to_string()))?;
+        let mut record: Record = serde_json::from_slice(&text).map_err(|error| bad(error.to_string()))?;
+        record.disks.iter_mut().for_each(RecordedDisk::bring_up_to_date);
         match record.version {
             VERSION => Ok(record),
             other => Err(bad(format!("its version is {other}, this program reads version {VERSION}"))),

@@ -1,6 +1,6 @@
 //! One disk of the record: its options, and how its layers came to be.
 
-use super::identity::{FileIdentity, MadeFile};
+use super::identity::{FileIdentity, MadeFile, one_or_more};
 use crate::api::{AddExport, FormerTop};
 use crate::options::Options;
 use block::{Error, ErrorKind, Result};
@@ -31,8 +31,11 @@ pub(crate) struct RecordedDisk {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) moved_from: Option<String>,
     /// Files that jobs and snapshots are making for it, and that are useless if these do not finish.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "one_or_more")]
     pub(crate) unfinished: Vec<MadeFile>,
+    /// In a record of an older build, which file the only unfinished one is.
+    #[serde(default, skip_serializing)]
+    pub(crate) unfinished_made: Option<FileIdentity>,
     /// Former tops that go from below the top, the last on top, while its image may still name them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) leaving_tops: Vec<Top>,
@@ -97,6 +100,14 @@ impl Top {
 }
 
 impl RecordedDisk {
+    /// Gives a disk from a record of an older build its present form.
+    pub(super) fn bring_up_to_date(&mut self) {
+        let made = self.unfinished_made.take();
+        if let Some(file) = self.unfinished.first_mut() {
+            file.made = file.made.or(made);
+        }
+    }
+
     /// Returns the files of its tops, former ones included, and its bases.
     pub(crate) fn files(&self) -> impl Iterator<Item = &str> {
         let former = self.former_tops.iter().chain(&self.leaving_tops).map(|top| top.file.as_str());
@@ -315,17 +326,21 @@ impl RecordedDisk {
         self.options.set("format", format);
     }
 
-    /// Records a file that is going to be made. Refused while another one of this name is being made.
-    pub(crate) fn will_make(&mut self, file: &str) -> Result<()> {
-        // One that was made may be gone again. What lies at a server, its maker refuses.
-        let is_in_the_way = |other: &MadeFile| other.file == file && (other.made.is_none() || Path::new(file).exists());
+    /// Refuses a file that is being made for this disk. `is_there` says whether the name has a file: one that was made
+    /// may be gone again. What lies at a server, its maker refuses.
+    pub(crate) fn refuse_while_made(&self, file: &str, is_there: bool) -> Result<()> {
+        let is_in_the_way = |other: &MadeFile| other.file == file && (other.made.is_none() || is_there);
         if self.unfinished.iter().any(is_in_the_way) {
             let (name, file) = (&self.name, image::without_secrets(file));
             let what = format!("'{file}' is being made for the disk '{name}': wait, or choose another name");
             return Err(Error::new(ErrorKind::Locked, what));
         }
-        self.unfinished.push(MadeFile::to_be(file));
         Ok(())
+    }
+
+    /// Records a file that is going to be made.
+    pub(crate) fn will_make(&mut self, file: &str) {
+        self.unfinished.push(MadeFile::to_be(file));
     }
 
     /// Records that a file is there, if it was to be made.

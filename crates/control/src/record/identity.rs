@@ -1,6 +1,6 @@
 //! Which file has a name, and files that the daemon makes.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 use std::time::UNIX_EPOCH;
@@ -34,13 +34,48 @@ impl FileIdentity {
 
 /// A file that the daemon makes for a disk, in the record from before it is made until nobody needs to know of it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(from = "RecordedFile")]
 pub(crate) struct MadeFile {
     /// Its name, as the record has it.
     pub(crate) file: String,
     /// Which file that is, once it is made: another file may get its name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) made: Option<FileIdentity>,
+}
+
+/// A [`MadeFile`] in a record. Older builds wrote its name only.
+#[derive(Deserialize)]
+#[serde(untagged, deny_unknown_fields)]
+enum RecordedFile {
+    Named(String),
+    Known {
+        file: String,
+        #[serde(default)]
+        made: Option<FileIdentity>,
+    },
+}
+
+impl From<RecordedFile> for MadeFile {
+    fn from(recorded: RecordedFile) -> Self {
+        match recorded {
+            RecordedFile::Named(file) => Self::to_be(file),
+            RecordedFile::Known { file, made } => Self { file, made },
+        }
+    }
+}
+
+/// Reads the files that are made for a disk. Older builds wrote one, or `null`.
+pub(super) fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<MadeFile>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Recorded {
+        More(Vec<MadeFile>),
+        One(Option<String>),
+    }
+    Ok(match Recorded::deserialize(deserializer)? {
+        Recorded::More(files) => files,
+        Recorded::One(file) => file.into_iter().map(MadeFile::to_be).collect(),
+    })
 }
 
 impl MadeFile {

@@ -17,6 +17,7 @@ fn disk(file: &str) -> RecordedDisk {
         bases: Vec::new(),
         moved_from: None,
         unfinished: Vec::new(),
+        unfinished_made: None,
         leaving_tops: Vec::new(),
         leaving_below: 0,
         last_backups: Vec::new(),
@@ -75,6 +76,40 @@ fn a_record_comes_back_and_only_one_daemon_has_it() {
     assert_eq!(Records::in_directory(&path).unwrap_err().kind(), ErrorKind::Locked);
     drop(records);
     assert_eq!(*Records::in_directory(&path).unwrap().current(), *kept);
+}
+
+#[test]
+fn a_record_of_an_older_build_is_read() {
+    let disk = |more: &str| {
+        format!(
+            r#"{{"name": "a", "options": {{"name": "a", "file": "/fleece", "format": "qcow2"}}, "own_export": true, "exports": [],
+                 "former_tops": [{{"file": "/a.raw", "format": "raw"}}]{more}}}"#
+        )
+    };
+    let read = |more: &str| {
+        let dir = tempfile::tempdir().unwrap();
+        let text = format!(r#"{{"version": 1, "disks": [{}], "removed": []}}"#, disk(more));
+        std::fs::write(dir.path().join(FILE), text).unwrap();
+        let record = Records::in_directory(dir.path())?.current();
+        Ok::<_, Error>(record.disk("a").unwrap().clone())
+    };
+    let made = r#"{"device": 1, "inode": 2, "born_ns": 3}"#;
+    let identity = serde_json::from_str(made).unwrap();
+    for (older, unfinished) in [
+        (r#", "unfinished": "/c.qcow2""#.to_owned(), vec![MadeFile::to_be("/c.qcow2")]),
+        (
+            format!(r#", "unfinished": "/c.qcow2", "unfinished_made": {made}"#),
+            vec![MadeFile { file: "/c.qcow2".into(), made: Some(identity) }],
+        ),
+        (r#", "unfinished": null"#.to_owned(), Vec::new()),
+    ] {
+        let read = read(&format!(r#"{older}, "fleeces": ["/fleece"]"#)).unwrap();
+        assert_eq!((read.unfinished, read.fleeces), (unfinished, vec![MadeFile::to_be("/fleece")]), "{older}");
+        assert_eq!(read.options.to_text(), "name=a,file=/fleece,format=qcow2");
+        assert_eq!((read.unfinished_made, read.former_tops.len()), (None, 1));
+    }
+    let refused = read(r#", "colour": "red""#).unwrap_err().to_string();
+    assert!(refused.contains("unknown field `colour`"), "{refused}");
 }
 
 #[test]
@@ -160,8 +195,8 @@ fn a_last_backup_is_one_of_a_bitmap_of_the_top_layer() {
 fn a_disk_that_went_over_to_a_copy_keeps_it_whatever_else_its_options_say() {
     let mut moved = disk("/a.raw");
     moved.put_on("/b.qcow2");
-    moved.will_make("/c.qcow2").unwrap();
-    moved.will_make("/other").unwrap();
+    moved.will_make("/c.qcow2");
+    moved.will_make("/other");
     let mut top = moved.clone();
     moved.move_to("/c.qcow2", "qcow2", None);
     moved.is_finished("/c.qcow2");

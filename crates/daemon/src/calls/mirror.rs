@@ -1,7 +1,7 @@
 //! Copies a disk in use to another image, by a job.
 
 use crate::daemon::Daemon;
-use crate::jobs::made::{Made, name_until_whole, refuse_existing};
+use crate::jobs::made::{Made, name_until_whole, refuse_existing, refuse_part};
 use crate::state::status::{JobId, JobKind, NodeId};
 use block::{Disk, Error, ErrorKind, File, Result};
 use drive::{EngineOpener, check_room};
@@ -69,7 +69,7 @@ impl Daemon {
     /// here, `has_made` is called before anything is written to it. When the image holds all data, before it takes the
     /// disk's place, `record` is called while guests go on. There the caller makes its record of the disks durable. If
     /// the image stays a copy, `kept` is called when it is whole. On an error the disk stays as it is, and a target that
-    /// was made for it is removed.
+    /// was made for it is removed. `held` is dropped after that.
     pub fn start_mirror_with(
         &self,
         node: NodeId,
@@ -77,10 +77,11 @@ impl Daemon {
         has_made: impl FnOnce() -> Result<()>,
         record: impl FnOnce(&MirrorSwitch) -> Result<()> + Send + 'static,
         kept: impl FnOnce() -> Result<()> + Send + 'static,
+        held: impl Send + 'static,
     ) -> Result<JobId> {
         let MirrorOptions { scope, end, aim, bytes_per_second, existing, .. } = *options;
         let name = options.target.clone();
-        let (mut made, file, target, switch) = self.mirror_target(node, options, has_made)?;
+        let (mut made, file, target, switch) = self.mirror_target(node, options, has_made, Made::holding(held))?;
         self.start_job(JobKind::Mirror, node, bytes_per_second, move |image, watch, has_new_top| {
             watch.set_aim(aim);
             if existing {
@@ -116,6 +117,7 @@ impl Daemon {
         node: NodeId,
         options: &MirrorOptions,
         has_made: impl FnOnce() -> Result<()>,
+        mut made: Made,
     ) -> Result<OpenedTarget> {
         let MirrorOptions { target, format, existing, scope, .. } = options;
         let (_work, found, image) = self.image_for("a look at its layers".to_owned(), node, None)?;
@@ -139,10 +141,11 @@ impl Daemon {
         if !existing && !format.has_tables() && matches!(target, FileName::Nbd(_)) {
             return bad("a raw image is all of a server's disk, which exists: say that it is to be written over");
         }
-        let (mut made, mut opened) = (Made::default(), target.clone());
+        let mut opened = target.clone();
         if !existing {
             refuse_existing(target)?;
             opened = name_until_whole(target);
+            refuse_part(&opened)?;
             let length_bytes = if format.has_tables() { 0 } else { image.info().size_bytes };
             made.file(&opened, length_bytes)?;
             has_made()?;

@@ -6,10 +6,10 @@
 
 use super::fleece::{self, Fleece, FleeceRecord};
 use super::layers::top_of;
-use super::made::{give_name, name_until_whole, refuse_existing};
+use super::made::{MadeFile, name_until_whole, refuse_existing, refuse_part};
 use crate::table::Found;
 use block::{Disk as _, Error, ErrorKind, File, Result};
-use drive::{DiskOptions, EngineOpener, check_room, make_file, unmake_file};
+use drive::{DiskOptions, EngineOpener, check_room};
 use engine::CacheMode;
 use image::{
     Backing, BackingPolicy, Copied, CopyOut, CopyWatch, CreateOptions, FileName, Format, Image, ImageOptions,
@@ -280,11 +280,9 @@ impl Backup {
     /// Notes that the copy is complete and durable, before the bitmap is cleared of what it holds.
     fn is_whole(&self, image: &Image, target: &mut Target, record: &mut dyn BackupRecord) -> Result<()> {
         let bitmap = self.options.bitmap.as_deref();
-        let (made, name) = (target.made.clone(), &self.options.target);
-        if let Some(part) = &made {
-            give_name(part, name)?;
-            target.made = Some(name.clone());
-            name.path().map_or(Ok(()), engine::sync_directory_of)?;
+        let (made, name) = (target.made.as_ref().map(|made| made.name.clone()), &self.options.target);
+        if let Some(part) = &mut target.made {
+            part.give_name(name)?;
         }
         if made.is_none() && bitmap.is_none() {
             return Ok(());
@@ -347,8 +345,8 @@ struct Target {
     /// Set while a thread copies to it.
     copied_to: Option<Arc<Image>>,
     is_blank: bool,
-    /// The target's name, until the backup is complete.
-    made: Option<FileName>,
+    /// The target's file, until the backup is complete.
+    made: Option<MadeFile>,
     /// The incomplete target was removed.
     is_removed: bool,
 }
@@ -395,14 +393,15 @@ impl Target {
 
     /// Makes the target's file, after the record names it.
     fn make(&mut self, name: &FileName, record: &mut dyn BackupRecord) -> Result<()> {
-        if name.path().is_none_or(|path| path.try_exists().is_ok_and(|exists| !exists)) {
-            record.will_make_target(name)?;
+        // What the record says of another file of this name stays.
+        record.will_make_target(name)?;
+        match refuse_part(name).and_then(|()| MadeFile::make(name, 0)) {
+            Ok(made) => self.made = Some(made),
+            Err(error) => {
+                record.is_given_up(name)?;
+                return Err(error);
+            }
         }
-        if let Err(error) = make_file(name, 0) {
-            record.is_given_up(name)?;
-            return Err(error);
-        }
-        self.made = Some(name.clone());
         record.has_made_target(name)
     }
 
@@ -416,14 +415,10 @@ impl Target {
     /// Closes the target, and removes it if it was made here and is not complete.
     fn close(&mut self) {
         (self.opened, self.copied_to) = (None, None);
-        let Some(name) = self.made.as_ref().filter(|_| !self.is_removed) else { return };
-        if name.path().is_some_and(|path| path.try_exists().is_ok_and(|exists| !exists)) {
-            self.is_removed = true;
-            return;
-        }
-        match unmake_file(name) {
+        let Some(made) = self.made.as_ref().filter(|_| !self.is_removed) else { return };
+        match made.remove() {
             Ok(()) => self.is_removed = true,
-            Err(error) => tracing::warn!("cannot remove '{name}', which is half a backup: {error}"),
+            Err(error) => tracing::warn!("cannot remove '{}', which is half a backup: {error}", made.name),
         }
     }
 }

@@ -4,9 +4,12 @@ use crate::table::Found;
 use block::{Disk, Error, ErrorKind, File, Result};
 use drive::{EngineOpener, check_room, make_file, unmake_file};
 use image::{CreateOptions, FileName, Image, OpenedOverlay, Opener, Role};
-use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::fs::{AtFlags, CWD, RenameFlags, linkat, renameat_with};
 use rustix::io::Errno;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::Arc;
+use std::time::SystemTime;
 
 /// What the name of a copy ends with until it is whole.
 const PART: &str = ".part";
@@ -30,35 +33,126 @@ pub(crate) fn refuse_existing(target: &FileName) -> Result<()> {
     Ok(())
 }
 
-/// Gives a copy that is whole its own name. Refused if another file has that. The caller makes it durable.
-pub(crate) fn give_name(part: &FileName, target: &FileName) -> Result<()> {
-    let (Some(from), Some(to)) = (part.path(), target.path()) else { return Ok(()) };
-    if from == to {
-        return Ok(());
+/// Refuses a file that a job is going to make for a copy, and that exists already.
+pub fn refuse_part(part: &FileName) -> Result<()> {
+    if part.path().is_some_and(|path| path.symlink_metadata().is_ok()) {
+        let what = format!("'{part}' exists: another job may be making it; if none is, remove it");
+        return Err(Error::new(ErrorKind::BadOption, what));
     }
+    Ok(())
+}
+
+/// A file that was made here. Another file may get its name.
+#[derive(Debug)]
+pub(crate) struct MadeFile {
+    pub(crate) name: FileName,
+    /// `None` for what lies at a server.
+    identity: Option<Identity>,
+}
+
+/// The file's device, inode, and the time when it was made, if the file system knows that.
+type Identity = (u64, u64, Option<SystemTime>);
+
+/// Returns which file has this name, if one has.
+fn identity_of(path: &Path) -> Result<Option<Identity>> {
+    match path.symlink_metadata() {
+        Ok(found) => Ok(Some((found.dev(), found.ino(), found.created().ok()))),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Error::io(format!("cannot look at '{}'", path.display()), error)),
+    }
+}
+
+impl MadeFile {
+    /// Makes a file, which must not exist.
+    pub(crate) fn make(name: &FileName, length_bytes: u64) -> Result<Self> {
+        make_file(name, length_bytes)?;
+        Ok(Self { name: name.clone(), identity: name.path().map_or(Ok(None), identity_of)? })
+    }
+
+    /// Whether its name still leads to it.
+    fn is_there(&self) -> Result<bool> {
+        let Some(path) = self.name.path() else { return Ok(true) };
+        Ok(identity_of(path)?.is_some_and(|found| Some(found) == self.identity))
+    }
+
+    /// Removes it. Another file of its name stays.
+    pub(crate) fn remove(&self) -> Result<()> {
+        if self.is_there()? { unmake_file(&self.name) } else { Ok(()) }
+    }
+
+    /// Gives a copy that is whole its own name, durably. Refused if another file has that, or if the copy is gone.
+    pub(crate) fn give_name(&mut self, target: &FileName) -> Result<()> {
+        let (Some(from), Some(to)) = (self.name.path(), target.path()) else { return Ok(()) };
+        if from == to {
+            return Ok(());
+        }
+        if !self.is_there()? {
+            let what = format!("'{}' was removed or replaced while the job copied to it: copy again", self.name);
+            return Err(Error::new(ErrorKind::Io, what));
+        }
+        rename(from, to, target)?;
+        self.name = target.clone();
+        self.name.path().map_or(Ok(()), engine::sync_directory_of)
+    }
+}
+
+/// Renames a file. Never takes the place of another one.
+fn rename(from: &Path, to: &Path, target: &FileName) -> Result<()> {
     match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
         Ok(()) => return Ok(()),
         Err(Errno::EXIST) => refuse_existing(target)?,
         // Not every file system can do that in one step.
         Err(_) => {}
     }
+    if rename_by_link(from, to, target)? {
+        return Ok(());
+    }
     // From here on nobody else takes the name.
-    engine::create(to, 0)?;
+    let empty = MadeFile::make(target, 0)?;
     std::fs::rename(from, to).map_err(|error| {
-        let _ = std::fs::remove_file(to);
-        Error::io(format!("cannot give '{part}' the name '{target}'"), error)
+        let _ = empty.remove();
+        Error::io(format!("cannot give '{}' the name '{target}'", from.display()), error)
     })
+}
+
+/// Renames a file in two steps: it has both names between them. Returns whether the file system has such links.
+fn rename_by_link(from: &Path, to: &Path, target: &FileName) -> Result<bool> {
+    match linkat(CWD, from, CWD, to, AtFlags::empty()) {
+        Ok(()) => {}
+        Err(Errno::EXIST) => {
+            refuse_existing(target)?;
+            return Ok(false);
+        }
+        Err(_) => return Ok(false),
+    }
+    // After a power cut it has one of its names.
+    let removed = engine::sync_directory_of(to).and_then(|()| {
+        let failed = |error| Error::io(format!("cannot take the name '{}' from a copy", from.display()), error);
+        std::fs::remove_file(from).map_err(failed)
+    });
+    if removed.is_err() {
+        let _ = std::fs::remove_file(to);
+    }
+    removed.map(|()| true)
 }
 
 /// Files that were made. They are removed again unless they are kept.
 #[derive(Default)]
-pub(crate) struct Made(Vec<FileName>);
+pub(crate) struct Made {
+    files: Vec<MadeFile>,
+    /// Dropped after the files are removed.
+    _held: Option<Box<dyn Send>>,
+}
 
 impl Made {
+    /// Holds something until the files are removed.
+    pub(crate) fn holding(held: impl Send + 'static) -> Self {
+        Self { files: Vec::new(), _held: Some(Box::new(held)) }
+    }
+
     /// Makes a file, which must not exist. Its name is durable: a record of disks is going to name it.
     pub(crate) fn file(&mut self, name: &FileName, length_bytes: u64) -> Result<()> {
-        make_file(name, length_bytes)?;
-        self.0.push(name.clone());
+        self.files.push(MadeFile::make(name, length_bytes)?);
         name.path().map_or(Ok(()), engine::sync_directory_of)
     }
 
@@ -84,22 +178,19 @@ impl Made {
     /// Gives a copy that was made here and is whole its own name, durably.
     pub(crate) fn give_name(&mut self, target: &FileName) -> Result<()> {
         let part = name_until_whole(target);
-        let Some(made) = self.0.iter_mut().find(|made| **made == part) else { return Ok(()) };
-        give_name(&part, target)?;
-        *made = target.clone();
-        target.path().map_or(Ok(()), engine::sync_directory_of)
+        self.files.iter_mut().find(|made| made.name == part).map_or(Ok(()), |made| made.give_name(target))
     }
 
     pub(crate) fn keep(&mut self) {
-        self.0.clear();
+        self.files.clear();
     }
 }
 
 impl Drop for Made {
     fn drop(&mut self) {
-        for name in &self.0 {
-            if let Err(error) = unmake_file(name) {
-                tracing::warn!("cannot remove '{name}', which is not used: {error}");
+        for file in &self.files {
+            if let Err(error) = file.remove() {
+                tracing::warn!("cannot remove '{}', which is not used: {error}", file.name);
             }
         }
     }
@@ -137,7 +228,55 @@ mod tests {
             drop(made);
             assert_eq!(path.exists(), is_kept);
         }
+        // In a file system that cannot rename without taking the place of another file.
+        std::fs::write(&path, "somebody's").unwrap();
+        let [from, to] = ["from", "to"].map(|name| directory.path().join(name));
+        std::fs::write(&from, "whole").unwrap();
+        rename_by_link(&from, &path, &target).unwrap_err();
+        assert!(std::fs::read(&from).unwrap() == b"whole" && std::fs::read(&path).unwrap() == b"somebody's");
+        assert!(rename_by_link(&from, &to, &FileName::from(to.as_path())).unwrap() && !from.exists());
+        assert_eq!(std::fs::read(&to).unwrap(), b"whole");
         let elsewhere = FileName::parse("rbd:pool/copy").unwrap();
         assert_eq!(name_until_whole(&elsewhere), elsewhere);
+    }
+
+    /// Says whether a file is there when this is dropped.
+    struct AtTheEnd(std::path::PathBuf, std::sync::mpsc::Sender<bool>);
+
+    impl Drop for AtTheEnd {
+        fn drop(&mut self) {
+            self.1.send(self.0.exists()).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_file_that_has_got_the_name_of_a_part_is_neither_renamed_nor_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("copy");
+        let target = FileName::from(path.as_path());
+        let part = name_until_whole(&target);
+        let part_path = part.path().unwrap();
+        for is_replaced in [true, false] {
+            let mut made = Made::default();
+            made.file(&part, 4096).unwrap();
+            // The first file lives on, as one that is open does.
+            std::fs::rename(part_path, directory.path().join("other")).unwrap();
+            if is_replaced {
+                std::fs::write(part_path, "another job's").unwrap();
+                assert!(refuse_part(&part).unwrap_err().to_string().contains("another job may be making it"));
+            }
+            let refused = made.give_name(&target).unwrap_err().to_string();
+            assert!(refused.contains("was removed or replaced") && !path.exists(), "{refused}");
+            drop(made);
+            assert_eq!(part_path.exists(), is_replaced);
+            let _ = std::fs::remove_file(part_path);
+        }
+        refuse_part(&part).unwrap();
+        // What is held goes after the file: a record names the file as long as it is there.
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let mut made = Made::holding(AtTheEnd(part_path.to_owned(), sender));
+        made.file(&part, 4096).unwrap();
+        drop(made);
+        assert_eq!(receiver.recv(), Ok(false));
     }
 }

@@ -57,6 +57,32 @@ fn each_file_that_is_being_made_is_on_record_by_itself() {
     make(&one);
     drop((first, again));
     assert!(noted().is_empty());
+    // A file that nobody has noted is somebody's, and does not get on record.
+    std::fs::write(one.path().unwrap(), "").unwrap();
+    let somebodys = record.will_make(&one).unwrap_err().to_string();
+    assert!(somebodys.contains("if none is, remove it") && noted().is_empty(), "{somebodys}");
+    std::fs::remove_file(one.path().unwrap()).unwrap();
+    // Another disk's copy gets the name no sooner.
+    let records = &managed.manager.records;
+    records
+        .change(|record| {
+            let web = record.disk("web").unwrap().clone();
+            record.disks.push(RecordedDisk { name: "second".into(), ..web });
+        })
+        .unwrap();
+    records.is_of("second", node);
+    let second = managed.manager.record_of("second", node);
+    let first = reserve(&one).unwrap();
+    for is_made in [false, true] {
+        if is_made {
+            make(&one);
+        }
+        let refused = second.will_make(&one).unwrap_err();
+        assert!(refused.kind() == ErrorKind::Locked && refused.to_string().contains("for the disk 'web'"), "{refused}");
+    }
+    drop((first, second));
+    records.change(|record| record.disks.retain(|disk| disk.name == "web")).unwrap();
+    std::fs::remove_file(one.path().unwrap()).unwrap();
     // A daemon that dies leaves none of them.
     [&one, &other].into_iter().for_each(|file| record.will_make(file).unwrap());
     [&one, &other].into_iter().for_each(make);
@@ -65,6 +91,59 @@ fn each_file_that_is_being_made_is_on_record_by_itself() {
     managed.manager.restore(&[]).unwrap();
     assert!(!one.path().unwrap().exists() && !other.path().unwrap().exists());
     assert_eq!(managed.recorded().unwrap().unfinished, []);
+}
+
+#[test]
+fn a_part_that_is_there_stays_and_so_does_what_the_record_says_of_it() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    managed.add(&root, &[]).unwrap();
+    let [target, part] = ["copy", "copy.part"].map(|name| root.with_file_name(name));
+    let Managed { directory: _directory, manager } = managed;
+    let manager = Arc::new(manager);
+    let unfinished = || manager.records.current().disk("web").unwrap().unfinished.len();
+    let refused = || {
+        let target = target.display();
+        let backup = serde_json::from_str(&format!(r#"{{"target": "{target}"}}"#)).unwrap();
+        let mirror = serde_json::from_str(&format!(r#"{{"target": "{target}"}}"#)).unwrap();
+        let job = manager.backup("web", backup).unwrap();
+        let backup = manager.daemon.wait_job(manager.job_id(job.id).unwrap()).unwrap_err();
+        [backup.to_string(), manager.mirror("web", &mirror).unwrap_err().to_string()]
+    };
+    // Somebody's, although nothing is in it.
+    std::fs::write(&part, "").unwrap();
+    for refused in refused() {
+        assert!(refused.contains("if none is, remove it"), "{refused}");
+    }
+    assert_eq!(unfinished(), 0);
+    // One that a job could not remove.
+    std::fs::remove_file(&part).unwrap();
+    let record = manager.record_of("web", manager.node("web").unwrap());
+    let name = FileName::from(part.as_path());
+    record.will_make(&name).unwrap();
+    std::fs::write(&part, "whole").unwrap();
+    record.has_made(&name).unwrap();
+    for refused in refused() {
+        assert!(refused.contains("is being made for the disk 'web'"), "{refused}");
+    }
+    assert_eq!(unfinished(), 1);
+}
+
+#[test]
+fn a_whole_copy_that_has_both_names_when_the_daemon_dies_keeps_its_own() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    managed.add(&root, &[]).unwrap();
+    let [target, part] = ["copy", "copy.part"].map(|name| root.with_file_name(name));
+    let (record, name) = (record_of(&managed), FileName::from(part.as_path()));
+    record.will_make(&name).unwrap();
+    std::fs::write(&part, "whole").unwrap();
+    record.has_made(&name).unwrap();
+    std::fs::hard_link(&part, &target).unwrap();
+    drop(record);
+    let managed = managed.again();
+    managed.manager.restore(&[]).unwrap();
+    assert!(!part.exists() && std::fs::read(&target).unwrap() == b"whole");
 }
 
 /// What a daemon that died has left of a fleece that was not the top of the disk.
