@@ -1,5 +1,5 @@
-//! Clients whose requests wait for limits when their daemon ends in order: all get their answers, and nobody gets an
-//! error.
+//! Clients whose requests wait for limits when their daemon ends in order, or their monitor stops the ring: all get their
+//! answers, and nobody gets an error.
 
 mod common;
 #[path = "hostile/ground.rs"]
@@ -24,7 +24,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use wire::Wire;
+use wire::{Wire, code, words32};
 
 const SECTOR: usize = 512;
 const SIZE: u16 = 256;
@@ -132,6 +132,28 @@ fn a_guest_whose_requests_wait_for_limits_gets_its_answers_when_the_daemon_ends(
     assert_eq!(guest.used(), SIZE, "requests without an answer");
     guest.finish();
     drop(wire);
+}
+
+/// A guest that resets its device must not pass its limits so. An operator ends the wait.
+#[test]
+fn a_monitor_that_stops_a_ring_waits_for_its_limits_until_they_are_set_to_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(1);
+    let (node, _) = daemon.add(&disk(dir.path(), Some(one_a_second()))).unwrap();
+    let mut guest = Guest::new();
+    let wire = guest.connect(dir.path());
+    wait_for_requests(&daemon, SIZE.into());
+    let base = std::thread::scope(|scope| {
+        let asking = scope.spawn(|| wire.ask(code::GET_VRING_BASE, &words32(&[0, 0])).unwrap());
+        for throttle in daemon.throttles(node).unwrap() {
+            throttle.group().set_limits(ThrottleLimits::default());
+        }
+        asking.join().unwrap()
+    });
+    assert_eq!(base, words32(&[0, SIZE.into()]), "the ring goes on after all that it has taken");
+    guest.finish();
+    drop(wire);
+    daemon.shutdown().unwrap();
 }
 
 #[test]
