@@ -160,14 +160,6 @@ pub trait DiskQueue {
     /// Returns how many requests are submitted and not yet harvested.
     fn in_flight(&self) -> usize;
 
-    /// Takes a request back that has not begun. After `true`, nothing of it was done or will be, its memory is no longer
-    /// held, and no completion comes. Its tag must name one operation only. A queue that has begun the request, or does
-    /// not know, returns `false`. A filter passes the call on, if the request was passed on.
-    fn recall(&mut self, tag: Tag) -> bool {
-        let _ = tag;
-        false
-    }
-
     /// Appends the known times of requests, including those that the last harvest completed. Call it after each
     /// harvest, before their tags are used again. Requests that it does not name spent their time in the engine. A
     /// filter passes the call on.

@@ -267,7 +267,7 @@ impl Daemon {
         let (node, front, hold) = self.table.take_export(id)?;
         // Guests of other exports go on waiting.
         let _held = hold.as_ref().map(Hold::give_up);
-        let limits = Patience::with_limits(&self.throttles(node).unwrap_or_default());
+        let limits: Vec<_> = self.throttles(node).unwrap_or_default().iter().map(ThrottleMember::lift).collect();
         let (table, has_given_up) = (Arc::clone(&self.table), Arc::clone(&self.has_given_up));
         let patience = Patience::with_export(self.config.give_up_after, id, front.surrender(), move || {
             has_given_up.store(true, Ordering::Release);
@@ -288,7 +288,7 @@ impl Daemon {
         let _going = self.table.going(id);
         self.be_patient_with_jobs_of(id);
         let _held = found.disk.hold.as_deref().map(HoldControl::give_up);
-        let limits = Patience::with_limits(&found.disk.throttles);
+        let limits: Vec<_> = found.disk.throttles.iter().map(ThrottleMember::lift).collect();
         let given_up = Arc::new(AtomicBool::new(false));
         let surrenders = exports.iter().map(|(_, export)| export.surrender()).collect();
         let patience = Patience::with_requests(self.config.give_up_after, &found, surrenders, &given_up);

@@ -7,14 +7,12 @@ use crate::fronts::front::FrontSurrender;
 use crate::state::status::ExportId;
 use crate::table::Found;
 use block::{Error, ErrorKind, Result};
-use image::{Image, ThrottleMember};
+use image::Image;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
 use std::time::{Duration, Instant};
 
-/// How long requests that wait for the disk's limits may wait on. Most go back to their guest's ring at once.
-const LIMITS_PATIENCE: Duration = Duration::from_millis(200);
 /// How long files get after they were asked to give up.
 const CANCEL_PATIENCE: Duration = Duration::from_secs(1);
 /// If some requests end, the others are waited for, up to so many times the limit: the storage is only slow.
@@ -54,19 +52,6 @@ impl Patience {
                 None
             }
         }
-    }
-
-    /// Guards the wait for requests that wait for a disk's limits: the limits are lifted. `None` without limits.
-    pub(crate) fn with_limits(throttles: &[Arc<ThrottleMember>]) -> Option<Self> {
-        let throttles = throttles.to_vec();
-        if throttles.is_empty() {
-            return None;
-        }
-        Self::begin(LIMITS_PATIENCE, move |over| {
-            let _lifted: Vec<_> = throttles.iter().map(ThrottleMember::lift).collect();
-            // An error says that the wait is over.
-            let _ = over.recv();
-        })
     }
 
     /// Guards the wait for requests in flight of a disk's exports.

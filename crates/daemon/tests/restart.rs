@@ -1,5 +1,5 @@
-//! Guests whose requests wait when their daemon ends in order: nobody waits for those that have not begun, and nobody gets
-//! an error.
+//! Clients whose requests wait for limits when their daemon ends in order, or their monitor stops the ring: all get their
+//! answers, and nobody gets an error.
 
 mod common;
 #[path = "hostile/ground.rs"]
@@ -86,21 +86,15 @@ impl Guest {
         self.ground.read_u16(self.ring.used + 2)
     }
 
-    /// Connects, and goes on where the used ring ends, as monitors do.
     fn connect(&mut self, dir: &Path) -> Wire {
         let wire = Wire::connect(&socket(dir)).unwrap();
         wire.negotiate(0).unwrap();
         self.ground.share(&wire).unwrap();
-        self.go_on(&wire);
-        wire
-    }
-
-    fn go_on(&mut self, wire: &Wire) {
-        let used = self.used();
-        let offered = std::mem::replace(&mut self.ring.avail_index, used);
-        self.ring.start(wire).unwrap();
+        let offered = std::mem::take(&mut self.ring.avail_index);
+        self.ring.start(&wire).unwrap();
         self.ring.avail_index = offered;
         self.ring.kick(&self.ground);
+        wire
     }
 
     /// Waits for all answers, which are to be right.
@@ -127,29 +121,41 @@ fn one_a_second() -> FilterOptions {
 }
 
 #[test]
-fn requests_that_have_not_begun_when_a_guest_pauses_or_its_daemon_ends_are_answered_later() {
+fn a_guest_whose_requests_wait_for_limits_gets_its_answers_when_the_daemon_ends() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = start(1);
     daemon.add(&disk(dir.path(), Some(one_a_second()))).unwrap();
     let mut guest = Guest::new();
     let wire = guest.connect(dir.path());
     wait_for_requests(&daemon, SIZE.into());
-    let base = wire.ask(code::GET_VRING_BASE, &words32(&[0, 0])).unwrap();
-    assert_eq!(base, words32(&[0, guest.used().into()]), "the ring goes on with the first request without an answer");
-    assert!(guest.used() < SIZE);
-    guest.go_on(&wire);
-    wait_for_requests(&daemon, 2 * u64::from(SIZE) - u64::from(guest.used()));
     daemon.shutdown().unwrap();
+    assert_eq!(guest.used(), SIZE, "requests without an answer");
+    guest.finish();
+    drop(wire);
+}
 
+/// A guest that resets its device must not pass its limits so. An operator ends the wait.
+#[test]
+fn a_monitor_that_stops_a_ring_waits_for_its_limits_until_they_are_set_to_none() {
+    let dir = tempfile::tempdir().unwrap();
     let daemon = start(1);
-    daemon.add(&disk(dir.path(), None)).unwrap();
+    let (node, _) = daemon.add(&disk(dir.path(), Some(one_a_second()))).unwrap();
+    let mut guest = Guest::new();
     let wire = guest.connect(dir.path());
+    wait_for_requests(&daemon, SIZE.into());
+    let base = std::thread::scope(|scope| {
+        let asking = scope.spawn(|| wire.ask(code::GET_VRING_BASE, &words32(&[0, 0])).unwrap());
+        for throttle in daemon.throttles(node).unwrap() {
+            throttle.group().set_limits(ThrottleLimits::default());
+        }
+        asking.join().unwrap()
+    });
+    assert_eq!(base, words32(&[0, SIZE.into()]), "the ring goes on after all that it has taken");
     guest.finish();
     drop(wire);
     daemon.shutdown().unwrap();
 }
 
-/// An NBD client has no ring to which its requests could go back.
 #[test]
 fn an_nbd_client_whose_requests_wait_for_limits_gets_its_answers_when_the_daemon_ends() {
     const REQUESTS: u64 = 64;

@@ -32,6 +32,14 @@ struct State {
     gives_up: bool,
 }
 
+/// Rings that have stopped, and where each goes on.
+pub(crate) struct StoppedRings {
+    pub(crate) rings: Vec<(usize, StoppedQueue)>,
+    /// Whether no ring is missing. The place of a missing one is not known: its requests were given up, or its reactor or
+    /// export has ended.
+    pub(crate) is_complete: bool,
+}
+
 impl RunningRings {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -45,10 +53,11 @@ impl RunningRings {
         self.lock().running.contains_key(&index)
     }
 
-    /// Starts a ring. Fails if the export has ended meanwhile.
+    /// Starts a ring. Fails if the export has ended meanwhile, or its requests were given up: where a ring stood then is
+    /// not known.
     pub(crate) fn start(&self, index: usize, start: impl FnOnce() -> Result<RunningQueue<QueueFds>>) -> Result<()> {
         let mut state = self.lock();
-        if state.closed {
+        if state.closed || state.gives_up {
             return Err(Error::new(ErrorKind::Io, "the export has ended"));
         }
         let queue = start()?;
@@ -63,19 +72,21 @@ impl RunningRings {
         }
     }
 
-    /// Stops the rings that `which` names, all at once, and waits for their requests in flight. Returns where each goes
-    /// on.
-    pub(crate) fn stop_where(&self, which: impl Fn(usize) -> bool) -> Vec<(usize, StoppedQueue)> {
-        let stopping: Vec<(usize, StoppingQueue<QueueFds>)> = {
+    /// Stops the rings that `which` names, all at once, and waits for their requests in flight.
+    pub(crate) fn stop_where(&self, which: impl Fn(usize) -> bool) -> StoppedRings {
+        let (stopping, is_closed) = {
             let mut state = self.lock();
             state.stopping = state.stopping.saturating_add(1);
             let all = std::mem::take(&mut state.running);
             let (stopping, left) = all.into_iter().partition(|(index, _)| which(*index));
             state.running = left;
             let stopping: BTreeMap<usize, RunningQueue<QueueFds>> = stopping;
-            stopping.into_iter().map(|(index, running)| (index, running.begin_stop())).collect()
+            let begin = |(index, running): (usize, RunningQueue<QueueFds>)| (index, running.begin_stop());
+            (stopping.into_iter().map(begin).collect(), state.closed)
         };
-        let stopped = self.drained(stopping);
+        let mut stopped = self.drained(stopping);
+        // Another thread may have stopped them for good.
+        stopped.is_complete &= !is_closed;
         let mut state = self.lock();
         state.stopping = state.stopping.saturating_sub(1);
         drop(state);
@@ -84,14 +95,18 @@ impl RunningRings {
     }
 
     /// Waits for the requests in flight of these rings, or gives them up if [`RunningRings::give_up`] is called.
-    fn drained(&self, mut stopping: Vec<(usize, StoppingQueue<QueueFds>)>) -> Vec<(usize, StoppedQueue)> {
-        let mut stopped = Vec::new();
+    fn drained(&self, mut stopping: Vec<(usize, StoppingQueue<QueueFds>)>) -> StoppedRings {
+        let mut stopped = StoppedRings { rings: Vec::new(), is_complete: true };
         while let Some((_, first)) = stopping.first_mut() {
             if first.is_drained_within(LOOK_AGAIN) {
                 let (index, ring) = stopping.remove(0);
-                stopped.extend(ring.wait().map(|ring| (index, ring)));
+                match ring.wait() {
+                    Some(ring) => stopped.rings.push((index, ring)),
+                    None => stopped.is_complete = false,
+                }
             } else if self.lock().gives_up {
                 give_up(stopping);
+                stopped.is_complete = false;
                 break;
             }
         }

@@ -114,19 +114,25 @@ impl Session {
         found.ok_or_else(|| Error::new(ErrorKind::Protocol, format!("the peer names ring {index}, {count} are served")))
     }
 
-    /// Stops the rings that `which` names, all at once, and keeps where each goes on.
-    fn stop_where(&mut self, which: impl Fn(usize) -> bool) {
-        for (index, stopped) in self.served.running.stop_where(which) {
+    /// Stops the rings that `which` names, all at once, and keeps where each goes on. Fails if that is not known for
+    /// each. The session has to end then: its monitor goes on where the used ring ends.
+    fn stop_where(&mut self, which: impl Fn(usize) -> bool) -> Result<()> {
+        let stopped = self.served.running.stop_where(which);
+        for (index, stopped) in stopped.rings {
             if let Some(ring) = self.rings.get_mut(index) {
                 ring.base = Some(stopped.base);
                 ring.halt = ring.halt.or(stopped.halt);
             }
         }
+        match stopped.is_complete {
+            true => Ok(()),
+            false => Err(Error::new(ErrorKind::Io, "requests in flight were given up, so the session ends")),
+        }
     }
 
     fn stop_one(&mut self, index: u32) -> Result<&mut Ring> {
         self.ring(index)?;
-        self.stop_where(|other| u32::try_from(other) == Ok(index));
+        self.stop_where(|other| u32::try_from(other) == Ok(index))?;
         self.ring(index)
     }
 
@@ -183,7 +189,7 @@ impl Session {
             // This takes long, so it is done on this thread. Registering resident pages is quick.
             memory.populate();
         }
-        self.stop_where(|_| true);
+        self.stop_where(|_| true)?;
         (self.table, self.memory) = (table, memory);
         // Memory that was out of reach may be there now. All requests that were taken are done, so each ring goes on
         // where it was.
@@ -217,7 +223,7 @@ impl Backend for Session {
         }
         self.served.device.negotiated(features);
         if features != self.acked_features {
-            self.stop_where(|_| true);
+            self.stop_where(|_| true)?;
             if RingLayout::from_bits(features) != self.layout() {
                 // Positions of the other layout have no meaning in this one.
                 self.rings.iter_mut().for_each(|ring| ring.base = None);
@@ -355,14 +361,14 @@ impl Backend for Session {
 
     fn stop_all(&mut self) -> Result<()> {
         self.settle();
-        self.stop_where(|_| true);
+        self.stop_where(|_| true)?;
         self.rings.iter_mut().for_each(Ring::forget_start);
         Ok(())
     }
 
     fn reset(&mut self) -> Result<()> {
         self.settle();
-        self.stop_where(|_| true);
+        self.stop_where(|_| true)?;
         self.rings.iter_mut().for_each(|ring| *ring = Ring::default());
         self.acked_features = 0;
         // The cache stays as the guest set it, because the monitor shows that byte to the next driver.
@@ -403,7 +409,8 @@ impl Session {
     /// Ends the session. Waits for all requests in flight, then drops the peer's memory.
     pub(crate) fn close(&mut self) {
         self.settle();
-        self.stop_where(|_| true);
+        // The peer is told no place any more.
+        let _ = self.stop_where(|_| true);
         self.rings.clear();
         self.table = MemoryTable::new(&self.served.share, self.served.memory_rules);
         self.memory = Arc::default();

@@ -14,9 +14,11 @@ use std::mem::MaybeUninit;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 use support::disk::MemDisk;
-use support::{Client, Server};
+use support::{Client, Server, region};
+use vhost::VhostBackend;
 use virtio::blk::request_type as kind;
 
 /// Sends `SET_VRING_CALL` for ring 0 with this descriptor, whose last copy is then with the receiver: it takes no message
@@ -72,6 +74,44 @@ fn the_connection_ends_after_the_last_request_in_flight() {
         assert_eq!(queue.driver.take_used().len(), 1);
         ending.join().unwrap();
     });
+}
+
+/// A monitor keeps the base that it is told for the ring's next owner. A ring whose requests were given up has no true
+/// one: the base at which the session began would have old entries carried out again.
+#[test]
+fn a_monitor_that_stops_a_ring_is_not_told_its_place_when_its_requests_are_given_up() {
+    let server = Server::start(MemDisk::new());
+    let guest = Guest::new();
+    let mut client = Client::connect(&server, 0);
+    client.share(&guest);
+    let mut queue = client.queue(&guest, 0);
+    assert_eq!(queue.request(kind::OUT, 0, &[7; 512], 0).0, 0);
+    server.hold(true);
+    queue.send(1, kind::OUT, 1, &[8; 512], 0);
+    server.wait_submitted(2);
+    server.export().surrender().give_up();
+    let base = client.frontend.get_vring_base(0);
+    assert!(base.is_err(), "the place is {base:?}");
+    server.hold(false);
+}
+
+/// Nor does the ring begin again at that place, when the monitor only changes something.
+#[test]
+fn a_ring_whose_requests_were_given_up_does_not_go_on_in_its_session() {
+    let server = Server::start(MemDisk::new());
+    let guest = Guest::new();
+    let mut client = Client::connect(&server, 0);
+    client.share(&guest);
+    let mut queue = client.queue(&guest, 0);
+    assert_eq!(queue.request(kind::OUT, 0, &[7; 512], 0).0, 0);
+    server.hold(true);
+    queue.send(1, kind::OUT, 1, &[8; 512], 0);
+    server.wait_submitted(2);
+    server.export().surrender().give_up();
+    let changed = client.frontend.set_mem_table(&[region(&guest)]);
+    assert!(changed.is_err(), "the monitor's change was carried out");
+    assert_eq!(server.disk.submitted.load(Ordering::SeqCst), 2, "an old entry was carried out again");
+    server.hold(false);
 }
 
 /// What completes while the export stops finds a call descriptor that keeps the reactor waiting.

@@ -9,8 +9,8 @@ use common::{Chain, Layer};
 use engine::{Reactor, ReactorConfig};
 use memory::IoBuf;
 use ringdisk_image::{
-    Delay, DelayOptions, ErrorOptions, ErrorPolicy, Errors, Filter, FilterDisk, Hold, HoldControl, NullDisk, Rate,
-    RequestKind, Throttle, ThrottleGroup, ThrottleLimits,
+    Delay, DelayOptions, ErrorOptions, ErrorPolicy, Errors, Filter, FilterDisk, Hold, HoldControl, NullDisk,
+    RequestKind,
 };
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -384,31 +384,4 @@ fn a_delayed_request_waits_its_time_and_a_sleeping_reactor_wakes_up_for_it() {
     }
     assert!(reactor.stats().sleeps > 0, "it slept meanwhile");
     reactor.stop().unwrap();
-}
-
-#[test]
-fn a_request_that_waits_in_a_filter_is_recalled_through_those_above() {
-    let reactor = SimReactor::new(1);
-    let limits = ThrottleLimits::default().with(|limits| limits.total.requests = Rate::of(1));
-    let throttle = Throttle::new(ThrottleGroup::new(limits));
-    let member = throttle.member();
-    let late = Delay::new(DelayOptions::of(Duration::from_millis(1)));
-    let disk = filtered(filtered(filtered(filtered(null(), throttle), late), never()), holding().1);
-    let mut queue = disk.open_queue(&reactor.ctx()).unwrap();
-    (7..10).for_each(|tag| queue.submit(tag, Op::read(0, IoBuf::zeroed(512).whole())));
-    assert!(!queue.recall(9), "the delay stands for storage");
-    let mut done = Vec::new();
-    while done.is_empty() {
-        reactor.step();
-        queue.harvest(&mut done);
-    }
-    assert!(queue.recall(9) && !queue.recall(9) && !queue.recall(7) && !queue.recall(6));
-    assert_eq!(queue.in_flight(), 1);
-    queue.submit(10, Op::read(0, IoBuf::zeroed(512).whole()));
-    let _lifted = member.lift();
-    while queue.in_flight() > 0 {
-        reactor.step();
-        queue.harvest(&mut done);
-    }
-    assert_eq!(done.iter().map(|completion| completion.tag).collect::<Vec<_>>(), [7, 8, 10]);
 }

@@ -181,7 +181,7 @@ fn a_greedy_disk_gets_its_share_of_a_group_and_no_more() {
 
 /// At the end of a disk nobody waits for limits, and nobody gets an error for them.
 #[test]
-fn waiting_requests_can_be_recalled_and_pass_while_the_limits_are_lifted() {
+fn waiting_requests_pass_while_the_limits_are_lifted() {
     let reactor = SimReactor::new(1);
     let throttle = Throttle::new(ThrottleGroup::new(iops(1)));
     let member = throttle.member();
@@ -199,11 +199,8 @@ fn waiting_requests_can_be_recalled_and_pass_while_the_limits_are_lifted() {
     };
     (0..20).for_each(|tag| queue.submit(tag, read()));
     assert_eq!(play(&mut queue, SECOND / 10), [0], "the first passes at once");
-    assert!(queue.recall(19) && queue.recall(18));
-    assert!(!queue.recall(3), "others came later");
-    assert_eq!(queue.in_flight(), 17);
     let lifted = member.lift();
-    assert_eq!(play(&mut queue, SECOND / 2), (1..18).collect::<Vec<_>>());
+    assert_eq!(play(&mut queue, SECOND / 2), (1..20).collect::<Vec<_>>());
     queue.submit(20, read());
     assert_eq!(play(&mut queue, SECOND / 2), [20]);
     drop(lifted);

@@ -10,7 +10,7 @@ mod start;
 use crate::device::{Device, MAX_ERASE_SECTORS};
 use crate::transport::Transport;
 use block::meter::{self, RingCounters, Stopwatch};
-use block::{BatchEnd, Completion, DiskQueue, Error, ErrorKind, Poller, ReactorCtx, Result, Tag};
+use block::{BatchEnd, Completion, DiskQueue, Error, ErrorKind, Poller, ReactorCtx, Result};
 use memory::{GuestMemory, IoBuf};
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
@@ -154,8 +154,7 @@ pub(crate) trait QueueControl<T>: Poller {
     /// Returns the transport, to change it while the queue runs.
     fn transport_mut(&mut self) -> &mut T;
 
-    /// Takes no more requests. Those that the disk has not begun go back to the ring, as far as the ring can say so.
-    /// Tells `on_drained` when the others have ended and are published.
+    /// Takes no more requests, and tells `on_drained` when those in flight have ended and are published.
     fn stop(&mut self, on_drained: SyncSender<StoppedQueue>);
 
     /// Ends requests in flight with errors although the storage hangs, because the disk is removed. The caller cuts off
@@ -265,25 +264,6 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         }
     }
 
-    /// Gives requests back to the ring that the disk has not begun: the ring's next owner takes them. A ring goes on at
-    /// one place, so this ends at the first that has begun or ended, from the last on.
-    #[cold]
-    fn give_back(&mut self) {
-        let (disk, pending) = (&mut self.disk, &mut self.pending);
-        let mut may = |head: u16| {
-            let Some(pending) = pending.get_mut(usize::from(head)) else { return false };
-            let is_whole = pending.operations == 1 && pending.settles == 0 && pending.failed.is_none();
-            // Of a request of several ranges, some may have ended.
-            let has_one = matches!(pending.key & meter::KIND_BITS, meter::READ | meter::WRITE);
-            let is_back = is_whole && has_one && disk.recall(Tag::from(head));
-            if is_back {
-                pending.operations = 0;
-            }
-            is_back
-        };
-        while self.queue.ring_mut().untake(&mut may) {}
-    }
-
     /// Takes a batch and submits it. Returns the number of requests.
     fn take_batch(&mut self) -> usize {
         let (mut taken, mut segments) = (0_usize, 0_usize);
@@ -382,7 +362,6 @@ impl<T: Transport, R: DeviceRing + 'static> QueueControl<T> for DeviceQueue<T, R
 
     fn stop(&mut self, on_drained: SyncSender<StoppedQueue>) {
         self.taking = false;
-        self.give_back();
         self.on_drained = Some(on_drained);
         self.tell_if_drained();
     }

@@ -113,8 +113,6 @@ thread_local! {
 #[derive(Default)]
 struct HeldOps {
     held: Vec<(Tag, Op)>,
-    /// How many of the held ones have not begun: the last.
-    waiting: usize,
     ended: Vec<Completion>,
 }
 
@@ -146,13 +144,6 @@ impl DiskQueue for HeldQueue {
 
     fn in_flight(&self) -> usize {
         self.0.borrow().held.len()
-    }
-
-    fn recall(&mut self, tag: Tag) -> bool {
-        let mut ops = self.0.borrow_mut();
-        let waits = ops.waiting > 0 && ops.held.pop_if(|(last, _)| *last == tag).is_some();
-        ops.waiting -= usize::from(waits);
-        waits
     }
 }
 
@@ -271,58 +262,6 @@ fn after_a_switch_to_write_through_no_write_of_any_queue_ends_before_a_flush_has
         assert_eq!(held(1), "fWfW");
     };
     run_and_wait(reactor.handle().as_ref(), test).unwrap();
-}
-
-/// A monitor that pauses its guest, or a daemon that ends, does not wait for them, and the guest gets no error.
-#[test]
-fn requests_that_the_disk_has_not_begun_go_back_to_the_ring_and_are_taken_by_its_next_owner() {
-    const ALL: u16 = 5;
-    let reactor = TestReactor::start("reactor");
-    let guest = Arc::new(Guest::new());
-    let device = Device::new(Arc::new(Held), DeviceOptions::default()).unwrap();
-    let mut driver = driver(&guest);
-    let (header, data, status) = (0x2_0000, 0x3_0000, 0x2_0010);
-    guest.write(header, &RequestHeader { kind: request_type::IN, priority: 0, sector: 0 }.to_bytes());
-    for head in (0..ALL).map(|index| 3 * index) {
-        let indices = [head, head + 1, head + 2];
-        driver.put_chain(&indices, &[(header, 16, false), (data, 512, true), (status, 1, true)]);
-        driver.offer(head);
-    }
-    driver.publish();
-    let addresses = driver.addresses();
-    let start = |base| {
-        let setup = setup_at(&guest, Some(eventfd(0, EventfdFlags::CLOEXEC).unwrap()), addresses, PACKED);
-        let setup = setup.with(|setup| (setup.device, setup.base) = (Arc::clone(&device), base));
-        RunningQueue::start(&reactor.handle(), setup).unwrap()
-    };
-    let on_reactor = |job: fn() -> usize| run_and_wait(reactor.handle().as_ref(), move |_| job()).unwrap();
-    let held_by_last = || QUEUES.with_borrow(|all| all.last().unwrap().borrow().held.len());
-
-    let queue = start(BASE);
-    while on_reactor(held_by_last) < usize::from(ALL) {}
-    // The last three have not begun.
-    on_reactor(|| QUEUES.with_borrow(|all| std::mem::replace(&mut all[0].borrow_mut().waiting, 3)));
-    let stopping = queue.begin_stop();
-    let left = on_reactor(held_by_last);
-    assert_eq!(left, if PACKED { 5 } else { 2 }, "a packed ring cannot take back");
-    on_reactor(|| {
-        end(0, Ok(()), |_| true);
-        0
-    });
-    let stopped = stopping.wait().unwrap();
-    assert_eq!(driver.take_used().len(), left);
-    if PACKED {
-        return;
-    }
-    assert_eq!(stopped, StoppedQueue { base: 2, halt: None });
-    let queue = start(stopped.base);
-    while on_reactor(held_by_last) < 3 {}
-    on_reactor(|| {
-        end(1, Ok(()), |_| true);
-        0
-    });
-    assert_eq!(queue.begin_stop().wait(), Some(StoppedQueue { base: u32::from(ALL), halt: None }));
-    assert_eq!(driver.take_used().len(), 3);
 }
 
 /// A flush that nobody waits for would end a request that has ended, or another one in its place.

@@ -24,14 +24,6 @@ pub trait DeviceRing {
     /// before [`DeviceRing::publish`].
     fn put_used(&mut self, head: u16, written_bytes: u32);
 
-    /// Makes the taking of the last chain undone, if `may` says so for its head: whoever takes from the ring next finds
-    /// it first. Returns whether that was done. A chain that has been given back is none, and a packed ring does not
-    /// know which chain was the last.
-    fn untake(&mut self, may: &mut dyn FnMut(u16) -> bool) -> bool {
-        let _ = may;
-        false
-    }
-
     /// Makes the chains that were given back visible. Returns whether the driver wants to be notified. Call it once a
     /// batch.
     fn publish(&mut self) -> bool;
@@ -69,10 +61,6 @@ impl<R: DeviceRing + ?Sized> DeviceRing for Box<R> {
 
     fn put_used(&mut self, head: u16, written_bytes: u32) {
         (**self).put_used(head, written_bytes);
-    }
-
-    fn untake(&mut self, may: &mut dyn FnMut(u16) -> bool) -> bool {
-        (**self).untake(may)
     }
 
     fn publish(&mut self) -> bool {
@@ -294,18 +282,6 @@ impl DeviceRing for SplitDeviceRing {
         }
     }
 
-    #[cold]
-    fn untake(&mut self, may: &mut dyn FnMut(u16) -> bool) -> bool {
-        let last = self.next_avail.wrapping_sub(1);
-        // The driver may have changed the entry since. That hurts only itself, as long as the chain is in flight.
-        let head = self.areas.avail_entry(last);
-        let is_undone = self.in_flight.contains(head) && may(head) && self.in_flight.remove(head);
-        if is_undone {
-            self.next_avail = last;
-        }
-        is_undone
-    }
-
     #[inline]
     fn publish(&mut self) -> bool {
         let (old, new) = (self.published_used, self.next_used);
@@ -387,11 +363,6 @@ impl HeadSet {
             }
             _ => false,
         }
-    }
-
-    fn contains(&self, head: u16) -> bool {
-        let (word, bit) = Self::place(head);
-        self.words.get(word).is_some_and(|word| *word & bit != 0)
     }
 
     /// Takes a head out. Returns whether it was there.

@@ -305,44 +305,6 @@ fn a_head_in_flight_or_an_impossible_index_is_a_fault() {
 }
 
 #[test]
-fn chains_are_untaken_from_the_last_one_on_while_they_are_in_flight() {
-    let guest = Guest::new();
-    put_header(&guest, request_type::FLUSH, 0);
-    let mut driver = Driver::new(&guest, SIZE);
-    for head in [0, 2, 4, 6] {
-        driver.put_chain(&[head, head + 1], &[(HEADER, 16, false), (STATUS, 1, true)]);
-        driver.offer(head);
-    }
-    driver.publish();
-    let mut queue = device(&driver, BOTH);
-    let all = |queue: &mut BlkQueue<SplitDeviceRing>| -> Vec<u16> {
-        std::iter::from_fn(|| queue.pop().unwrap().map(|(head, _)| head)).collect()
-    };
-    assert_eq!(all(&mut queue), [0, 2, 4, 6]);
-    queue.complete(2, Status::Ok);
-    let mut asked = Vec::new();
-    let mut untake = |queue: &mut BlkQueue<SplitDeviceRing>, may| {
-        queue.ring_mut().untake(&mut |head| {
-            asked.push(head);
-            may
-        })
-    };
-    assert!(!untake(&mut queue, false));
-    assert_eq!((queue.ring().base(), queue.ring().in_flight()), (4, 3));
-    assert!(untake(&mut queue, true) && untake(&mut queue, true));
-    assert!(!untake(&mut queue, true), "the one before has ended");
-    assert_eq!((queue.ring().base(), queue.ring().in_flight()), (2, 1));
-    assert_eq!(all(&mut queue), [4, 6], "and is taken again");
-    // The driver changes entries that it has published: to a chain that is in flight, twice, and to none.
-    guest.write(driver.avail + 4 + 2 * 3, &0_u16.to_le_bytes());
-    guest.write(driver.avail + 4 + 2 * 2, &0_u16.to_le_bytes());
-    assert!(untake(&mut queue, true) && !untake(&mut queue, true));
-    guest.write(driver.avail + 4 + 2 * 2, &0xffff_u16.to_le_bytes());
-    assert!(!untake(&mut queue, true));
-    assert_eq!(asked, [6, 6, 4, 0]);
-}
-
-#[test]
 fn impossible_indirect_tables_are_faults() {
     use FaultReason as F;
     let buffers = [(HEADER, 16, false), (DATA, 512, true), (STATUS, 1, true)];

@@ -245,21 +245,16 @@ impl Core {
             return;
         }
         let slot = *slot;
-        self.leave_slot(index, &slot);
-        match slot.tag {
-            Some(tag) => self.ready.push(Completion { tag, result: slot.result }),
-            None => self.is_reserving = false,
-        }
-    }
-
-    /// Lets another request have the slot, and the image the space that waits for this one.
-    fn leave_slot(&mut self, index: usize, slot: &Slot) {
         if slot.generation != self.generation {
-            self.end_former(slot);
+            self.end_former(&slot);
         } else if let (Some(participant), Some(ticket)) = (&mut self.participant, slot.ticket) {
             participant.end(ticket);
         }
         self.free.push(index);
+        match slot.tag {
+            Some(tag) => self.ready.push(Completion { tag, result: slot.result }),
+            None => self.is_reserving = false,
+        }
     }
 
     fn push(&mut self, index: usize, layer: usize, op: FileOp, priority: Priority) -> IoResult {
@@ -336,10 +331,6 @@ impl DiskQueue for ImageQueue {
     fn in_flight(&self) -> usize {
         let core = self.0.borrow();
         core.in_flight.saturating_add(core.held.len())
-    }
-
-    fn recall(&mut self, tag: Tag) -> bool {
-        self.0.borrow_mut().recall(tag)
     }
 
     fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {

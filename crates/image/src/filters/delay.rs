@@ -181,11 +181,6 @@ impl DiskQueue for DelayQueue {
         self.below.in_flight().saturating_add(self.waiting.len())
     }
 
-    fn recall(&mut self, tag: Tag) -> bool {
-        // What waits here stands for a request that the storage has.
-        self.below.recall(tag)
-    }
-
     fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
         self.below.take_timings(timings);
     }

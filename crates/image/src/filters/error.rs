@@ -156,10 +156,6 @@ impl DiskQueue for ErrorQueue {
         self.below.in_flight().saturating_add(self.failed.len())
     }
 
-    fn recall(&mut self, tag: Tag) -> bool {
-        self.below.recall(tag)
-    }
-
     fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
         self.below.take_timings(timings);
     }

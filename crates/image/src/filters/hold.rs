@@ -319,12 +319,6 @@ impl DiskQueue for HoldQueue {
         self.below.in_flight().saturating_add(self.held.len())
     }
 
-    fn recall(&mut self, tag: Tag) -> bool {
-        let is_it = |kept: &Option<Kept>| kept.as_ref().is_some_and(|kept| kept.tag == tag);
-        let Some(slot) = self.slots.iter().position(is_it) else { return false };
-        self.below.recall(slot as Tag) && self.end(slot, Ok(())).is_some()
-    }
-
     fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
         timings.append(&mut self.timings);
     }

@@ -1,12 +1,12 @@
 //! Reads of compressed clusters wait for their turn.
 //!
 //! A cluster of two mebibytes takes a processor some milliseconds, and a guest may ask for thousands at once. Only a part
-//! of them is at work. The others are a place in a line, so that the end of the guest's queue can take them back.
+//! of them is at work. The others are a place in a line, which takes no memory for clusters and no task.
 
 use super::Core;
 use crate::chain::queue::Shared;
 use crate::chain::slow_path::Slow;
-use block::{Part, Parts, Priority, Tag};
+use block::{Part, Parts, Priority};
 use memory::Window;
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -92,24 +92,5 @@ impl Core {
             }
             self.unpack_now(index, read, shared);
         }
-    }
-
-    /// Takes back a request that waits for the next chain, or all of whose pieces that have not ended wait here. It is
-    /// the one that came last, if it is to be found.
-    pub(super) fn recall(&mut self, tag: Tag) -> bool {
-        if self.held.last().is_some_and(|(_, held, _)| *held == tag) {
-            return self.held.pop().is_some();
-        }
-        let Some(index) = self.unpacking.line.back().map(|last| last.index) else { return false };
-        let Some(slot) = self.slots.get(index).copied().filter(|slot| slot.tag == Some(tag)) else { return false };
-        let pieces = self.unpacking.line.iter().rev().take_while(|waiting| waiting.index == index).count();
-        if u32::try_from(pieces) != Ok(slot.pending) {
-            return false;
-        }
-        self.unpacking.line.truncate(self.unpacking.line.len().saturating_sub(pieces));
-        self.on_the_way = self.on_the_way.saturating_sub(pieces);
-        self.leave_slot(index, &slot);
-        self.in_flight = self.in_flight.saturating_sub(1);
-        true
     }
 }

@@ -7,8 +7,8 @@
 //! Limits belong to a [`ThrottleGroup`], which disks can share. Disks that wait get equal shares, however many requests
 //! each has in flight. A disk that is ahead of another waiting disk is held back.
 //!
-//! When a disk or one of its exports ends, its waiting requests go back to the guest's ring, or else pass at once: the
-//! storage is well, so nobody should get an error.
+//! When a disk or one of its exports ends, its waiting requests pass at once: the storage is well, so nobody should get
+//! an error.
 
 mod group;
 mod rates;
@@ -222,14 +222,6 @@ impl DiskQueue for ThrottleQueue {
     fn in_flight(&self) -> usize {
         let waiting = self.lines.iter().map(VecDeque::len).fold(0, usize::saturating_add);
         self.below.in_flight().saturating_add(waiting)
-    }
-
-    fn recall(&mut self, tag: Tag) -> bool {
-        let line = self.lines.iter_mut().find(|line| line.back().is_some_and(|waiting| waiting.tag == tag));
-        match line {
-            Some(line) => line.pop_back().is_some(),
-            None => self.below.recall(tag),
-        }
     }
 
     fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
