@@ -76,20 +76,25 @@ fn the_connection_ends_after_the_last_request_in_flight() {
     });
 }
 
-/// A monitor keeps the base that it is told for the ring's next owner. A ring whose requests were given up has no true
-/// one: the base at which the session began would have old entries carried out again.
-#[test]
-fn a_monitor_that_stops_a_ring_is_not_told_its_place_when_its_requests_are_given_up() {
-    let server = Server::start(MemDisk::new());
-    let guest = Guest::new();
-    let mut client = Client::connect(&server, 0);
-    client.share(&guest);
-    let mut queue = client.queue(&guest, 0);
+/// Connects a monitor. Its ring has ended one request, and the next hangs and was given up.
+fn with_requests_given_up(server: &Server, guest: &Guest) -> Client {
+    let mut client = Client::connect(server, 0);
+    client.share(guest);
+    let mut queue = client.queue(guest, 0);
     assert_eq!(queue.request(kind::OUT, 0, &[7; 512], 0).0, 0);
     server.hold(true);
     queue.send(1, kind::OUT, 1, &[8; 512], 0);
     server.wait_submitted(2);
     server.export().surrender().give_up();
+    client
+}
+
+/// A monitor keeps the base that it is told for the ring's next owner. A ring whose requests were given up has no true
+/// one: the base at which the session began would have old entries carried out again.
+#[test]
+fn a_monitor_that_stops_a_ring_is_not_told_its_place_when_its_requests_are_given_up() {
+    let (server, guest) = (Server::start(MemDisk::new()), Guest::new());
+    let client = with_requests_given_up(&server, &guest);
     let base = client.frontend.get_vring_base(0);
     assert!(base.is_err(), "the place is {base:?}");
     server.hold(false);
@@ -98,16 +103,8 @@ fn a_monitor_that_stops_a_ring_is_not_told_its_place_when_its_requests_are_given
 /// Nor does the ring begin again at that place, when the monitor only changes something.
 #[test]
 fn a_ring_whose_requests_were_given_up_does_not_go_on_in_its_session() {
-    let server = Server::start(MemDisk::new());
-    let guest = Guest::new();
-    let mut client = Client::connect(&server, 0);
-    client.share(&guest);
-    let mut queue = client.queue(&guest, 0);
-    assert_eq!(queue.request(kind::OUT, 0, &[7; 512], 0).0, 0);
-    server.hold(true);
-    queue.send(1, kind::OUT, 1, &[8; 512], 0);
-    server.wait_submitted(2);
-    server.export().surrender().give_up();
+    let (server, guest) = (Server::start(MemDisk::new()), Guest::new());
+    let client = with_requests_given_up(&server, &guest);
     let changed = client.frontend.set_mem_table(&[region(&guest)]);
     assert!(changed.is_err(), "the monitor's change was carried out");
     assert_eq!(server.disk.submitted.load(Ordering::SeqCst), 2, "an old entry was carried out again");
