@@ -29,13 +29,19 @@ fn setting(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}: a number")))
 }
 
+/// What the descriptors of this process refer to, in order.
+fn descriptors() -> Vec<String> {
+    let entries = std::fs::read_dir("/proc/self/fd").unwrap();
+    let names = entries.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
+    let mut names: Vec<String> = names.map(|name| name.to_string_lossy().into_owned()).collect();
+    names.sort_unstable();
+    names
+}
+
 /// What this process holds of hostile guests: descriptors and mappings of their memory, and all descriptors.
 fn held() -> (usize, usize, usize) {
-    let names: Vec<PathBuf> = std::fs::read_dir("/proc/self/fd")
-        .unwrap()
-        .filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok())
-        .collect();
-    let theirs = names.iter().filter(|name| name.to_string_lossy().contains(ground::FILE_NAME)).count();
+    let names = descriptors();
+    let theirs = names.iter().filter(|name| name.contains(ground::FILE_NAME)).count();
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     (theirs, maps.matches(ground::FILE_NAME).count(), names.len())
 }
@@ -47,10 +53,14 @@ fn resident_bytes() -> u64 {
 
 /// Waits until nothing of hostile guests is held and no more descriptors than before: sessions end a little after their
 /// peers.
-fn assert_let_go(before: usize) {
+fn assert_let_go(before: &[String]) {
     let begun = Instant::now();
-    while held() != (0, 0, held().2) || held().2 > before {
-        assert!(begun.elapsed() < PATIENCE, "left of hostile sessions: {:?}, {before} descriptors before", held());
+    while held() != (0, 0, held().2) || held().2 > before.len() {
+        let (held, open) = (held(), descriptors());
+        assert!(
+            begun.elapsed() < PATIENCE,
+            "left of hostile sessions: {held:?}\nopen before: {before:?}\nopen: {open:?}"
+        );
         std::thread::sleep(Duration::from_millis(20));
     }
 }
@@ -118,7 +128,7 @@ fn whatever_hostile_peers_do_a_good_guest_is_served_and_nothing_is_left_of_them(
         haunt(target, seed, 0..8, 10);
     }
     std::thread::sleep(Duration::from_millis(200));
-    let (descriptors, memory) = (held().2, resident_bytes());
+    let (descriptors, memory) = (descriptors(), resident_bytes());
 
     let (count, each) = (targets.len() as u64, requests / sessions.max(1) + 1);
     let tallies: Vec<Tally> = std::thread::scope(|scope| {
@@ -131,7 +141,7 @@ fn whatever_hostile_peers_do_a_good_guest_is_served_and_nothing_is_left_of_them(
             .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
-    assert_let_go(descriptors);
+    assert_let_go(&descriptors);
     let grown = resident_bytes().saturating_sub(memory);
     println!("{tallies:?}, {} KiB more in memory", grown >> 10);
     assert!(grown < 128 << 20, "{grown} bytes more are in memory");
