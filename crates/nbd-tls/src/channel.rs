@@ -5,10 +5,10 @@ use rustls::Connection;
 use std::io::{self, IoSlice, Read, Write};
 use std::ops::Range;
 
-/// The most bytes that one read takes from the socket. (The session itself would take 4 KiB with a call.)
-const ARRIVED_BYTES: usize = 64 << 10;
 /// The most plain bytes that are encrypted at once. More follow when the socket has taken these.
 const SEALED_BYTES_MAX: usize = 64 << 10;
+/// The most bytes that one read takes from the socket: all that the other side seals at once, with heads and tags.
+const ARRIVED_BYTES: usize = SEALED_BYTES_MAX + (1 << 10);
 /// The most slices that are encrypted at once.
 const PARTS_MAX: usize = 64;
 /// The most bytes that a peer may send without a plain byte among them: tickets, new keys, and an unfinished record.
@@ -37,7 +37,7 @@ pub enum Arrival {
     End,
 }
 
-/// A session after its handshake. It holds at most 64 KiB of arrived bytes, one decrypted record, and 64 KiB that are
+/// A session after its handshake. It holds at most 65 KiB of arrived bytes, one decrypted record, and 64 KiB that are
 /// to be sent. It never waits itself; the socket that it is given may.
 #[derive(Debug)]
 pub struct Channel {
@@ -53,18 +53,21 @@ pub struct Channel {
 impl Channel {
     /// Goes on after [`shake_hands`]. Bytes that arrived with the last handshake message are kept.
     pub fn new(session: Connection) -> io::Result<Self> {
-        Ok(Self::of(Box::new(Certified::new(session, SEALED_BYTES_MAX)?)))
+        Ok(Self::of(Box::new(Certified::new(session, SEALED_BYTES_MAX)?), &[]))
     }
 
-    pub(crate) fn of(session: Box<dyn Session>) -> Self {
-        Self { session, arrived: vec![0; ARRIVED_BYTES], rest: 0..0, fruitless_bytes: 0, is_closed: false }
+    /// Goes on with a session, and with sealed bytes that came behind its handshake.
+    pub(crate) fn of(session: Box<dyn Session>, behind: &[u8]) -> Self {
+        let mut arrived = vec![0; ARRIVED_BYTES];
+        let rest = 0..copy_to(&mut arrived, behind);
+        Self { session, arrived, rest, fruitless_bytes: 0, is_closed: false }
     }
 
     /// Whether [`Self::look`] has something to return without reading the socket.
     #[must_use]
     pub fn has_arrived(&self) -> bool {
         let state = self.session.state();
-        state.plain_bytes > 0 || state.may_hold || state.has_ended || !self.rest.is_empty()
+        state.plain_bytes > 0 || state.has_ended || !self.rest.is_empty()
     }
 
     /// Brings plain bytes, with at most one read from `socket`. If the connection ends without TLS's closing message,

@@ -1,7 +1,8 @@
 //! The calls of GnuTLS that are used, as its headers declare them: the only module of this crate with `unsafe`. Other
 //! modules see owned sessions, bytes and error numbers.
 //!
-//! A session never touches a socket: it reads arrived bytes from its own memory, and leaves bytes to be sent there.
+//! A session never touches a socket: it reads arrived bytes that its caller lends it, and leaves bytes to be sent in
+//! memory of its own.
 
 use crate::keys::SharedKeys;
 use block::{Error, ErrorKind, Result};
@@ -99,7 +100,9 @@ functions! {
     gnutls_transport_set_errno: (Handle, c_int) -> ();
     gnutls_handshake: (Handle) -> c_int;
     gnutls_record_send: (Handle, *const c_void, usize) -> isize;
-    gnutls_record_recv: (Handle, *mut c_void, usize) -> isize;
+    gnutls_record_recv_packet: (Handle, *mut Handle) -> isize;
+    gnutls_packet_get: (Handle, *mut Datum, *mut u8) -> ();
+    gnutls_packet_deinit: (Handle) -> ();
     gnutls_bye: (Handle, c_int) -> c_int;
     gnutls_alert_get: (Handle) -> c_int;
     gnutls_alert_get_name: (c_int) -> *const c_char;
@@ -142,9 +145,39 @@ pub(crate) fn gnutls() -> Result<&'static Gnutls> {
 /// Bytes that have arrived for a session, and bytes that it wants to be sent.
 struct Pipes {
     session: Handle,
-    arrived: Vec<u8>,
-    taken: usize,
+    /// Lent by the caller of the function of the library that runs; empty while none runs.
+    arrived: *const [u8],
     sealed: Vec<u8>,
+}
+
+/// The plain bytes of a record, where the library has put them.
+pub(crate) struct Record {
+    library: &'static Gnutls,
+    packet: NonNull<c_void>,
+    bytes: NonNull<[u8]>,
+}
+
+// SAFETY: the memory belongs to nothing else, and any thread may free it.
+unsafe impl Send for Record {}
+
+impl std::fmt::Debug for Record {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Record").field("length_bytes", &self.bytes.len()).finish_non_exhaustive()
+    }
+}
+
+impl Record {
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: the packet has these bytes as long as it lives, and nobody changes them.
+        unsafe { self.bytes.as_ref() }
+    }
+}
+
+impl Drop for Record {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has the packet.
+        unsafe { (self.library.functions.gnutls_packet_deinit)(self.packet.as_ptr()) };
+    }
 }
 
 /// The role that the credentials were allocated for: they are freed by a function of that role.
@@ -182,6 +215,9 @@ fn count(returned: isize) -> Result<usize, Code> {
     usize::try_from(returned).map_err(|_| Code::try_from(returned).unwrap_or(E_MEMORY_ERROR))
 }
 
+/// No bytes.
+const NONE: &[u8] = &[];
+
 /// Callback: takes the bytes that the session sends.
 unsafe extern "C" fn push(pipes: Handle, bytes: *const c_void, length: usize) -> isize {
     // SAFETY: the pointer is the session's `pipes`, which live as long as it, and no method borrows them while a function of
@@ -197,23 +233,24 @@ unsafe extern "C" fn pull(pipes: Handle, room: *mut c_void, length: usize) -> is
     // SAFETY: as in `push`; the room is writable.
     let (pipes, room) =
         unsafe { (&mut *pipes.cast::<Pipes>(), std::slice::from_raw_parts_mut(room.cast::<u8>(), length)) };
-    let rest = pipes.arrived.get(pipes.taken..).unwrap_or_default();
-    if rest.is_empty() {
+    // SAFETY: they are lent as long as a function of the library runs, which calls this.
+    let arrived = unsafe { &*pipes.arrived };
+    if arrived.is_empty() {
         if let Some(library) = LOADED.get() {
             // SAFETY: the handle is the session that calls this.
             unsafe { (library.functions.gnutls_transport_set_errno)(pipes.session, EAGAIN) };
         }
         return -1;
     }
-    let taken = crate::copy_to(room, rest);
-    pipes.taken = pipes.taken.saturating_add(taken);
+    let taken = crate::copy_to(room, arrived);
+    pipes.arrived = arrived.get(taken..).unwrap_or_default();
     taken.cast_signed()
 }
 
 unsafe extern "C" fn pull_timeout(pipes: Handle, _ms: c_uint) -> c_int {
     // SAFETY: as in `push`, shared.
     let pipes = unsafe { &*pipes.cast::<Pipes>() };
-    c_int::from(pipes.taken < pipes.arrived.len())
+    c_int::from(!pipes.arrived.is_empty())
 }
 
 /// Callback of a server: finds the key of a client.
@@ -293,7 +330,7 @@ impl Session {
                 return Err(error);
             }
         };
-        let pipes = Pipes { session: session.as_ptr(), arrived: Vec::new(), taken: 0, sealed: Vec::new() };
+        let pipes = Pipes { session: session.as_ptr(), arrived: NONE, sealed: Vec::new() };
         let pipes = NonNull::from(Box::leak(Box::new(pipes)));
         let session = Self { library, session, credentials, role, pipes, keys: Arc::clone(keys) };
         let raw = session.session.as_ptr();
@@ -317,13 +354,6 @@ impl Session {
         unsafe { self.pipes.as_mut() }
     }
 
-    /// Adds arrived bytes.
-    pub(crate) fn give(&mut self, bytes: &[u8]) {
-        let pipes = self.pipes();
-        pipes.arrived.drain(..std::mem::take(&mut pipes.taken));
-        pipes.arrived.extend_from_slice(bytes);
-    }
-
     /// Returns the bytes to be sent.
     pub(crate) fn sealed(&mut self) -> &mut Vec<u8> {
         &mut self.pipes().sealed
@@ -339,18 +369,36 @@ impl Session {
         call(&self.library.functions, self.session.as_ptr())
     }
 
-    /// Goes on with the handshake.
-    pub(crate) fn handshake(&mut self) -> Result<(), Code> {
-        // SAFETY: the handle is live, and its callbacks are set.
-        check(self.call(|functions, session| unsafe { (functions.gnutls_handshake)(session) }))
+    /// Calls a function that reads of `arrived`, which is left with what was not read.
+    fn read<T>(&mut self, arrived: &mut &[u8], call: impl FnOnce(&Functions, Handle) -> T) -> T {
+        self.pipes().arrived = *arrived;
+        let returned = self.call(call);
+        let left = std::mem::replace(&mut self.pipes().arrived, NONE).len();
+        *arrived = arrived.get(arrived.len().saturating_sub(left)..).unwrap_or_default();
+        returned
     }
 
-    /// Opens a record, or takes the rest of one. Zero means that the peer has ended.
-    pub(crate) fn receive(&mut self, room: &mut [u8]) -> Result<usize, Code> {
-        // SAFETY: as in `handshake`; the room is writable.
-        count(self.call(|functions, session| unsafe {
-            (functions.gnutls_record_recv)(session, room.as_mut_ptr().cast(), room.len())
-        }))
+    /// Goes on with the handshake.
+    pub(crate) fn handshake(&mut self, arrived: &mut &[u8]) -> Result<(), Code> {
+        // SAFETY: the handle is live, and its callbacks are set.
+        check(self.read(arrived, |functions, session| unsafe { (functions.gnutls_handshake)(session) }))
+    }
+
+    /// Opens a record. `None` means that the peer has ended. After a message that is no data, such as a new key, the
+    /// error is [`AGAIN`], too, and bytes may be left in `arrived`.
+    pub(crate) fn receive(&mut self, arrived: &mut &[u8]) -> Result<Option<Record>, Code> {
+        let mut packet = null_mut();
+        // SAFETY: as in `handshake`; it writes a handle.
+        count(self.read(arrived, |functions, session| unsafe {
+            (functions.gnutls_record_recv_packet)(session, &raw mut packet)
+        }))?;
+        let Some(packet) = NonNull::new(packet) else { return Ok(None) };
+        let mut datum = Datum { data: null_mut(), length: 0 };
+        // SAFETY: the packet is live, and it writes where its bytes are. A number of it is not asked for.
+        unsafe { (self.library.functions.gnutls_packet_get)(packet.as_ptr(), &raw mut datum, null_mut()) };
+        let bytes = NonNull::new(datum.data).unwrap_or(NonNull::dangling());
+        let bytes = NonNull::slice_from_raw_parts(bytes, usize::try_from(datum.length).unwrap_or(0));
+        Ok(Some(Record { library: self.library, packet, bytes }))
     }
 
     /// Seals the first of the bytes; returns how many.
@@ -371,6 +419,18 @@ impl Session {
     pub(crate) fn alert(&mut self, code: Code) {
         // SAFETY: as in `handshake`.
         self.call(|functions, session| unsafe { (functions.gnutls_alert_send_appropriate)(session, code) });
+    }
+
+    /// Changes the keys that this side sends with.
+    #[cfg(test)]
+    pub(crate) fn renew_keys(&mut self) {
+        // SAFETY: the library is the one that is loaded already, and the type is that of its header.
+        let renewed = unsafe {
+            let library = Library::open(Some(LIBRARY), RTLD_NOW | RTLD_LOCAL).unwrap();
+            let renew = library.get::<unsafe extern "C" fn(Handle, c_uint) -> c_int>(b"gnutls_session_key_update\0");
+            (renew.unwrap())(self.session.as_ptr(), 0)
+        };
+        assert_eq!(renewed, 0);
     }
 
     /// Whether the session is over after this error.

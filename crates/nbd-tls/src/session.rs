@@ -10,15 +10,13 @@ use std::io::{self, BufRead as _, IoSlice, Write};
 pub(crate) struct State {
     /// Decrypted bytes that were not taken yet.
     pub(crate) plain_bytes: usize,
-    /// The bytes that the session was fed may hold more than it has decrypted.
-    pub(crate) may_hold: bool,
     /// The peer has said that nothing more comes.
     pub(crate) has_ended: bool,
 }
 
 /// A session after its handshake. It touches no socket.
 pub(crate) trait Session: Debug + Send {
-    /// Feeds arrived bytes to the session until it has plain bytes.
+    /// Feeds arrived bytes to the session until it has plain bytes. Otherwise none are left, unless the peer has ended.
     fn feed(&mut self, arrived: &mut &[u8]) -> io::Result<()>;
     fn state(&self) -> State;
     /// Calls `take` with the first plain bytes; returns how many it took.
@@ -33,9 +31,7 @@ pub(crate) trait Session: Debug + Send {
     fn close(&mut self);
     /// Changes the keys that this side sends with.
     #[cfg(test)]
-    fn renew_keys(&mut self) {
-        unimplemented!("for sessions with certificates");
-    }
+    fn renew_keys(&mut self);
 }
 
 /// Room beside the sealed bytes for heads and tags of records, and for new keys, which go first.
@@ -83,7 +79,7 @@ impl Session for Certified {
     }
 
     fn state(&self) -> State {
-        State { plain_bytes: self.plain_bytes, may_hold: false, has_ended: self.has_ended }
+        State { plain_bytes: self.plain_bytes, has_ended: self.has_ended }
     }
 
     fn take(&mut self, take: &mut dyn FnMut(&[u8]) -> usize) -> io::Result<usize> {

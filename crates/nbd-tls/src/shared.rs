@@ -8,10 +8,8 @@ use std::ffi::CString;
 use std::io::{self, IoSlice, Read, Write};
 use std::sync::Arc;
 
-/// The most plain bytes in a record.
-const RECORD_BYTES_MAX: usize = 16 << 10;
-/// What a session is given at once.
-const GIVEN_BYTES: usize = 16 << 10;
+/// What is read from the socket at once in the handshake.
+const HANDSHAKE_BYTES: usize = 4096;
 /// Warnings of a peer that are passed over.
 const WARNINGS_MAX: usize = 8;
 
@@ -45,12 +43,9 @@ impl SharedKeys {
 #[derive(Debug)]
 pub(crate) struct Shared {
     session: ffi::Session,
-    /// A record in plain, and which part of it was not taken yet.
-    plain: Vec<u8>,
-    first: usize,
-    end: usize,
-    /// What it was given may hold a record.
-    may_hold: bool,
+    /// A record in plain, and how much of it was taken.
+    plain: Option<ffi::Record>,
+    taken: usize,
     has_ended: bool,
     warnings: usize,
     /// What is sealed together, and what of the sealed bytes is sent.
@@ -60,16 +55,22 @@ pub(crate) struct Shared {
 
 impl Shared {
     fn new(session: ffi::Session) -> Self {
-        let (plain, staged) = (vec![0; RECORD_BYTES_MAX], Vec::new());
-        let (may_hold, has_ended) = (true, false);
-        Self { session, plain, first: 0, end: 0, may_hold, has_ended, warnings: 0, staged, sent: 0 }
+        Self { session, plain: None, taken: 0, has_ended: false, warnings: 0, staged: Vec::new(), sent: 0 }
     }
 
-    /// Agrees with the peer on keys of the moment, on a socket that waits.
-    pub(crate) fn shake_hands(&mut self, socket: &mut (impl Read + Write)) -> io::Result<()> {
-        let mut bytes = vec![0; 4096];
+    /// The plain bytes that were not taken yet.
+    fn rest(&self) -> &[u8] {
+        self.plain.as_ref().and_then(|record| record.bytes().get(self.taken..)).unwrap_or_default()
+    }
+
+    /// Agrees with the peer on keys of the moment, on a socket that waits. Returns what came behind the handshake.
+    pub(crate) fn shake_hands(&mut self, socket: &mut (impl Read + Write)) -> io::Result<Vec<u8>> {
+        let (mut bytes, mut rest) = (vec![0_u8; HANDSHAKE_BYTES], 0..0_usize);
         loop {
-            let went = self.session.handshake();
+            let mut arrived = bytes.get(rest.clone()).unwrap_or_default();
+            let went = self.session.handshake(&mut arrived);
+            let is_stuck = arrived.len() == rest.len();
+            rest.start = rest.end.saturating_sub(arrived.len());
             if let Err(code) = went
                 && !self.goes_on(code)
             {
@@ -79,13 +80,14 @@ impl Shared {
             }
             self.flush(socket)?;
             match went {
-                Ok(()) => return Ok(()),
-                Err(ffi::AGAIN) => match socket.read(&mut bytes) {
+                Ok(()) => return Ok(bytes.get(rest).unwrap_or_default().to_vec()),
+                Err(ffi::AGAIN) if rest.is_empty() => match socket.read(&mut bytes) {
                     Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                    Ok(count) => self.session.give(bytes.get(..count).unwrap_or_default()),
+                    Ok(count) => rest = 0..count,
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                     Err(error) => return Err(error),
                 },
+                Err(ffi::AGAIN) if is_stuck => return Err(io::ErrorKind::InvalidData.into()),
                 Err(_) => {}
             }
         }
@@ -125,39 +127,32 @@ impl Shared {
 
 impl Session for Shared {
     fn feed(&mut self, arrived: &mut &[u8]) -> io::Result<()> {
-        while self.first == self.end && !self.has_ended {
-            if self.may_hold {
-                match self.session.receive(&mut self.plain) {
-                    Ok(0) => self.has_ended = true,
-                    Ok(count) => (self.first, self.end) = (0, count),
-                    Err(ffi::AGAIN) => self.may_hold = false,
-                    Err(code) if self.goes_on(code) => {}
-                    Err(code) => {
-                        let error = self.ends(code);
-                        return Err(io::Error::new(error.kind(), format!("TLS: {error}")));
-                    }
+        while !arrived.is_empty() && self.rest().is_empty() && !self.has_ended {
+            let before = arrived.len();
+            match self.session.receive(arrived) {
+                Ok(Some(record)) => (self.plain, self.taken) = (Some(record), 0),
+                Ok(None) => self.has_ended = true,
+                // Either all was taken, or a message that is no data; others may be behind it.
+                Err(ffi::AGAIN) if arrived.len() < before => {}
+                Err(code) if code != ffi::AGAIN && self.goes_on(code) => {}
+                Err(code) => {
+                    let error = self.ends(code);
+                    return Err(io::Error::new(error.kind(), format!("TLS: {error}")));
                 }
-                continue;
             }
-            let Some((part, rest)) = arrived.split_at_checked(arrived.len().min(GIVEN_BYTES)) else { return Ok(()) };
-            if part.is_empty() {
-                return Ok(());
-            }
-            self.session.give(part);
-            (*arrived, self.may_hold) = (rest, true);
         }
         Ok(())
     }
 
     fn state(&self) -> State {
-        let plain_bytes = self.end.saturating_sub(self.first);
-        State { plain_bytes, may_hold: self.may_hold, has_ended: self.has_ended && plain_bytes == 0 }
+        let plain_bytes = self.rest().len();
+        State { plain_bytes, has_ended: self.has_ended && plain_bytes == 0 }
     }
 
     fn take(&mut self, take: &mut dyn FnMut(&[u8]) -> usize) -> io::Result<usize> {
-        let plain = self.plain.get(self.first..self.end).unwrap_or_default();
-        let taken = take(plain).min(plain.len());
-        self.first = self.first.saturating_add(taken);
+        let rest = self.rest();
+        let taken = take(rest).min(rest.len());
+        self.taken = self.taken.saturating_add(taken);
         Ok(taken)
     }
 
@@ -204,5 +199,10 @@ impl Session for Shared {
 
     fn close(&mut self) {
         self.session.end();
+    }
+
+    #[cfg(test)]
+    fn renew_keys(&mut self) {
+        self.session.renew_keys();
     }
 }

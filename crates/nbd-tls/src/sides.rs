@@ -96,8 +96,8 @@ impl Handshake {
                 Channel::new(*session)
             }
             Kind::Shared(mut session) => {
-                session.shake_hands(socket)?;
-                Ok(Channel::of(session))
+                let arrived = session.shake_hands(socket)?;
+                Ok(Channel::of(session, &arrived))
             }
         }
     }

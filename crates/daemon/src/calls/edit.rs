@@ -56,7 +56,7 @@ impl Daemon {
             false => Err(Error::new(ErrorKind::Unsupported, "")),
         };
         let begun = path.and_then(|path| Ok((fleece::begin(&found, &image, &path, None, record)?, path)));
-        let ((point, fleece), path) = match begun {
+        let ((point, mut fleece), path) = match begun {
             Ok(begun) => begun,
             Err(error) => {
                 if can_be_beside && image.has_many_clusters() {
@@ -73,7 +73,7 @@ impl Daemon {
         let (mut too_large, mut looked) = (Ok(()), Instant::now());
         let has_room = &mut || {
             if looked.elapsed() >= LOOK_AT_ROOM_EVERY {
-                (too_large, looked) = (fleece.check(), Instant::now());
+                (too_large, looked) = (fleece.look_after(), Instant::now());
             }
             too_large.is_ok()
         };

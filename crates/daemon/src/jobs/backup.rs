@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
-/// How often the fleece's size is looked at.
+/// How often the fleece is looked after.
 const LOOK: Duration = Duration::from_millis(10);
 
 /// What is copied.
@@ -240,7 +240,7 @@ impl Backup {
             return Err(Error::new(ErrorKind::Cancelled, "cancelled: nothing was copied"));
         }
         let path = &self.fleece;
-        let (point, fleece) = fleece::begin(&self.found, image, path, self.options.fleece_quota_bytes, record)?;
+        let (point, mut fleece) = fleece::begin(&self.found, image, path, self.options.fleece_quota_bytes, record)?;
         has_new_top();
         let copy = self.copy_of(image, &point, target);
         let (copied, ended) = std::thread::scope(|scope| {
@@ -250,7 +250,7 @@ impl Backup {
                 let started = std::thread::Builder::new().name("backup".to_owned()).spawn_scoped(scope, run);
                 started.map_err(|error| Error::io("cannot start a thread for a backup", error))
             });
-            let copied = copying.and_then(|copying| watched(copying, &fleece, watch));
+            let copied = copying.and_then(|copying| watched(copying, &mut fleece, watch));
             let copied = copied.and_then(|()| self.is_whole(image, target, record));
             // The copy ends early. Guests must not wait for it.
             watch.cancel();
@@ -321,9 +321,9 @@ impl Backup {
 }
 
 /// Waits until the copy ends, the fleece has become too large, or the job is cancelled.
-fn watched(copying: ScopedJoinHandle<'_, Result<()>>, fleece: &Fleece, watch: &CopyWatch) -> Result<()> {
+fn watched(copying: ScopedJoinHandle<'_, Result<()>>, fleece: &mut Fleece, watch: &CopyWatch) -> Result<()> {
     while !copying.is_finished() {
-        fleece.check()?;
+        fleece.look_after()?;
         if watch.is_cancelled() {
             return Err(Error::new(ErrorKind::Cancelled, "cancelled: the target is not whole"));
         }

@@ -30,6 +30,9 @@ const SPARE_BYTES_MAX: u64 = 1 << 30;
 /// of the quota, but at least this many bytes.
 const RESERVE_PART: u64 = 8;
 const RESERVE_BYTES_LEAST: u64 = 16 << 20;
+/// Without a quota, so much space is reserved behind the end of the file. A direct write to reserved space goes to the
+/// storage at once. Where a file system has to find space first, it refuses what must not wait, and a worker writes.
+const AHEAD_BYTES: u64 = 32 << 20;
 
 /// Keeps a record of a disk's fleece. Each change is durable when its call returns.
 pub trait FleeceRecord: Send {
@@ -116,8 +119,10 @@ pub(crate) struct Fleece {
     path: PathBuf,
     file: File,
     quota_bytes: Option<u64>,
-    /// The file's space is not reserved, so the file system may run out of space.
+    /// The quota's space is not reserved, so the file system may run out of space.
     watches_space: bool,
+    /// Where the space ends that is reserved ahead; `None` if the file system reserves none.
+    reserved_end: Option<u64>,
 }
 
 impl Fleece {
@@ -136,11 +141,11 @@ impl Fleece {
         let overlay = made.overlay_with(found, image, &FileName::from(path), has_made, in_clusters)?;
         let failed = |error| Error::io(format!("cannot open the fleece '{}'", path.display()), error);
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed)?;
-        let mut fleece = Self { path: path.to_owned(), file, quota_bytes, watches_space: true };
+        let mut fleece = Self { path: path.to_owned(), file, quota_bytes, watches_space: true, reserved_end: Some(0) };
         if let Some(quota_bytes) = quota_bytes {
             fleece.reserve(quota_bytes)?;
         }
-        fleece.check()?;
+        fleece.look_after()?;
         Ok((fleece, overlay))
     }
 
@@ -185,8 +190,8 @@ impl Fleece {
         Ok(())
     }
 
-    /// Fails if the fleece has become too large.
-    pub(crate) fn check(&self) -> Result<()> {
+    /// Fails if the fleece has become too large. Reserves space for what guests write next.
+    pub(crate) fn look_after(&mut self) -> Result<()> {
         let path = self.path.display();
         let failed = |error| Error::io(format!("cannot look at the fleece '{path}'"), error);
         let used_bytes = self.file.metadata().map_err(failed)?.len();
@@ -201,15 +206,37 @@ impl Fleece {
             return Ok(());
         }
         let space = statvfs(&self.path).map_err(|errno| failed(errno.into()))?;
-        let spare_bytes = (space.f_blocks.saturating_mul(space.f_frsize) / SPARE_PART).min(SPARE_BYTES_MAX);
-        if space.f_bavail.saturating_mul(space.f_frsize) < spare_bytes {
+        let in_bytes = |blocks: u64| blocks.saturating_mul(space.f_frsize);
+        let free_bytes = in_bytes(space.f_bavail);
+        let spare_bytes = (in_bytes(space.f_blocks) / SPARE_PART).min(SPARE_BYTES_MAX);
+        if free_bytes < spare_bytes {
             let what = format!(
                 "broken off: fewer than {spare_bytes} bytes are left for the fleece '{path}'. Make room, or \
                  choose another place for the fleece of a backup (--fleece-dir)"
             );
             return Err(Error::new(ErrorKind::Io, what));
         }
+        // Where little is left, nothing is taken that may not be needed.
+        if free_bytes / 2 >= spare_bytes.saturating_add(AHEAD_BYTES) {
+            self.reserve_ahead(used_bytes);
+        }
         Ok(())
+    }
+
+    /// Reserves space behind the end of the file, unless there is enough.
+    fn reserve_ahead(&mut self, length_bytes: u64) {
+        let Some(end) = self.reserved_end.map(|end| end.max(length_bytes)) else { return };
+        if end.saturating_sub(length_bytes) >= AHEAD_BYTES {
+            return;
+        }
+        match fallocate(&self.file, FallocateFlags::KEEP_SIZE, end, AHEAD_BYTES) {
+            Ok(()) => self.reserved_end = Some(end.saturating_add(AHEAD_BYTES)),
+            Err(errno) => {
+                // Space is found for each write.
+                tracing::debug!("no space is reserved ahead for '{}': {errno}", self.path.display());
+                self.reserved_end = None;
+            }
+        }
     }
 
     /// Returns a free name for a new fleece of the disk `name`: beside the disk's image, or in `directory`.
@@ -246,21 +273,23 @@ mod tests {
     /// Whatever takes longer than this hangs.
     const PATIENCE: Duration = Duration::from_secs(60);
 
-    /// A fleece with a quota, and another who has its file open.
-    fn fleece() -> (Fleece, File) {
+    /// A fleece, and another who has its file open.
+    fn fleece(quota_bytes: Option<u64>) -> (Fleece, File) {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("fleece");
         let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).unwrap();
         let other = file.try_clone().unwrap();
-        let mut fleece = Fleece { path, file, quota_bytes: Some(1 << 20), watches_space: true };
-        fleece.reserve(1 << 20).unwrap();
+        let mut fleece = Fleece { path, file, quota_bytes, watches_space: true, reserved_end: Some(0) };
+        if let Some(quota_bytes) = quota_bytes {
+            fleece.reserve(quota_bytes).unwrap();
+        }
         std::os::unix::fs::FileExt::write_all_at(&fleece.file, &[7; 64 << 10], 0).unwrap();
         (fleece, other)
     }
 
     #[test]
     fn the_space_of_a_fleece_is_back_though_others_still_have_it_open() {
-        let (fleece, other) = fleece();
+        let (fleece, other) = fleece(Some(1 << 20));
         if fleece.watches_space {
             return;
         }
@@ -276,10 +305,32 @@ mod tests {
 
     #[test]
     fn a_fleece_that_stays_on_the_disk_keeps_its_contents() {
-        let (fleece, other) = fleece();
+        let (fleece, other) = fleece(Some(1 << 20));
         fleece.close_last(false);
         let mut bytes = vec![0; 64 << 10];
         std::os::unix::fs::FileExt::read_exact_at(&other, &mut bytes, 0).unwrap();
         assert!(bytes.iter().all(|byte| *byte == 7));
+    }
+
+    #[test]
+    fn space_is_reserved_ahead_of_guests_and_is_back_when_the_fleece_is_off() {
+        let directory = tempfile::tempdir().unwrap();
+        let (mut fleece, other) = fleece(None);
+        // Its own directory is gone.
+        fleece.path = directory.path().to_owned();
+        for length_bytes in [64 << 10, 100 << 20] {
+            other.set_len(length_bytes).unwrap();
+            fleece.look_after().unwrap();
+            // A file system may have little room, or may not reserve any.
+            let Some(end) = fleece.reserved_end.filter(|end| *end > 0) else { return };
+            let found = other.metadata().unwrap();
+            assert!(end >= length_bytes + AHEAD_BYTES && found.blocks() * 512 >= AHEAD_BYTES, "{end}, {found:?}");
+            assert_eq!(found.len(), length_bytes);
+            let enough = fleece.reserved_end;
+            fleece.look_after().unwrap();
+            assert_eq!(fleece.reserved_end, enough);
+        }
+        fleece.give_space_back().unwrap();
+        assert_eq!((other.metadata().unwrap().blocks(), other.metadata().unwrap().len()), (0, 100 << 20));
     }
 }

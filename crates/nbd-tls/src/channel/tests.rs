@@ -310,6 +310,69 @@ fn keys_change_on_both_sides_while_data_go() {
     }
 }
 
+/// Each side waits for the other's bytes, so those behind a message that is no data must not wait for more.
+#[test]
+fn data_right_behind_new_keys_are_there_at_once() {
+    for [mut client, mut server] in pairs() {
+        for _ in 0..3 {
+            client.channel.renew_keys();
+            assert_eq!(client.put(b"request").unwrap(), 7);
+            assert_eq!(server.get().unwrap(), b"request");
+            server.channel.renew_keys();
+            assert_eq!(server.put(b"reply").unwrap(), 5);
+            assert_eq!(client.get().unwrap(), b"reply");
+        }
+    }
+}
+
+/// A socket that keeps all but the first of what is to be sent.
+struct Held {
+    socket: UnixStream,
+    has_sent: bool,
+    kept: Vec<u8>,
+}
+
+impl Read for Held {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.socket.read(bytes)
+    }
+}
+
+impl Write for Held {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match std::mem::replace(&mut self.has_sent, true) {
+            true => self.kept.write(bytes),
+            false => self.socket.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A client that sends its last message of the handshake and its first bytes with one call.
+#[test]
+fn what_came_behind_the_handshake_with_a_shared_key_is_there_before_the_socket_is_looked_at() {
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("keys.psk"), "me:00112233445566778899aabbccddeeff\n").unwrap();
+    let server = ServerTls::of(&Credentials::in_directory(directory.path()), true).unwrap().begin().unwrap();
+    let client = ClientTls::Keys(directory.path().join("keys.psk"), None).begin("anybody").unwrap();
+    let (socket, mut to_client) = UnixStream::pair().unwrap();
+    let serves = std::thread::spawn(move || (server.run(&mut to_client).unwrap(), to_client));
+    let mut held = Held { socket, has_sent: false, kept: Vec::new() };
+    let mut client = client.run(&mut held).unwrap();
+    client.seal(std::iter::once(&b"at once"[..])).unwrap();
+    client.send(&mut held.kept).unwrap();
+    held.socket.write_all(&held.kept).unwrap();
+    let (channel, socket) = serves.join().unwrap();
+    socket.set_nonblocking(true).unwrap();
+    let mut server = End { channel, socket };
+    assert!(server.channel.has_arrived());
+    assert_eq!(server.get().unwrap(), b"at once");
+    assert!(!server.channel.has_arrived());
+}
+
 #[test]
 fn all_that_is_sealed_at_once_has_room_beside_new_keys() {
     let [mut client, mut server] = connected();

@@ -5,6 +5,7 @@
 //! over time, and the job begins after a while. A page has the figures, and a drawing of the first round for each job.
 
 mod drawing;
+mod events;
 mod page;
 mod qmp;
 mod servers;
@@ -35,11 +36,17 @@ const ROUNDS_MAX: usize = 3;
 const SETTLES_MS: f64 = 1000.0;
 /// Size of the image where nobody says.
 const SIZE_MIB: u64 = 1024;
+/// Size of the disk of [`Job::LargeSnapshot`], whose clusters are small: its tables are those of 64 GiB in clusters of
+/// 64 KiB.
+const LARGE_MIB: u64 = 8192;
+const LARGE_CLUSTER_BYTES: u64 = 8 << 10;
 
 /// What is done to the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Job {
     Snapshot,
+    /// Of a disk with many clusters.
+    LargeSnapshot,
     Commit,
     Mirror,
     Backup,
@@ -48,11 +55,13 @@ enum Job {
 }
 
 impl Job {
-    const ALL: [Self; 5] = [Self::Snapshot, Self::Commit, Self::Mirror, Self::Backup, Self::SlowBackup];
+    const ALL: [Self; 6] =
+        [Self::Snapshot, Self::LargeSnapshot, Self::Commit, Self::Mirror, Self::Backup, Self::SlowBackup];
 
     fn name(self) -> &'static str {
         match self {
             Self::Snapshot => "snapshot",
+            Self::LargeSnapshot => "snapshot-large",
             Self::Commit => "commit",
             Self::Mirror => "mirror",
             Self::Backup => "backup",
@@ -62,7 +71,7 @@ impl Job {
 
     fn limit(self) -> Duration {
         match self {
-            Self::Snapshot => TAIL,
+            Self::Snapshot | Self::LargeSnapshot => TAIL,
             _ => LIMIT,
         }
     }
@@ -169,10 +178,18 @@ impl Files {
         Ok(Self { directory, image })
     }
 
-    /// A directory with a copy of the image.
-    fn fresh(&self) -> Result<tempfile::TempDir> {
+    /// A directory with the disk of a job: a copy of the image, or a large disk without data that has a place for each
+    /// cluster.
+    fn fresh(&self, job: Job) -> Result<tempfile::TempDir> {
         let fresh = tempfile::tempdir_in(self.directory.path())?;
-        std::fs::copy(&self.image, fresh.path().join("disk.qcow2"))?;
+        let disk = fresh.path().join("disk.qcow2");
+        if job == Job::LargeSnapshot {
+            let options = format!("preallocation=metadata,cluster_size={LARGE_CLUSTER_BYTES}");
+            let create = Program::new("qemu-img").args(["create", "-q", "-f", "qcow2", "-o", &options]).args([&disk]);
+            create.args([format!("{LARGE_MIB}M")]).output_text()?;
+        } else {
+            std::fs::copy(&self.image, disk)?;
+        }
         Program::new("sync").output_text()?;
         Ok(fresh)
     }
@@ -180,7 +197,7 @@ impl Files {
 
 /// Serves the disk, loads it, does the job.
 fn measure(job: Job, side: Side, tools: &Tools, files: &Files) -> Result<Course> {
-    let directory = files.fresh()?;
+    let directory = files.fresh(job)?;
     let mut server = Server::start(side, tools, directory.path())?;
     match job {
         Job::Commit => server.snapshot()?,

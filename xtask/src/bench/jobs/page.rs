@@ -2,12 +2,13 @@
 
 use super::super::measure::version;
 use super::super::statistics::median;
-use super::{DEPTH, Figures, Job, LEAD, LIMIT, Row};
+use super::{DEPTH, Figures, Job, LARGE_CLUSTER_BYTES, LARGE_MIB, LEAD, LIMIT, Row};
 use anyhow::Result;
 use std::fmt::Write as _;
 
 pub(super) fn text(rows: &[Row], rounds: usize, size_mib: u64) -> Result<String> {
     let mut text = "# Jobs on running disks: figures\n\n".to_owned();
+    let large_clusters = (LARGE_MIB << 20) / LARGE_CLUSTER_BYTES;
     writeln!(
         text,
         "`cargo xtask bench --jobs` has written this page. A guest reads and writes 4 KiB at random, {DEPTH} requests in flight,\n\
@@ -20,12 +21,17 @@ pub(super) fn text(rows: &[Row], rounds: usize, size_mib: u64) -> Result<String>
          * Figures are medians of the rounds. The stall is the longest request that completed during the job: the median, and\n  \
          the worst round; in brackets, the longest before the job.\n\
          * p99 is that of ten milliseconds, the median over them; in brackets, before the job.\n\
+         * Both sides tell of a job's end by an event. Nobody asks them meanwhile, which would take processor time.\n\
+         * `snapshot-large` is a snapshot of a disk of {LARGE_MIB} MiB in {} clusters. All have a place in the file,\n  \
+         and few hold data. Its tables are as large as those of {} GiB in clusters of 64 KiB.\n\
          * `slow-backup` has an NBD server for its target that takes 1 MB/s. It is cancelled, and says what the guest\n  \
          notices meanwhile.\n\
          * The rate kept is the guest's rate during the job, of its rate before.\n",
         version("qemu-storage-daemon"),
         LEAD.as_secs(),
         LIMIT.as_secs(),
+        large_clusters,
+        (large_clusters * (64 << 10)) >> 30,
     )?;
     text += "| job | side | took | stall | worst stall | p99 | rate kept |\n|---|---|---|---|---|---|---|\n";
     for Row { job, side, figures } in rows {

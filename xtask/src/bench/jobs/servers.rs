@@ -2,6 +2,7 @@
 
 use super::super::measure::{SERVER_CORE, Tools, pinned};
 use super::Job;
+use super::events::{Events, JobEnd};
 use super::qmp::Qmp;
 use crate::command::Program;
 use anyhow::{Context, Result, bail, ensure};
@@ -42,6 +43,7 @@ pub(super) struct Server {
     ringdisk: PathBuf,
     child: Child,
     qmp: Option<Qmp>,
+    events: Option<Events>,
     /// The server of a slow target, if one was started.
     target: Option<Child>,
 }
@@ -74,7 +76,7 @@ impl Server {
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let child = command.spawn().with_context(|| format!("cannot run {command:?}"))?;
         let (directory, ringdisk) = (directory.to_owned(), tools.ringdisk().to_owned());
-        let mut server = Self { side, directory, ringdisk, child, qmp: None, target: None };
+        let mut server = Self { side, directory, ringdisk, child, qmp: None, events: None, target: None };
         server.wait()?;
         Ok(server)
     }
@@ -89,8 +91,9 @@ impl Server {
             ensure!(Instant::now() < deadline, "{} did not begin to serve", self.side);
             std::thread::sleep(Duration::from_millis(5));
         }
-        if self.side == Side::Qemu {
-            self.qmp = Some(Qmp::connect(&self.at("control"))?);
+        match self.side {
+            Side::Ringdisk => self.events = Some(Events::begin(self.ctl_command(&["watch"]))?),
+            Side::Qemu => self.qmp = Some(Qmp::connect(&self.at("control"))?),
         }
         Ok(())
     }
@@ -103,10 +106,14 @@ impl Server {
         self.at("disk")
     }
 
-    fn ctl(&self, call: &[&str]) -> Result<Value> {
+    fn ctl_command(&self, call: &[&str]) -> Command {
         let mut command = Command::new(&self.ringdisk);
         command.arg("ctl").arg("--control").arg(self.at("control")).arg("--output=json").args(call);
-        super::json_of(command)
+        command
+    }
+
+    fn ctl(&self, call: &[&str]) -> Result<Value> {
+        super::json_of(self.ctl_command(call))
     }
 
     fn qmp(&mut self) -> Result<&mut Qmp> {
@@ -158,7 +165,7 @@ impl Server {
 
     /// Whether it came to its end in time. What did not is cancelled.
     pub(super) fn carry_out(&mut self, job: Job, deadline: Instant) -> Result<bool> {
-        if job == Job::Snapshot {
+        if matches!(job, Job::Snapshot | Job::LargeSnapshot) {
             return self.snapshot().map(|()| true);
         }
         match self.side {
@@ -175,19 +182,11 @@ impl Server {
             _ => self.ctl(&[job.name(), "disk", &target, "--no-wait"])?,
         };
         let id = started["id"].as_u64().context("ringdisk names no job")?;
-        loop {
-            let jobs = self.ctl(&["jobs"])?;
-            let all = jobs["jobs"].as_array().context("ringdisk lists no jobs")?;
-            let found = all.iter().find(|job| job["id"] == id).context("the job is not listed")?;
-            match found["state"].as_str() {
-                Some("done") => return Ok(true),
-                Some("running") if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(20)),
-                Some("running") => {
-                    self.ctl(&["cancel", &id.to_string()])?;
-                    return Ok(false);
-                }
-                _ => bail!("the job failed: {found}"),
-            }
+        let events = self.events.as_ref().context("nobody watches the events")?;
+        match events.wait_for(id, deadline)? {
+            Some(JobEnd::Done) => Ok(true),
+            Some(JobEnd::Failed(message)) => bail!("the job failed: {message}"),
+            None => self.ctl(&["cancel", &id.to_string()]).map(|_| false),
         }
     }
 
@@ -209,7 +208,7 @@ impl Server {
                 "blockdev-mirror",
                 json!({ "job-id": "job", "device": "disk", "target": "target", "sync": "full", "copy-mode": "write-blocking" }),
             ),
-            Job::Backup | Job::SlowBackup | Job::Snapshot => {
+            Job::Backup | Job::SlowBackup | Job::Snapshot | Job::LargeSnapshot => {
                 ("blockdev-backup", json!({ "job-id": "job", "device": "disk", "target": "target", "sync": "full" }))
             }
         };
