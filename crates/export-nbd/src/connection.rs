@@ -291,8 +291,7 @@ impl<G: Clone + Send + 'static> Connection<G> {
             let export = transmission.export().clone();
             let guard = (self.guard.clone(), transmission.presence());
             let contexts = transmission.contexts().to_vec();
-            let (mailbox, reactor) = (Arc::clone(&self.link.mailbox), Arc::clone(&self.link.reactor));
-            let started = StatusThread::start(export, contexts, mailbox, reactor, guard);
+            let started = StatusThread::start(export, contexts, &self.link, guard);
             self.status = started
                 .inspect_err(|error| {
                     static TIMES: LogLimit = LogLimit::new();
