@@ -476,8 +476,8 @@ impl<G: Clone + Send + 'static> Connection<G> {
         let given_up = self.is_dead && self.link.given_up.load(Ordering::Acquire);
         let is_told = pending == 0 && !self.has_left_to_send();
         // The turn was too short for what the client would have taken.
-        let goes_on =
-            self.sent_bytes >= SENT_PER_TURN && !self.output.is_empty() && self.socket.is_ready(Interest::Write);
+        let was_short = self.tls.as_ref().map_or(self.sent_bytes >= SENT_PER_TURN, UnderTls::was_short);
+        let goes_on = was_short && !self.output.is_empty() && self.socket.is_ready(Interest::Write);
         given_up || self.shuts && in_flight == 0 && (self.is_dead || closing && !goes_on || is_told)
     }
 
