@@ -301,6 +301,40 @@ fn a_server_that_stops_waits_for_nobody_in_a_handshake_and_says_goodbye_to_the_o
     }
 }
 
+#[test]
+fn before_tls_nobody_learns_of_exports_and_nothing_that_is_sent_in_plain_counts() {
+    let mut place = serve(true, |_| {});
+    let go = InfoRequest { name: b"disk", wanted: vec![] }.to_bytes();
+    let mut plain = common::greet(place.served.connect());
+    for (option, data) in [
+        (option::LIST, &[][..]),
+        (option::INFO, &go),
+        (option::GO, &go),
+        (option::STRUCTURED_REPLY, &[]),
+        (option::LIST_META_CONTEXT, &[0; 8]),
+    ] {
+        assert_eq!(ask(&mut plain, option, data), answer::ERR_TLS_REQD, "{option}");
+    }
+    let mut named = Vec::new();
+    put_option(&mut named, option::EXPORT_NAME, b"disk");
+    plain.write_all(&named).unwrap();
+    assert_eq!(plain.read_to_end(&mut Vec::new()).unwrap(), 0);
+    // Somebody on the way puts options behind the one for TLS.
+    let mut injected = common::greet(place.served.connect());
+    let mut options = Vec::new();
+    put_option(&mut options, option::STARTTLS, &[]);
+    put_option(&mut options, option::GO, &go);
+    injected.write_all(&options).unwrap();
+    assert_eq!(answer_to(&mut injected), answer::ACK);
+    let mut session = place.credentials.connect("localhost").unwrap();
+    assert!(shake_hands(&mut session, &mut injected).is_err());
+    let mut rest = Vec::new();
+    let _ = injected.read_to_end(&mut rest);
+    let magic = nbd_wire::numbers::OPTION_REPLY_MAGIC.to_be_bytes();
+    assert!(!rest.windows(magic.len()).any(|bytes| bytes == magic), "{rest:?}");
+    place.served.stop();
+}
+
 /// A turn encrypts less than that.
 #[test]
 fn a_server_that_stops_sends_all_that_the_socket_takes_of_a_reply() {
