@@ -291,8 +291,7 @@ impl<G: Clone + Send + 'static> Connection<G> {
             let export = transmission.export().clone();
             let guard = (self.guard.clone(), transmission.presence());
             let contexts = transmission.contexts().to_vec();
-            let (mailbox, reactor) = (Arc::clone(&self.link.mailbox), Arc::clone(&self.link.reactor));
-            let started = StatusThread::start(export, contexts, mailbox, reactor, guard);
+            let started = StatusThread::start(export, contexts, &self.link, guard);
             self.status = started
                 .inspect_err(|error| {
                     static TIMES: LogLimit = LogLimit::new();
@@ -477,8 +476,8 @@ impl<G: Clone + Send + 'static> Connection<G> {
         let given_up = self.is_dead && self.link.given_up.load(Ordering::Acquire);
         let is_told = pending == 0 && !self.has_left_to_send();
         // The turn was too short for what the client would have taken.
-        let goes_on =
-            self.sent_bytes >= SENT_PER_TURN && !self.output.is_empty() && self.socket.is_ready(Interest::Write);
+        let was_short = self.tls.as_ref().map_or(self.sent_bytes >= SENT_PER_TURN, UnderTls::was_short);
+        let goes_on = was_short && !self.output.is_empty() && self.socket.is_ready(Interest::Write);
         given_up || self.shuts && in_flight == 0 && (self.is_dead || closing && !goes_on || is_told)
     }
 

@@ -3,18 +3,24 @@
 
 use crate::context::Context;
 use crate::export::NbdExport;
+use crate::link::Link;
 use crate::mailbox::{Answer, Mailbox};
 use block::{DirtyMap, Error, ErrorKind, LogLimit, ReactorHandle, Run, StatusQuery};
 use nbd_wire::numbers::{DIRTY, allocation};
 use nbd_wire::reply::Extent;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
 
 /// Extents that an answer tells at most, for each context.
 pub(crate) const EXTENTS_MAX: usize = 2048;
 /// What an answer takes of each context, in bytes.
 pub(crate) const ANSWER_BYTES: usize = EXTENTS_MAX * 16;
+/// An answer that takes longer ends there, and the client asks on from its end. A question may be about all of a disk, and
+/// some storage is asked for each object.
+const ANSWER_TIME: Duration = Duration::from_secs(1);
 /// Questions of one connection at once.
 pub(crate) const QUESTIONS_MAX: usize = 16;
 
@@ -38,13 +44,16 @@ impl StatusThread {
     pub(crate) fn start(
         export: NbdExport,
         contexts: Vec<Context>,
-        mailbox: Arc<Mailbox>,
-        reactor: Arc<dyn ReactorHandle>,
+        link: &Arc<Link>,
         guard: impl Send + 'static,
     ) -> std::io::Result<Self> {
         let (questions, asked) = channel();
+        let (mailbox, reactor) = (Arc::clone(&link.mailbox), Arc::clone(&link.reactor));
+        let link = Arc::downgrade(link);
+        // Nobody waits for the answer: the connection has gone, or is to end.
+        let is_over = move || link.upgrade().is_none_or(|link| link.closing.load(Ordering::Acquire));
         std::thread::Builder::new().name("nbd-status".into()).spawn(move || {
-            answer_all(&asked, Teller::new(&export, contexts), &mailbox, reactor.as_ref());
+            answer_all(&asked, Teller::new(&export, contexts, &is_over), &mailbox, reactor.as_ref());
             drop(export);
             drop(guard);
         })?;
@@ -79,6 +88,7 @@ fn answer_all(asked: &Receiver<Question>, mut teller: Teller<'_>, mailbox: &Mail
 struct Teller<'a> {
     export: &'a NbdExport,
     contexts: Vec<Context>,
+    is_over: &'a dyn Fn() -> bool,
     /// Bitmaps that do not record: a client that asks for one part after the other gets those of one moment. It ends with a
     /// question that does not go on behind the last one.
     maps: BTreeMap<usize, DirtyMap>,
@@ -87,8 +97,8 @@ struct Teller<'a> {
 }
 
 impl<'a> Teller<'a> {
-    fn new(export: &'a NbdExport, contexts: Vec<Context>) -> Self {
-        Self { export, contexts, maps: BTreeMap::new(), last: None }
+    fn new(export: &'a NbdExport, contexts: Vec<Context>, is_over: &'a dyn Fn() -> bool) -> Self {
+        Self { export, contexts, is_over, maps: BTreeMap::new(), last: None }
     }
 }
 
@@ -116,13 +126,14 @@ impl Teller<'_> {
         if lists.is_empty() {
             return Ok(lists);
         }
+        let begun = Instant::now();
         for run in self.export.disk.block_status(&StatusQuery::of(question.offset, question.length_bytes))? {
             let run = run?;
             let mut takes_more = false;
             for (context, list) in &mut lists {
                 takes_more |= add(list, most, run.length_bytes, flags(*context, &run));
             }
-            if !takes_more {
+            if !takes_more || (self.is_over)() || begun.elapsed() >= ANSWER_TIME {
                 break;
             }
         }
@@ -191,9 +202,10 @@ pub(crate) fn cut(mut list: Vec<Extent>, one: bool, length_bytes: u64) -> Vec<Ex
 mod tests {
     use super::*;
     use crate::NbdBitmap;
-    use block::DirtyBitmaps;
+    use block::{DirtyBitmaps, Disk, DiskInfo, DiskQueue, ReactorCtx, Runs};
     use image::NullDisk;
-    use std::sync::atomic::{AtomicU8, Ordering};
+    use std::rc::Rc;
+    use std::sync::atomic::{AtomicU8, AtomicU64};
 
     /// One bitmap, whose first bits are these.
     struct Bits(AtomicU8);
@@ -210,7 +222,7 @@ mod tests {
         let export = NbdExport::new("disk", Arc::new(NullDisk::new(1 << 20, String::new()))).with(|export| {
             export.bitmaps = vec![NbdBitmap { name: "daily".into(), source: Arc::clone(&bits) as _ }];
         });
-        let mut teller = Teller::new(&export, vec![Context::Bitmap(0)]);
+        let mut teller = Teller::new(&export, vec![Context::Bitmap(0)], &|| false);
         let mut is_dirty = |offset| {
             let question = Question { tag: 0, offset, length_bytes: 512, one: false };
             let answer = teller.answer(&question).unwrap();
@@ -223,5 +235,48 @@ mod tests {
         bits.0.store(0, Ordering::Relaxed);
         assert!(is_dirty(65536));
         assert!(!is_dirty(4096), "it has gone back");
+    }
+
+    const PIECE_BYTES: u64 = 64 << 10;
+    const PIECES_MAX: u64 = 5000;
+
+    /// A disk full of data, which is told in many pieces, and slowly.
+    struct Long {
+        told: Arc<AtomicU64>,
+        pause: Duration,
+    }
+
+    impl Disk for Long {
+        fn info(&self) -> DiskInfo {
+            NullDisk::new(1 << 50, String::new()).info()
+        }
+
+        fn open_queue(&self, ctx: &Rc<dyn ReactorCtx>) -> block::Result<Box<dyn DiskQueue>> {
+            NullDisk::new(1 << 50, String::new()).open_queue(ctx)
+        }
+
+        fn block_status(&self, _: &StatusQuery) -> block::Result<Runs<'_>> {
+            let piece = |number| {
+                std::thread::sleep(self.pause);
+                self.told.fetch_add(1, Ordering::Relaxed);
+                Ok(Run::of_data(number * PIECE_BYTES, PIECE_BYTES))
+            };
+            Ok(Box::new((0..PIECES_MAX).map(piece)))
+        }
+    }
+
+    #[test]
+    fn an_answer_about_all_of_a_disk_ends_with_its_connection_and_after_some_time() {
+        for (pause, goes_at) in [(Duration::ZERO, 10), (Duration::from_millis(10), u64::MAX)] {
+            let told = Arc::new(AtomicU64::new(0));
+            let export = NbdExport::new("disk", Arc::new(Long { told: Arc::clone(&told), pause }));
+            let is_over = || told.load(Ordering::Relaxed) >= goes_at;
+            let mut teller = Teller::new(&export, vec![Context::Allocation], &is_over);
+            let question = Question { tag: 0, offset: 0, length_bytes: PIECES_MAX * PIECE_BYTES, one: false };
+            let answer = teller.answer(&question).unwrap();
+            let told = told.load(Ordering::Relaxed);
+            assert!(told <= goes_at && told < PIECES_MAX, "{told} pieces");
+            assert_eq!(answer[0].1, [Extent { length_bytes: told * PIECE_BYTES, flags: 0 }]);
+        }
     }
 }

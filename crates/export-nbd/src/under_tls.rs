@@ -59,7 +59,12 @@ impl UnderTls {
 
     /// Whether it has something to send: replies of `output`, as far as this turn goes, or what was encrypted.
     pub(crate) fn sends(&self, output: &Output) -> bool {
-        self.channel.wants_write() || !output.is_empty() && self.sealed_bytes < BYTES_PER_TURN
+        self.channel.wants_write() || !output.is_empty() && !self.was_short()
+    }
+
+    /// Whether nothing more is encrypted in this turn.
+    pub(crate) fn was_short(&self) -> bool {
+        self.sealed_bytes >= BYTES_PER_TURN
     }
 
     /// Whether replies are encrypted that the socket has not taken.

@@ -26,6 +26,11 @@ struct Place {
 
 /// A server with TLS, which it may require.
 fn serve(is_required: bool, change: impl FnOnce(&mut Limits)) -> Place {
+    serve_with(is_required, "", change)
+}
+
+/// The same, with more options of the drive.
+fn serve_with(is_required: bool, drive: &str, change: impl FnOnce(&mut Limits)) -> Place {
     let pki = tempfile::tempdir().unwrap();
     self_signed(pki.path());
     let credentials = Credentials::in_directory(pki.path());
@@ -34,7 +39,12 @@ fn serve(is_required: bool, change: impl FnOnce(&mut Limits)) -> Place {
         change(&mut options.limits);
         options.tls = Some(tls);
     });
-    Place { credentials, served: Served::raw(SIZE, options), pki }
+    let prepare = |directory: &std::path::Path| {
+        let file = directory.join("disk.raw");
+        std::fs::File::create(&file).unwrap().set_len(SIZE).unwrap();
+        vec![format!("file={},format=raw,name=disk{drive}", file.display())]
+    };
+    Place { credentials, served: Served::start(prepare, options), pki }
 }
 
 /// A client's end of TLS on a socket that waits.
@@ -289,6 +299,56 @@ fn a_server_that_stops_waits_for_nobody_in_a_handshake_and_says_goodbye_to_the_o
     for mut socket in [silent, asks, chooses.socket] {
         socket.read_to_end(&mut Vec::new()).unwrap();
     }
+}
+
+#[test]
+fn before_tls_nobody_learns_of_exports_and_nothing_that_is_sent_in_plain_counts() {
+    let mut place = serve(true, |_| {});
+    let go = InfoRequest { name: b"disk", wanted: vec![] }.to_bytes();
+    let mut plain = common::greet(place.served.connect());
+    for (option, data) in [
+        (option::LIST, &[][..]),
+        (option::INFO, &go),
+        (option::GO, &go),
+        (option::STRUCTURED_REPLY, &[]),
+        (option::LIST_META_CONTEXT, &[0; 8]),
+    ] {
+        assert_eq!(ask(&mut plain, option, data), answer::ERR_TLS_REQD, "{option}");
+    }
+    let mut named = Vec::new();
+    put_option(&mut named, option::EXPORT_NAME, b"disk");
+    plain.write_all(&named).unwrap();
+    assert_eq!(plain.read_to_end(&mut Vec::new()).unwrap(), 0);
+    // Somebody on the way puts options behind the one for TLS.
+    let mut injected = common::greet(place.served.connect());
+    let mut options = Vec::new();
+    put_option(&mut options, option::STARTTLS, &[]);
+    put_option(&mut options, option::GO, &go);
+    injected.write_all(&options).unwrap();
+    assert_eq!(answer_to(&mut injected), answer::ACK);
+    let mut session = place.credentials.connect("localhost").unwrap();
+    assert!(shake_hands(&mut session, &mut injected).is_err());
+    let mut rest = Vec::new();
+    let _ = injected.read_to_end(&mut rest);
+    let magic = nbd_wire::numbers::OPTION_REPLY_MAGIC.to_be_bytes();
+    assert!(!rest.windows(magic.len()).any(|bytes| bytes == magic), "{rest:?}");
+    place.served.stop();
+}
+
+/// A turn encrypts less than that.
+#[test]
+fn a_server_that_stops_sends_all_that_the_socket_takes_of_a_reply() {
+    const LENGTH: usize = 256 << 10;
+    let mut place = serve_with(true, ",filter=delay:ms=1000", |_| {});
+    let mut client = Secure::connect(&place);
+    client.send(command::READ, 0, LENGTH as u64, &[]);
+    // It is behind the end of the disk. Its reply says that the other one was taken, too.
+    client.send(command::READ, SIZE, 512, &[]);
+    assert_eq!(client.reply().0, chunk::ERROR);
+    place.served.stop();
+    let (kind, _, payload) = client.reply();
+    assert_eq!((kind, payload.len()), (chunk::OFFSET_DATA, 8 + LENGTH));
+    assert!(matches!(client.end(), Ok(0)), "the end is said");
 }
 
 #[test]

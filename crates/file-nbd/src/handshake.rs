@@ -212,16 +212,22 @@ mod tests {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
     use std::os::unix::net::{UnixListener, UnixStream};
 
-    /// All that a server says, byte by byte; it does not listen.
-    fn say_slowly(mut stream: UnixStream, pause: Duration) {
+    /// All that a server says; `to_tls` is its answer to STARTTLS, if it has one.
+    fn words(to_tls: Option<u32>) -> Vec<u8> {
         let mut words = Vec::new();
         put_greeting(&mut words, handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
+        to_tls.into_iter().for_each(|kind| put_answer(&mut words, option::STARTTLS, kind, &[]));
         put_answer(&mut words, option::EXTENDED_HEADERS, answer::ERR_UNSUP, &[]);
         put_answer(&mut words, option::STRUCTURED_REPLY, answer::ERR_UNSUP, &[]);
         let info = Info::Export { size_bytes: 4096, flags: export::HAS_FLAGS };
         put_answer(&mut words, option::GO, answer::INFO, &info.to_bytes());
         put_answer(&mut words, option::GO, answer::ACK, &[]);
-        for byte in words {
+        words
+    }
+
+    /// Says it byte by byte; it does not listen.
+    fn say_slowly(mut stream: UnixStream, pause: Duration) {
+        for byte in words(None) {
             if stream.write_all(&[byte]).is_err() {
                 return;
             }
@@ -244,6 +250,27 @@ mod tests {
         let failed = connect(&uri, Instant::now() + Duration::from_millis(500)).unwrap_err();
         assert!(failed.to_string().contains("timed out"), "{failed}");
         assert_eq!(connect(&uri, end_of_patience()).unwrap().1.size_bytes, 4096);
+    }
+
+    #[test]
+    fn who_wants_tls_hears_nothing_that_is_said_in_plain() {
+        let directory = tempfile::Builder::new().prefix("rd-").tempdir().unwrap();
+        let (socket, keys) = (directory.path().join("nbd"), directory.path().join("keys"));
+        std::fs::write(&keys, "me:00112233445566778899aabbccddeeff\n").unwrap();
+        let listener = UnixListener::bind(&socket).unwrap();
+        let (socket, keys) = (socket.display(), keys.display());
+        let uri = NbdUri::parse(&format!("nbds+unix:///?socket={socket}&tls-psk-file={keys}")).unwrap();
+        for (to_tls, told) in [(answer::ACK, "TLS: "), (answer::ERR_UNSUP, "does not serve with TLS")] {
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    let mut stream = listener.accept().unwrap().0;
+                    stream.write_all(&words(Some(to_tls))).unwrap();
+                    let _ = stream.read_to_end(&mut Vec::new());
+                });
+                let failed = connect(&uri, end_of_patience()).unwrap_err();
+                assert!(failed.to_string().contains(told), "{failed}");
+            });
+        }
     }
 
     #[test]

@@ -42,7 +42,7 @@ fn connection(name: &RbdName, is_cached: bool) -> Result<Arc<Cluster>> {
     let known = |clusters: &mut Option<HashMap<Key, Weak<Cluster>>>| {
         let clusters = clusters.get_or_insert_default();
         clusters.retain(|_, cluster| cluster.strong_count() > 0);
-        clusters.get(&key).and_then(Weak::upgrade)
+        clusters.get(&key).and_then(Weak::upgrade).filter(|cluster| !cluster.is_shut_out())
     };
     if let Some(cluster) = known(&mut CLUSTERS.lock().unwrap_or_else(PoisonError::into_inner)) {
         return Ok(cluster);

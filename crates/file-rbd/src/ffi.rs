@@ -9,6 +9,7 @@ use memory::AlignedBuf;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;
 use std::ptr::{NonNull, null, null_mut};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// What Debian's package has.
@@ -177,11 +178,15 @@ fn handle(made: Handle) -> Result<NonNull<c_void>, Errno> {
 
 const EIO: Errno = 5;
 pub(crate) const ERANGE: Errno = 34;
+/// The cluster has shut this client out: another one has broken its lock.
+pub(crate) const EBLOCKLISTED: Errno = 108;
 
 /// A connection to a cluster, shut down when it is dropped, which may take time.
 pub(crate) struct Cluster {
     pub(crate) librbd: &'static Librbd,
     raw: NonNull<c_void>,
+    /// The cluster has shut this connection out. It forgets that after an hour or so, but the locks are others' by then.
+    is_shut_out: AtomicBool,
 }
 
 // SAFETY: librados says that a handle may be used by several threads at once.
@@ -195,7 +200,11 @@ impl Cluster {
         let mut raw = null_mut();
         // SAFETY: it writes a handle, and copies the text.
         check(unsafe { (librbd.functions.rados_create)(&raw mut raw, pointer(user)) })?;
-        Ok(Self { librbd, raw: handle(raw)? })
+        Ok(Self { librbd, raw: handle(raw)?, is_shut_out: AtomicBool::new(false) })
+    }
+
+    pub(crate) fn is_shut_out(&self) -> bool {
+        self.is_shut_out.load(Ordering::Relaxed)
     }
 
     /// Reads a configuration file; without a name those of Ceph's usual places.
@@ -262,14 +271,23 @@ impl Pool {
     pub(crate) fn create(&self, name: &CStr, size_bytes: u64) -> Result<(), Errno> {
         let mut order = 0;
         // SAFETY: the handle is open, and it reads and writes the order.
-        check(unsafe {
+        self.noted(unsafe {
             (self.cluster.librbd.functions.rbd_create)(self.raw.as_ptr(), name.as_ptr(), size_bytes, &raw mut order)
         })
     }
 
     pub(crate) fn remove(&self, name: &CStr) -> Result<(), Errno> {
         // SAFETY: the handle is open.
-        check(unsafe { (self.cluster.librbd.functions.rbd_remove)(self.raw.as_ptr(), name.as_ptr()) })
+        self.noted(unsafe { (self.cluster.librbd.functions.rbd_remove)(self.raw.as_ptr(), name.as_ptr()) })
+    }
+
+    /// Notes it if the cluster has shut its connection out: whoever tries again gets another one.
+    fn noted(&self, returned: c_int) -> Result<(), Errno> {
+        let result = check(returned);
+        if result == Err(EBLOCKLISTED) {
+            self.cluster.is_shut_out.store(true, Ordering::Relaxed);
+        }
+        result
     }
 
     /// Opens an image, or a snapshot of it.
@@ -278,7 +296,7 @@ impl Pool {
         let open = if read_only { functions.rbd_open_read_only } else { functions.rbd_open };
         let mut raw = null_mut();
         // SAFETY: the handle is open; it writes another one, and copies the texts.
-        check(unsafe { open(self.raw.as_ptr(), name.as_ptr(), &raw mut raw, pointer(snapshot)) })?;
+        self.noted(unsafe { open(self.raw.as_ptr(), name.as_ptr(), &raw mut raw, pointer(snapshot)) })?;
         Ok(Image { raw: handle(raw)?, pool: self })
     }
 }
@@ -376,6 +394,16 @@ impl Image {
 
     pub(crate) fn librbd(&self) -> &'static Librbd {
         self.pool.cluster.librbd
+    }
+
+    /// Whether the cluster has shut its connection out, which other images may have noticed.
+    pub(crate) fn is_shut_out(&self) -> bool {
+        self.pool.cluster.is_shut_out()
+    }
+
+    /// Notes that the cluster has shut its connection out. Returns whether that is news.
+    pub(crate) fn notes_shut_out(&self) -> bool {
+        !self.pool.cluster.is_shut_out.swap(true, Ordering::Relaxed)
     }
 
     /// Gives librbd a request, without waiting. `tell` is called once, by this thread or by one of librbd's; it does not

@@ -4,7 +4,7 @@ use crate::calls::{Calls, Reply};
 use crate::closing::{Closes, let_go, this_is_a_reactor, wait_for};
 use crate::cluster::{failed, pool};
 use crate::extents::{Extents, Question};
-use crate::ffi::{Errno, Image, Request};
+use crate::ffi::{EBLOCKLISTED, Errno, Image, Request};
 use crate::lock;
 use crate::name::RbdName;
 use block::{
@@ -24,8 +24,6 @@ const PIECE_BYTES_MAX: u64 = 2 << 20;
 const RANGE_BYTES_MAX: u64 = 1 << 30;
 
 const ENOENT: Errno = 2;
-/// The cluster has shut this client out: another one has broken its lock.
-const EBLOCKLISTED: Errno = 108;
 
 /// How an image is opened.
 #[derive(Debug, Clone)]
@@ -68,15 +66,22 @@ pub fn open(name: &RbdName, options: &RbdOptions) -> Result<Arc<dyn File>> {
     }
     let key = name.to_string();
     wait_for(&key);
-    let image =
-        pool(name, options.cached)?.open(&name.image, name.snapshot.as_deref(), read_only).map_err(|errno| {
-            let hint = match (errno, &name.snapshot) {
-                (ENOENT, None) => " (there is none of that name in the pool)",
-                (ENOENT, Some(_)) => " (there is none of that name in the pool, or it has no such snapshot)",
-                _ => "",
-            };
-            failed(name, "cannot open the image", errno, hint)
-        })?;
+    let open = || -> Result<Result<Image, Errno>> {
+        Ok(pool(name, options.cached)?.open(&name.image, name.snapshot.as_deref(), read_only))
+    };
+    let opened = match open()? {
+        // The connection turned out to be shut out. It is shared no more, so this has another one.
+        Err(EBLOCKLISTED) => open()?,
+        opened => opened,
+    };
+    let image = opened.map_err(|errno| {
+        let hint = match (errno, &name.snapshot) {
+            (ENOENT, None) => " (there is none of that name in the pool)",
+            (ENOENT, Some(_)) => " (there is none of that name in the pool, or it has no such snapshot)",
+            _ => "",
+        };
+        failed(name, "cannot open the image", errno, hint)
+    })?;
     let closes = Closes::new(image, &key);
     let opened = closes
         .image()
@@ -98,7 +103,6 @@ pub fn open(name: &RbdName, options: &RbdOptions) -> Result<Arc<dyn File>> {
         known: UntilChange::default(),
         buffers: options.buffers.clone(),
         has_write_zeroes: info.fast_zeroes,
-        was_shut_out: AtomicBool::new(false),
         is_cached: options.cached,
         has_lost: Arc::default(),
         closes,
@@ -238,7 +242,6 @@ struct Remote {
     known: UntilChange<Extents>,
     buffers: BufferAccount,
     has_write_zeroes: bool,
-    was_shut_out: AtomicBool,
     /// librbd acknowledges writes before the cluster has them.
     is_cached: bool,
     /// A flush has failed, and may have lost what it covered: no flush is believed any more.
@@ -251,15 +254,19 @@ impl Remote {
         self.length_bytes.load(Ordering::Acquire)
     }
 
+    /// The image, unless the cluster has shut its client out. Whoever had broken the lock may have written since. So
+    /// nothing is written any more, whether or not the cluster would take it.
     fn image(&self) -> IoResult<Arc<Image>> {
-        self.closes.image().cloned().ok_or(IoError::EIO)
+        let image = self.closes.image().ok_or(IoError::EIO)?;
+        if image.is_shut_out() { Err(IoError::from_errno(EBLOCKLISTED)) } else { Ok(Arc::clone(image)) }
     }
 
     fn error_of(&self, errno: i64) -> IoError {
         let errno = Errno::try_from(errno).unwrap_or(EIO);
-        if errno == EBLOCKLISTED && !self.was_shut_out.swap(true, Ordering::Relaxed) {
+        if errno == EBLOCKLISTED && self.closes.image().is_some_and(|image| image.notes_shut_out()) {
             tracing::error!(
-                "'{}': the cluster has shut this client out, as another one has broken its lock: open the image anew",
+                "'{}': the cluster has shut this client out, as another one has broken its lock: open this image anew, and all \
+                 others of the same connection",
                 self.closes.key()
             );
         }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use block::{File, FileOp, PastEnd, block_on};
+use block::{File, FileOp, IoError, IoResult, PastEnd, block_on};
 use common::{conforms, handles, make_disk, reactors};
 use image::Format;
 use memory::IoBuf;
@@ -10,6 +10,7 @@ use ringdisk_file_rbd::{RbdName, RbdOptions, create, open, remove};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 use testkit::{CephNode, HistoryLoad, SectorHistory};
 
 const SIZE: u64 = 8 << 20;
@@ -38,10 +39,14 @@ fn perform(file: &dyn File, op: FileOp) {
     block_on(file.open_blocking().unwrap().start(op)).unwrap();
 }
 
-fn fill(file: &dyn File, offset: u64, length: usize, byte: u8) {
+fn try_to_fill(file: &dyn File, offset: u64, length: usize, byte: u8) -> IoResult {
     let data = IoBuf::zeroed(length).whole();
     data.fill(byte);
-    perform(file, FileOp::Write { offset, data, fua: false });
+    block_on(file.open_blocking().unwrap().start(FileOp::Write { offset, data, fua: false }))
+}
+
+fn fill(file: &dyn File, offset: u64, length: usize, byte: u8) {
+    try_to_fill(file, offset, length, byte).unwrap();
 }
 
 /// Where the cluster says that there are data.
@@ -143,7 +148,7 @@ fn requests_wait_for_an_osd_that_is_killed_and_nothing_is_lost() {
         load.wait_for_more(300);
         cluster.kill_osd();
         // What is in flight stays there.
-        std::thread::sleep(std::time::Duration::from_millis(500));
+        std::thread::sleep(Duration::from_millis(500));
         cluster.start_osd();
         load.wait_for_more(300);
     }
@@ -157,4 +162,31 @@ fn requests_wait_for_an_osd_that_is_killed_and_nothing_is_lost() {
         history.check_survivors(sector as u64, bytes).unwrap();
     }
     remove(&RbdName::parse(&name).unwrap()).unwrap();
+}
+
+#[test]
+fn a_client_whose_lock_was_broken_stays_out_although_the_cluster_forgets_it() {
+    let Some(cluster) = CephNode::start() else { return };
+    let name = cluster.name("disk");
+    create(&RbdName::parse(&name).unwrap(), SIZE).unwrap();
+    let fenced = opened(&name);
+    fill(&*fenced, 0, 4096, 1);
+    let owners = cluster.run("rbd", &["lock", "ls", "disks/disk", "--format", "json"]);
+    let address = owners.split("\"address\":\"").nth(1).and_then(|rest| rest.split('"').next()).unwrap();
+    cluster.run("ceph", &["osd", "blocklist", "add", address]);
+    let error = loop {
+        // Until the OSD knows.
+        match try_to_fill(&*fenced, 0, 4096, 1) {
+            Ok(()) => std::thread::sleep(Duration::from_millis(20)),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error, IoError::from_errno(108));
+    let patient = RbdOptions::default().with(|options| options.lock_timeout = Duration::from_secs(120));
+    let again = open(&RbdName::parse(&name).unwrap(), &patient).unwrap();
+    fill(&*again, 0, 4096, 2);
+    cluster.run("ceph", &["osd", "blocklist", "rm", address]);
+    assert_eq!(try_to_fill(&*fenced, 0, 4096, 1), Err(IoError::from_errno(108)));
+    drop((fenced, again));
+    assert_eq!(read_all(&name)[..4096], [2; 4096]);
 }

@@ -127,7 +127,7 @@ fn what_librbd_fails_with_is_what_the_request_fails_with() {
     let queue = file.open_blocking().unwrap();
     write(&queue, 0, &[1; 4096]).unwrap();
     let (offset, length) = (0, 4096);
-    for (errno, kind) in [(5, IoErrorKind::Io), (28, IoErrorKind::NoSpace), (108, IoErrorKind::Io)] {
+    for (errno, kind) in [(5, IoErrorKind::Io), (28, IoErrorKind::NoSpace)] {
         let calls = ["read", "write", "zeroes", "discard", "flush", "resize"];
         stand_in.set_faults(&calls.map(|call| format!("{call} error {errno}\n")).concat());
         let failed = Err(IoError::from_errno(errno));
@@ -151,6 +151,37 @@ fn what_librbd_fails_with_is_what_the_request_fails_with() {
     stand_in.set_faults("");
     assert!(read(&queue, 0, 4096).unwrap() == [3; 4096]);
     assert_eq!(file.length_bytes().unwrap(), SIZE);
+}
+
+#[test]
+fn who_was_shut_out_by_the_cluster_stays_out_until_the_image_is_opened_over_another_connection() {
+    let stand_in = stand_in();
+    let names = ["disk", "other"].map(|image| name_of(&stand_in, image));
+    names.iter().for_each(|name| create(name, SIZE).unwrap());
+    let files = names.each_ref().map(opened);
+    let queues = files.each_ref().map(|file| file.open_blocking().unwrap());
+    write(&queues[0], 0, &[1; 4096]).unwrap();
+    stand_in.set_faults("write error 108\n");
+    let shut_out = Err(IoError::from_errno(108));
+    assert_eq!(write(&queues[0], 0, &[2; 4096]), shut_out);
+    // The cluster forgets whom it has shut out. But another client had the lock, and may have written.
+    stand_in.set_faults("");
+    for queue in &queues {
+        assert_eq!(write(queue, 0, &[2; 4096]), shut_out);
+        assert_eq!(write(queue, SIZE, &[2; 4096]), shut_out, "behind the end");
+        assert_eq!(perform(queue, FileOp::Flush), shut_out);
+        assert_eq!(read(queue, 0, 4096).map(|_| ()), shut_out);
+    }
+    assert!(files[0].hole_at(0, SIZE).is_err());
+    // The other image still has the old connection.
+    let [file, _other] = files;
+    let [queue, _others] = queues;
+    drop((queue, file));
+    let again = opened(&names[0]);
+    let queue = again.open_blocking().unwrap();
+    assert!(read(&queue, 0, 4096).unwrap() == [1; 4096]);
+    write(&queue, 0, &[3; 4096]).unwrap();
+    assert_eq!(perform(&queue, FileOp::Flush), Ok(()));
 }
 
 #[test]

@@ -102,6 +102,8 @@ impl Serving {
         let options = ServerOptions::default().with(|options| {
             let limits = &mut options.limits;
             (limits.requests, limits.payload_bytes, limits.connection_bytes) = (8, 128 << 10, 96 << 10);
+            // A machine that does something else meanwhile is no fault of the server.
+            limits.handshake = PATIENCE * 60;
         });
         let server = NbdServer::start(listener, vec![NbdExport::new("", disk)], handles, options).ok()?;
         Some(Self { socket, bytes, server, _reactor: reactor, _directory: directory })
