@@ -322,6 +322,7 @@ impl Manager {
             moving,
         })?;
         self.begin_all(added.node, &added.name, &added.exports, outcome);
+        self.take_fleece_off(added.node, &added.name);
         Ok(())
     }
 }

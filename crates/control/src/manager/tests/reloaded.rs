@@ -1,6 +1,7 @@
 //! Reloads that meet what calls have done meanwhile, and what a reload leaves in force and on record.
 
 use super::*;
+use crate::record::MadeFile;
 
 fn drive(file: &Path, more: &str) -> String {
     format!("[[drive]]\nname = 'web'\nexport = false\nfile = '{}'\n{more}", file.display())
@@ -49,6 +50,27 @@ fn a_reload_does_not_take_the_record_of_a_disk_that_a_call_added_and_that_could_
     let reloaded = managed.reload(&drive(&one, ""));
     assert!(reloaded.failed[0].error.contains("added by a command"), "{reloaded:?}");
     assert_eq!((managed.recorded(), managed.away()), (recorded, vec!["web".to_owned()]));
+}
+
+#[test]
+fn a_fleece_on_a_disk_that_only_a_reload_can_open_is_taken_back_and_removed() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    let [fleece, elsewhere] = ["root.fleece0", "elsewhere"].map(|name| root.with_file_name(name));
+    managed.configured_by(&drive(&root, ""));
+    managed.snapshot("web", &fleece).unwrap();
+    let record = managed.manager.record_of("web", managed.manager.node("web").unwrap());
+    record.change(|disk| disk.fleeces.push(MadeFile::to_be(fleece.display().to_string()))).unwrap();
+    drop(record);
+    let managed = managed.again();
+    std::fs::rename(&root, &elsewhere).unwrap();
+    managed.configured_by(&drive(&root, ""));
+    assert_eq!(managed.away(), ["web"]);
+    std::fs::rename(&elsewhere, &root).unwrap();
+    assert_eq!(managed.reload(&drive(&root, "")).added, ["web"]);
+    managed.manager.daemon.jobs().iter().for_each(|job| managed.manager.daemon.wait_job(job.id).unwrap());
+    assert_eq!((managed.manager.disk("web").unwrap().layers.len(), fleece.exists()), (1, false));
+    assert_eq!(managed.recorded().unwrap().fleeces, []);
 }
 
 #[test]
