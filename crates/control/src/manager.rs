@@ -162,9 +162,11 @@ impl Manager {
     /// Reopens the files of a disk, because one was replaced, or changed behind the disk.
     pub fn reopen(&self, name: &str, force: bool) -> Result<Disk> {
         let node = self.node(name)?;
-        // Bitmaps do not note what was changed behind the disk.
-        self.record_of(name, node).change(|disk| disk.last_backups.clear())?;
+        // Bitmaps do not note what was changed behind the disk. A backup may end meanwhile.
+        let forget = || self.record_of(name, node).change(|disk| disk.last_backups.clear());
+        forget()?;
         self.daemon.reopen(node, force)?;
+        forget()?;
         self.events.publish(EventKind::DiskChanged, Some(name), None, Some("its files were opened anew".to_owned()));
         self.disk_of(node)
     }
