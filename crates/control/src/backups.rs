@@ -47,7 +47,7 @@ impl Manager {
         self.has_started(name, id)
     }
 
-    /// Takes back the fleece that a backup left on a disk when the daemon died.
+    /// Takes back the fleece that a backup left on a disk when the daemon died, or when it could not take it back.
     pub(crate) fn take_fleece_off(&self, node: NodeId, name: &str) {
         let current = self.records.current();
         let fleeces = current.disk(name).map(|disk| disk.fleeces.clone()).unwrap_or_default();

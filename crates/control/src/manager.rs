@@ -145,15 +145,28 @@ impl Manager {
         let what = || format!("the disk '{name}' is removed, but could not be closed");
         let closed = closed.map_err(|error| error.in_context(what()));
         self.forget_ended_exports();
+        self.tell_of_fleece(name, Some(node));
         self.records.forget(name, Some(node), key)?;
         self.take_failed_exports(node);
         self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
         closed
     }
 
+    /// Logs what a disk leaves behind that is about to be forgotten.
+    fn tell_of_fleece(&self, name: &str, node: Option<NodeId>) {
+        let record = self.records.current();
+        let disk = record.disk(name).filter(|_| self.records.node_of(name) == node);
+        if let Some(fleece) = disk.and_then(RecordedDisk::fleece_on_top) {
+            let what = "holds what its guest wrote last, and stays: 'ringdisk commit' takes it back into the image";
+            tracing::warn!(disk = %name, "the disk is removed, and '{fleece}' {what}");
+        }
+    }
+
     /// Takes a disk that could not be opened off the record.
     fn forget_failed(&self, name: &str, key: Option<String>) -> Result<()> {
-        self.records.forget(name, self.records.node_of(name), key)?;
+        let node = self.records.node_of(name);
+        self.tell_of_fleece(name, node);
+        self.records.forget(name, node, key)?;
         self.away.take_failed(name);
         self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
         Ok(())
@@ -162,9 +175,11 @@ impl Manager {
     /// Reopens the files of a disk, because one was replaced, or changed behind the disk.
     pub fn reopen(&self, name: &str, force: bool) -> Result<Disk> {
         let node = self.node(name)?;
-        // Bitmaps do not note what was changed behind the disk.
-        self.record_of(name, node).change(|disk| disk.last_backups.clear())?;
+        // Bitmaps do not note what was changed behind the disk. A backup may end meanwhile.
+        let forget = || self.record_of(name, node).change(|disk| disk.last_backups.clear());
+        forget()?;
         self.daemon.reopen(node, force)?;
+        forget()?;
         self.events.publish(EventKind::DiskChanged, Some(name), None, Some("its files were opened anew".to_owned()));
         self.disk_of(node)
     }

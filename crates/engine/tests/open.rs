@@ -8,8 +8,9 @@ use common::model::Model;
 use common::reactor;
 use memory::IoBuf;
 use ringdisk_engine::{CacheMode, EngineKind, OpenOptions};
-use rustix::fs::inotify;
+use rustix::fs::{FallocateFlags, fallocate, inotify};
 use std::mem::MaybeUninit;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -117,6 +118,22 @@ fn blocking_queues_serve_any_alignment_too() {
             assert_eq!(*byte, expected, "offset {at}, {cache}");
         }
     }
+}
+
+#[test]
+fn space_that_is_reserved_behind_the_end_of_a_file_stays_when_the_file_becomes_longer() {
+    const BYTES: u64 = 1 << 20;
+    // Here and on XFS, a hole also takes what is reserved behind the end.
+    let Ok(dir) = tempfile::tempdir_in("/dev/shm") else { return common::skip("there is no /dev/shm") };
+    let path = dir.path().join("image");
+    ringdisk_engine::create(&path, 4096).unwrap();
+    let reserved = std::fs::File::options().write(true).open(&path).unwrap();
+    fallocate(&reserved, FallocateFlags::KEEP_SIZE, 4096, BYTES).unwrap();
+    let queue = ringdisk_engine::open(&path, &OpenOptions::default()).unwrap().open_blocking().unwrap();
+    let longer = FileOp::WriteZeroes { offset: 4096, length: BYTES, may_unmap: true };
+    block::block_on(queue.start(longer)).unwrap();
+    let found = reserved.metadata().unwrap();
+    assert!(found.len() == 4096 + BYTES && found.blocks() * 512 >= BYTES, "{found:?}");
 }
 
 #[test]

@@ -6,6 +6,7 @@ use crate::api::{
     VmState,
 };
 use crate::backups::RecordOfBackup;
+use crate::record::RecordedDisk;
 use block::{Error, ErrorKind, Result};
 use drive::EngineOpener;
 use image::{BitmapAction, ClosedEdit, NewSnapshot, Opener, Role, SnapshotName, StateSource};
@@ -33,16 +34,10 @@ impl Manager {
             return Err(Error::new(ErrorKind::BadOption, "no change is asked for"));
         }
         // A backup rests on the last one only if its bitmap has noted all that was written since.
-        let record = self.record_of(name, self.node(name)?);
-        let stays = |change: &&BitmapChange| change.action == BitmapVerb::Merge;
-        record.change(|disk| {
-            request
-                .actions
-                .iter()
-                .filter(|change| !stays(change))
-                .for_each(|change| disk.forget_last_backup(&change.bitmap));
+        let changes = request.actions.iter().filter(|change| change.action != BitmapVerb::Merge);
+        self.edit(name, &ClosedEdit::Bitmaps(actions), |disk| {
+            changes.for_each(|change| disk.forget_last_backup(&change.bitmap));
         })?;
-        self.edit(name, &ClosedEdit::Bitmaps(actions))?;
         self.bitmaps(name)
     }
 
@@ -74,29 +69,35 @@ impl Manager {
             Some(vm_state) => ClosedEdit::SaveState(new, source_of(vm_state)?),
             None => ClosedEdit::CreateSnapshot(new),
         };
-        self.edit(name, &edit)?;
+        self.edit(name, &edit, |_| ())?;
         self.internal_snapshots(name)
     }
 
     /// Deletes an internal snapshot.
     pub fn delete_internal_snapshot(&self, name: &str, snapshot: &str) -> Result<()> {
-        self.edit(name, &ClosedEdit::DeleteSnapshot(SnapshotName::Any(snapshot.to_owned())))
+        self.edit(name, &ClosedEdit::DeleteSnapshot(SnapshotName::Any(snapshot.to_owned())), |_| ())
     }
 
     /// Returns a disk that no guest uses to its contents when the snapshot was taken.
     pub fn apply_internal_snapshot(&self, name: &str, snapshot: &str) -> Result<InternalSnapshots> {
+        let edit = ClosedEdit::ApplySnapshot(SnapshotName::Any(snapshot.to_owned()));
         // Bitmaps do not note what that changes.
-        let record = self.record_of(name, self.node(name)?);
-        record.change(|disk| disk.last_backups.clear())?;
-        self.edit(name, &ClosedEdit::ApplySnapshot(SnapshotName::Any(snapshot.to_owned())))?;
+        self.edit(name, &edit, |disk| disk.last_backups.clear())?;
         self.internal_snapshots(name)
     }
 
-    fn edit(&self, name: &str, edit: &ClosedEdit) -> Result<()> {
+    /// Changes the top layer of a disk, and its record before that. Meanwhile no job runs on the disk: a backup that ended
+    /// in between would record that the next one can rest on it.
+    fn edit(&self, name: &str, edit: &ClosedEdit, forget: impl FnOnce(&mut RecordedDisk)) -> Result<()> {
         let node = self.node(name)?;
+        let record = self.record_of(name, node);
         match self.records.is_durable() {
-            true => self.daemon.edit_disk_beside(node, edit, &mut RecordOfBackup(self.record_of(name, node)))?,
-            // What guests write meanwhile goes to another file, which the next daemon has to know after a crash.
+            true => {
+                let mut of_fleece = RecordOfBackup(record.clone());
+                self.daemon.edit_disk_beside(node, edit, || record.change(forget), &mut of_fleece)?;
+            }
+            // What guests write meanwhile goes to another file, which the next daemon has to know after a crash. Nor are
+            // there backups to forget.
             false => self.daemon.edit_disk(node, edit)?,
         }
         let what = match edit {

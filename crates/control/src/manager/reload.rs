@@ -5,7 +5,9 @@
 use super::add::NewDisk;
 use super::configured::exports_of_calls;
 use super::exports::with_absolute_paths;
-use super::restore::{keep_usual_socket, refuse_forgetting, refuse_left_file, refuse_left_files};
+use super::restore::{
+    keep_usual_socket, refuse_forgetting, refuse_forgetting_fleece, refuse_left_file, refuse_left_files,
+};
 use super::{Configured, Manager, absolute_file, lock};
 use crate::api::{AddExport, EventKind, FailedDisk, Reloaded};
 use crate::config::Config;
@@ -85,6 +87,11 @@ impl Manager {
             let disk = recorded.disk(name).filter(|disk| disk.configured.is_some());
             let refused = disk.map_or(Ok(()), |disk| {
                 let refused = refuse_left_files(disk, &new.drives).and_then(|()| refuse_forgetting(disk, &new.drives));
+                // A disk that is served takes its fleece back when it is closed.
+                let refused = refused.and_then(|()| match self.daemon.disk_named(name) {
+                    Some(_) => Ok(()),
+                    None => refuse_forgetting_fleece(disk),
+                });
                 refused.inspect_err(|_| stay.push(disk))
             });
             if let Err(error) = refused.and_then(|()| self.remove_configured(name, &mut outcome)) {
@@ -322,6 +329,7 @@ impl Manager {
             moving,
         })?;
         self.begin_all(added.node, &added.name, &added.exports, outcome);
+        self.take_fleece_off(added.node, &added.name);
         Ok(())
     }
 }

@@ -43,7 +43,7 @@ impl Manager {
         let mut not_served = BTreeMap::new();
         for disk in kept.disks.iter().filter(is_forgotten) {
             refuse_left_files(disk, configured)?;
-            if let Err(error) = refuse_forgetting(disk, configured) {
+            if let Err(error) = refuse_forgetting(disk, configured).and_then(|()| refuse_forgetting_fleece(disk)) {
                 if configured.iter().any(|given| given.name() == Some(&disk.name)) {
                     return Err(error.in_context(format!("another drive has the name '{}'", disk.name)));
                 }
@@ -234,6 +234,17 @@ pub(super) fn refuse_forgetting(disk: &RecordedDisk, configured: &[Configured]) 
         "the disk '{name}' is not given, but '{file}' is, which lies below its layers: they are kept. To go on with them, \
          give '{file}' with name={name}. To forget the disk and its layers, use 'ctl remove {name}', or leave '{file}' out of \
          one start or reload"
+    );
+    Err(Error::new(ErrorKind::Locked, message))
+}
+
+/// Refuses to forget a disk with a fleece on top. Nobody has asked for that layer, and it holds what its guest wrote.
+pub(super) fn refuse_forgetting_fleece(disk: &RecordedDisk) -> Result<()> {
+    let Some(fleece) = disk.fleece_on_top() else { return Ok(()) };
+    let name = &disk.name;
+    let message = format!(
+        "the disk '{name}' is not given, but '{fleece}' holds what its guest wrote during a backup or a change of its \
+         snapshots: both are kept. Give the disk as before, and that is taken back. To forget both, use 'ctl remove {name}'"
     );
     Err(Error::new(ErrorKind::Locked, message))
 }

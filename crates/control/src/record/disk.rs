@@ -161,6 +161,11 @@ impl RecordedDisk {
         self.options.get("file").is_some_and(|top| is_same_file(top, file))
     }
 
+    /// The fleece that is its top: a job that did not come to its end has left it, with what guests wrote.
+    pub(crate) fn fleece_on_top(&self) -> Option<&str> {
+        self.options.get("file").filter(|top| self.fleeces.iter().any(|fleece| fleece.file == *top))
+    }
+
     /// Replaces its options. Its layers stay, and so does its socket if the options name none.
     pub(crate) fn set_options(&mut self, options: Options) {
         let layered = !self.former_tops.is_empty() || self.moved_from.is_some();

@@ -31,26 +31,39 @@ impl Daemon {
     pub fn edit_disk(&self, node: NodeId, edit: &ClosedEdit) -> Result<()> {
         let (_work, found, image) = self.image_for("a change of its image".to_owned(), node, None)?;
         let _editing = self.jobs.begin_edit(node, &found.name)?;
+        self.refuse_beside_guests(node, &found.name, edit)?;
+        image.edit_online(edit)
+    }
+
+    fn refuse_beside_guests(&self, node: NodeId, name: &str, edit: &ClosedEdit) -> Result<()> {
         if matches!(edit, ClosedEdit::ApplySnapshot(_))
             && let Some(socket) = self.table.guest_of(node)
         {
             let what = format!(
-                "the disk '{}' has a guest at '{}', whose memory would no longer fit the disk: stop it first",
-                found.name,
+                "the disk '{name}' has a guest at '{}', whose memory would no longer fit the disk: stop it first",
                 socket.display()
             );
             return Err(Error::new(ErrorKind::Locked, what));
         }
-        image.edit_online(edit)
+        Ok(())
     }
 
     /// As [`Daemon::edit_disk`]. While a snapshot of an image with many clusters is taken or deleted, what guests write goes
-    /// to a fleece beside the image: they wait for no table. Where no file can lie beside the image, they wait.
-    pub fn edit_disk_beside(&self, node: NodeId, edit: &ClosedEdit, record: &mut dyn FleeceRecord) -> Result<()> {
-        let (work, found, image) = self.image_for("a change of its snapshots".to_owned(), node, None)?;
-        let can_be_beside = matches!(edit, ClosedEdit::CreateSnapshot(_) | ClosedEdit::DeleteSnapshot(_));
+    /// to a fleece beside the image: they wait for no table. Where no file can lie beside the image, they wait. Calls
+    /// `will_edit` when no job runs on the disk, before anything changes.
+    pub fn edit_disk_beside(
+        &self,
+        node: NodeId,
+        edit: &ClosedEdit,
+        will_edit: impl FnOnce() -> Result<()>,
+        record: &mut dyn FleeceRecord,
+    ) -> Result<()> {
+        let (_work, found, image) = self.image_for("a change of its image".to_owned(), node, None)?;
         // Nobody else makes a fleece of the disk from here on, so the name stays free.
-        let editing = self.jobs.begin_edit(node, &found.name)?;
+        let _editing = self.jobs.begin_edit(node, &found.name)?;
+        self.refuse_beside_guests(node, &found.name, edit)?;
+        will_edit()?;
+        let can_be_beside = matches!(edit, ClosedEdit::CreateSnapshot(_) | ClosedEdit::DeleteSnapshot(_));
         let path = match can_be_beside && image.has_many_clusters() {
             true => Fleece::path_for(&image, &found.name, None),
             false => Err(Error::new(ErrorKind::Unsupported, "")),
@@ -62,8 +75,7 @@ impl Daemon {
                 if can_be_beside && image.has_many_clusters() {
                     tracing::warn!(disk = %found.name, "guests wait while its snapshots change: {error}");
                 }
-                drop((work, found, image, editing));
-                return self.edit_disk(node, edit);
+                return image.edit_online(edit);
             }
         };
         let watch = CopyWatch::default();

@@ -135,7 +135,10 @@ async fn zero_by_fallocate(lane: &Lane, offset: u64, length: u64, may_unmap: boo
 
 /// Punches a hole, and makes the file longer if the range ends behind its end.
 async fn punch(lane: &Lane, offset: u64, length: u64) -> IoResult {
-    lane.fallocate(PUNCH_HOLE, offset, length).await?;
+    // What lies behind the end reads as zeros once the file is longer, and may be space that was reserved.
+    if lane.target.file.length_now()? > offset {
+        lane.fallocate(PUNCH_HOLE, offset, length).await?;
+    }
     let end = offset + length;
     if lane.target.file.length_now()? >= end {
         return Ok(());

@@ -4,6 +4,7 @@
 //! given up and has not noticed yet, guests may begin to write to the layers that it reads. So each read holds a place
 //! in the epochs of the first layer; while the target is written to, none is held.
 
+use super::copying::first_zeros;
 use super::lanes::{InEpochs, Pieces, copy_in_lanes};
 use super::ranges::total;
 use super::watch::CopyWatch;
@@ -117,7 +118,8 @@ impl Copying {
         match place.extent {
             _ if length_bytes == 0 => Err(IoError::EIO),
             Extent::Backing if self.top_only => Ok((Found::Skip, length_bytes)),
-            Extent::Backing | Extent::Zero => Ok((Found::Zeros, length_bytes)),
+            Extent::Backing | Extent::Zero if self.is_blank => Ok((Found::Skip, length_bytes)),
+            Extent::Backing | Extent::Zero => Ok((Found::Zeros, first_zeros(at, length_bytes))),
             Extent::Data { .. } | Extent::Compressed(_) => {
                 let length_bytes = length_bytes.min(PIECE_BYTES);
                 Ok((Found::Data(Place { length_bytes, ..place }, in_from), length_bytes))
@@ -142,11 +144,11 @@ impl Pieces for Copying {
     async fn copy<'a>(&'a self, at: u64, length_bytes: u64, found: Found<'a>) -> Result<u64> {
         let write_failed = |error| failed(&self.to, "write to", at, error);
         match found {
-            Found::Zeros if !self.is_blank => {
+            Found::Zeros => {
                 self.to.write_zeroes(at, length_bytes, true).await.map_err(write_failed)?;
                 Ok(0)
             }
-            Found::Skip | Found::Zeros => Ok(0),
+            Found::Skip => Ok(0),
             Found::Data(place, in_from) => {
                 let data = self.read(place).await.map_err(|error| failed(&self.from, "read", at, error))?;
                 drop(in_from);
@@ -165,5 +167,28 @@ fn failed(layer: &Shared, what: &str, at: u64, error: IoError) -> Error {
     match layer.chain.layers.first() {
         Some(first) => first.failed(&format!("cannot {what} it at byte {at}"), error),
         None => Error::with_source(ErrorKind::Io, format!("cannot {what} at byte {at}"), error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::online::copying::ZEROED_BYTES;
+    use crate::online::simulated_tests::image;
+    use testkit::SimStorage;
+
+    #[test]
+    fn zeros_go_to_a_target_in_parts_and_are_not_written_to_a_blank_one() {
+        let storage = SimStorage::new(1);
+        let size_bytes = 3 * ZEROED_BYTES;
+        let [from, to] = ["disk", "target"].map(|name| image(&storage, name, size_bytes));
+        let calls = JobCalls::new(None);
+        for is_blank in [false, true] {
+            let [from, to] = [&from, &to].map(|image| Shared::for_job(&image.chain(), &calls, Ends::All).unwrap());
+            let copying = Copying { from, to, in_from: None, top_only: false, is_blank };
+            let (found, length_bytes) = block_on(copying.find(0, size_bytes)).unwrap();
+            assert_eq!(matches!(found, Found::Skip), is_blank);
+            assert_eq!(length_bytes, if is_blank { size_bytes } else { ZEROED_BYTES });
+        }
     }
 }

@@ -18,8 +18,14 @@ use std::sync::Arc;
 
 /// The largest piece.
 const PIECE_BYTES: u64 = 256 << 10;
-/// Zeros without a copy are written in parts of this size.
-const ZEROED_BYTES: u64 = 64 << 20;
+/// Zeros are written in parts of this size. Storage that cannot zero by itself takes long for one, and a copy is cancelled
+/// between two.
+pub(super) const ZEROED_BYTES: u64 = 64 << 20;
+
+/// Returns how long the first part of these zeros is. It ends where a cluster ends, whatever the format.
+pub(super) fn first_zeros(at: u64, length_bytes: u64) -> u64 {
+    length_bytes.min(ZEROED_BYTES.saturating_sub(at & (ZEROED_BYTES - 1)))
+}
 
 /// What is copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -148,7 +154,7 @@ impl<'a> Copying<'a> {
         let mut at = range.start;
         while at < range.end {
             self.watch.check()?;
-            let length_bytes = ZEROED_BYTES.min(range.end.saturating_sub(at));
+            let length_bytes = first_zeros(at, range.end.saturating_sub(at));
             let zeroed = self.to.write_zeroes(at, length_bytes, true).await;
             zeroed.map_err(|error| self.next_top.failed(&format!("cannot zero it from byte {at} on"), error))?;
             at = at.saturating_add(length_bytes);
@@ -211,7 +217,11 @@ impl<'a> Copying<'a> {
             (Extent::Zero | Extent::Backing, _) => Kind::Zeros,
             (Extent::Data { .. } | Extent::Compressed(_), _) => Kind::Data,
         };
-        let length_bytes = if kind == Kind::Data { length_bytes.min(PIECE_BYTES) } else { length_bytes };
+        let length_bytes = match kind {
+            Kind::Nothing => length_bytes,
+            Kind::Zeros => first_zeros(at, length_bytes),
+            Kind::Data => length_bytes.min(PIECE_BYTES),
+        };
         Ok(Piece { length_bytes, in_top: is_top.then_some(extent), kind })
     }
 }
@@ -273,39 +283,12 @@ impl<F: FnMut(u64) -> bool> Pieces for Pass<'_, F> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::chain::image::Image;
-    use crate::{CreateOptions, FileName, Format, ImageOptions, Opener, Role};
-    use block::{File, block_on};
+    use crate::online::simulated_tests::{CLUSTER_BYTES, image};
+    use block::block_on;
     use std::future::{Future, poll_fn};
     use std::pin::pin;
     use std::task::Poll;
-    use testkit::{SimFileOptions, SimStorage};
-
-    const CLUSTER_BYTES: u64 = 4096;
-
-    struct SimOpener(SimStorage);
-
-    impl Opener for SimOpener {
-        fn open(&self, name: &FileName, _role: Role) -> Result<Arc<dyn File>> {
-            Ok(self.0.file(&name.to_string()).unwrap())
-        }
-
-        fn canonical(&self, path: &std::path::Path) -> Result<std::path::PathBuf> {
-            Ok(path.to_owned())
-        }
-    }
-
-    /// A new image of one piece.
-    fn image(storage: &SimStorage, name: &str) -> Image {
-        let file: Arc<dyn File> = storage.create(name, 0, SimFileOptions::default());
-        let create = format_qcow2::CreateOptions::default().with(|options| {
-            options.size_bytes = PIECE_BYTES;
-            options.cluster_size = CLUSTER_BYTES;
-        });
-        crate::create(&file, &CreateOptions::Qcow2(create)).unwrap();
-        let options = ImageOptions::new(name).with(|options| options.format = Some(Format::Qcow2));
-        crate::open(&options, &SimOpener(storage.clone())).unwrap()
-    }
+    use testkit::SimStorage;
 
     async fn contents(of: &Shared) -> Vec<u8> {
         let data = IoBuf::zeroed(PIECE_BYTES as usize).whole();
@@ -316,7 +299,7 @@ mod tests {
     #[test]
     fn a_write_of_a_guest_waits_for_one_extent_of_a_piece_and_not_for_all() {
         let storage = SimStorage::new(1);
-        let (disk, target) = (image(&storage, "disk"), image(&storage, "target"));
+        let [disk, target] = ["disk", "target"].map(|name| image(&storage, name, PIECE_BYTES));
         let (chain, next, watch) = (disk.chain(), target.chain(), CopyWatch::default());
         let copying = Copying::new(&chain.layers, &next, &watch).unwrap();
         let both = BothSides::with(next.size_bytes, None, None);
@@ -348,5 +331,26 @@ mod tests {
             assert!(copy.await.unwrap().is_empty());
             assert_eq!(contents(&copying.to).await, contents(&copying.from).await);
         });
+    }
+
+    #[test]
+    fn a_copy_of_zeros_looks_for_a_cancel_between_two_parts() {
+        let storage = SimStorage::new(1);
+        let size_bytes = 3 * ZEROED_BYTES;
+        let [disk, target] = ["disk", "target"].map(|name| image(&storage, name, size_bytes));
+        let (chain, next, watch) = (disk.chain(), target.chain(), CopyWatch::default());
+        let copying = Copying::new(&chain.layers, &next, &watch).unwrap();
+        assert_eq!(first_zeros(ZEROED_BYTES + 512, ZEROED_BYTES), ZEROED_BYTES - 512);
+        let (range, mut left) = (0..size_bytes, Vec::new());
+        let all = [range];
+        let note = |left_bytes| {
+            left.push(left_bytes);
+            true
+        };
+        assert!(block_on(copying.copy(&all, What::All { skip_zeros: false }, None, note)).unwrap().is_empty());
+        assert_eq!(left, [2 * ZEROED_BYTES, ZEROED_BYTES, 0]);
+        watch.cancel();
+        let what = What::All { skip_zeros: false };
+        assert_eq!(block_on(copying.copy(&all, what, None, |_| true)).unwrap_err().kind(), ErrorKind::Cancelled);
     }
 }

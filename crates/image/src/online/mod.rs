@@ -61,6 +61,8 @@ pub(crate) mod point_in_time;
 mod ranges;
 pub(crate) mod recent_rate;
 mod reopen;
+#[cfg(test)]
+mod simulated_tests;
 pub(crate) mod take_back;
 pub(crate) mod watch;
 pub(crate) mod writable;

@@ -125,7 +125,7 @@ fn a_second_snapshot_of_a_large_image_is_refused_at_each_step_of_the_first_one()
     let record = RecordOfBackup(managed.manager.record_of("web", node));
     let mut second = Second { record, managed: &managed, refused: 0 };
     let edit = ClosedEdit::CreateSnapshot(NewSnapshot::new("first"));
-    managed.manager.daemon.edit_disk_beside(node, &edit, &mut second).unwrap();
+    managed.manager.daemon.edit_disk_beside(node, &edit, || Ok(()), &mut second).unwrap();
     assert_eq!((second.refused, managed.recorded()), (5, before));
     assert_eq!(managed.manager.disk("web").unwrap().layers.len(), 1);
     let taken = managed.manager.internal_snapshots("web").unwrap().snapshots;

@@ -1,10 +1,12 @@
 //! Files that the record names, and other files that get their names.
 
 use super::*;
+use crate::api::{BitmapChange, BitmapVerb, ChangeBitmaps};
 use crate::backups::RecordOfBackup;
 use crate::manager::restore::{refuse_forgetting, refuse_left_file};
 use crate::record::{DiskRecord, FileIdentity, MadeFile};
 use daemon::{BackupRecord as _, FleeceRecord as _, WholeBackup};
+use image::{BitmapAction, ClosedEdit};
 
 fn record_of(managed: &Managed) -> DiskRecord {
     managed.manager.record_of("web", managed.manager.node("web").unwrap())
@@ -287,4 +289,33 @@ fn messages_about_files_below_layers_show_no_secrets() {
         let refused = refused.unwrap_err().to_string();
         assert!(refused.contains("rbd:vms/a") && !refused.contains("S3CRET"), "{refused}");
     }
+}
+
+#[test]
+fn a_change_of_bitmaps_forgets_the_last_backup_only_when_no_job_can_record_another_one() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    managed.add(&root, &[]).unwrap();
+    let monday = root.with_file_name("monday");
+    std::fs::write(&monday, "whole").unwrap();
+    let change = |action| {
+        let change = BitmapChange { bitmap: "b".to_owned(), action, granularity: None, source: None };
+        managed.manager.change_bitmaps("web", &ChangeBitmaps { actions: vec![change] })
+    };
+    change(BitmapVerb::Add).unwrap();
+    let [layer, backup] = [&root, &monday].map(|path| path.display().to_string());
+    record_of(&managed).change(|disk| disk.set_last_backup("b", &layer, &backup)).unwrap();
+    let has_last = || !managed.recorded().unwrap().last_backups.is_empty();
+    // Another edit is under way, as a backup would be.
+    let meanwhile = || {
+        assert_eq!(change(BitmapVerb::Clear).unwrap_err().kind(), ErrorKind::Locked);
+        assert!(has_last(), "a backup that ends now would be recorded again");
+        Ok(())
+    };
+    let other = ClosedEdit::Bitmaps(vec![("c".to_owned(), BitmapAction::Add { granularity_bytes: None })]);
+    let (node, mut record) = (managed.manager.node("web").unwrap(), RecordOfBackup(record_of(&managed)));
+    managed.manager.daemon.edit_disk_beside(node, &other, meanwhile, &mut record).unwrap();
+    assert!(has_last());
+    change(BitmapVerb::Clear).unwrap();
+    assert!(!has_last());
 }

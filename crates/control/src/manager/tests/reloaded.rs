@@ -1,6 +1,7 @@
 //! Reloads that meet what calls have done meanwhile, and what a reload leaves in force and on record.
 
 use super::*;
+use crate::record::MadeFile;
 
 fn drive(file: &Path, more: &str) -> String {
     format!("[[drive]]\nname = 'web'\nexport = false\nfile = '{}'\n{more}", file.display())
@@ -49,6 +50,58 @@ fn a_reload_does_not_take_the_record_of_a_disk_that_a_call_added_and_that_could_
     let reloaded = managed.reload(&drive(&one, ""));
     assert!(reloaded.failed[0].error.contains("added by a command"), "{reloaded:?}");
     assert_eq!((managed.recorded(), managed.away()), (recorded, vec!["web".to_owned()]));
+}
+
+/// Serves a disk whose top is a fleece, as a daemon that died during a backup leaves it. Returns the image and the fleece.
+fn with_fleece() -> (Managed, PathBuf, PathBuf) {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    let fleece = root.with_file_name("root.fleece0");
+    managed.configured_by(&drive(&root, ""));
+    managed.snapshot("web", &fleece).unwrap();
+    let record = managed.manager.record_of("web", managed.manager.node("web").unwrap());
+    record.change(|disk| disk.fleeces.push(MadeFile::to_be(fleece.display().to_string()))).unwrap();
+    (managed, root, fleece)
+}
+
+/// Checks that the fleece is taken back.
+fn is_taken_back(managed: &Managed, fleece: &Path) {
+    managed.manager.daemon.jobs().iter().for_each(|job| managed.manager.daemon.wait_job(job.id).unwrap());
+    assert_eq!((managed.manager.disk("web").unwrap().layers.len(), fleece.exists()), (1, false));
+    assert_eq!(managed.recorded().unwrap().fleeces, []);
+}
+
+#[test]
+fn a_fleece_on_a_disk_that_only_a_reload_can_open_is_taken_back_and_removed() {
+    let (managed, root, fleece) = with_fleece();
+    let managed = managed.again();
+    let elsewhere = root.with_file_name("elsewhere");
+    std::fs::rename(&root, &elsewhere).unwrap();
+    managed.configured_by(&drive(&root, ""));
+    assert_eq!(managed.away(), ["web"]);
+    let reloaded = managed.reload("");
+    assert!(reloaded.failed[0].error.contains("root.fleece0") && reloaded.removed.is_empty(), "{reloaded:?}");
+    std::fs::rename(&elsewhere, &root).unwrap();
+    assert_eq!(managed.reload(&drive(&root, "")).added, ["web"]);
+    is_taken_back(&managed, &fleece);
+}
+
+#[test]
+fn a_disk_with_a_fleece_is_not_forgotten_by_a_start_that_does_not_give_it() {
+    let (managed, root, fleece) = with_fleece();
+    let other = managed.image("other", None);
+    let mut managed = managed.again();
+    // Another image of its name would take its place in the record.
+    let refused = managed.manager.restore(&managed.configure(&drive(&other, "")).1.drives).unwrap_err().to_string();
+    assert!(refused.contains("another drive has the name 'web'") && refused.contains("root.fleece0"), "{refused}");
+    for _ in 0..2 {
+        managed = managed.again();
+        managed.configured_by("");
+        assert_eq!(managed.away(), ["web"]);
+    }
+    let managed = managed.again();
+    managed.configured_by(&drive(&root, ""));
+    is_taken_back(&managed, &fleece);
 }
 
 #[test]
