@@ -27,7 +27,7 @@ const ROOMS: &[Room] = &[
     Room { name: "virtio", below: &[] },
     Room { name: "ata", below: &["pio", "block"] },
     Room { name: "pio", below: &[] },
-    Room { name: "image", below: &["format-raw", "format-qcow2", "format-scratch", "block"] },
+    Room { name: "image", below: &["format-raw", "format-qcow2", "format-scratch", "nbd-wire", "block"] },
     Room { name: "format-raw", below: &["block"] },
     Room { name: "format-qcow2", below: &["block"] },
     Room { name: "format-scratch", below: &["block"] },

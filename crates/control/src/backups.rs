@@ -2,9 +2,9 @@
 
 use crate::api::{BackupDisk, BackupMode, Job};
 use crate::manager::Manager;
-use crate::record::{DiskRecord, FileIdentity, MadeFile, recorded_name, target_name};
+use crate::record::{DiskRecord, NotedFile, recorded_name, target_name};
 use block::{Error, ErrorKind, Result};
-use daemon::{BackupOptions, BackupRecord, FleeceRecord, LastBackup, NodeId, TakenOff, WholeBackup};
+use daemon::{BackupOptions, BackupRecord, FileIdentity, FleeceRecord, LastBackup, NodeId, TakenOff, WholeBackup};
 use drive::absolute;
 use image::{FileName, Format};
 use std::fs::Metadata;
@@ -85,7 +85,7 @@ pub(crate) struct RecordOfBackup(pub(crate) DiskRecord);
 impl RecordOfBackup {
     /// Removes a fleece that no layer rests on, unless it may be another file that got its name. `opened` is the file that
     /// the disk was opened with, if the fleece was its top.
-    fn remove(&mut self, fleece: &MadeFile, opened: Option<FileIdentity>) -> Result<()> {
+    fn remove(&mut self, fleece: &NotedFile, opened: Option<FileIdentity>) -> Result<()> {
         let file = &fleece.file;
         let record = self.0.records.current();
         if record.disks.iter().any(|disk| disk.files().any(|used| used == file)) {
@@ -151,16 +151,15 @@ impl BackupRecord for RecordOfBackup {
 
 impl FleeceRecord for RecordOfBackup {
     fn will_make(&mut self, fleece: &Path) -> Result<()> {
-        self.0.change(|disk| disk.fleeces.push(MadeFile::to_be(fleece.to_string_lossy())))
+        self.0.change(|disk| disk.fleeces.push(NotedFile::to_be(fleece.to_string_lossy())))
     }
 
     fn has_made(&mut self, fleece: &Path) -> Result<()> {
-        let found = std::fs::symlink_metadata(fleece)
-            .map_err(|error| Error::io(format!("cannot look at the fleece '{}'", fleece.display()), error))?;
+        let made = FileIdentity::at(fleece)?;
         let text = fleece.to_string_lossy();
         self.0.change(|disk| {
             if let Some(its) = disk.fleeces.iter_mut().rfind(|other| other.file == text) {
-                its.made = Some(FileIdentity::of(&found));
+                its.made = Some(made);
             }
         })
     }

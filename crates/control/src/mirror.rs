@@ -3,9 +3,9 @@
 use crate::api::{Job, MirrorDisk};
 use crate::live_jobs::aim_of;
 use crate::manager::Manager;
-use crate::record::{DiskRecord, FileIdentity, MadeFile, recorded_name, target_name};
+use crate::record::{DiskRecord, NotedFile, recorded_name, target_name};
 use block::{Error, ErrorKind, Result};
-use daemon::{MirrorOptions, MirrorSwitch, NodeId, name_until_whole, refuse_part};
+use daemon::{FileIdentity, MirrorOptions, MirrorSwitch, NodeId, name_until_whole, refuse_part};
 use drive::unmake_file;
 use image::{FileName, MirrorEnd, MirrorScope};
 use std::path::Path;
@@ -93,13 +93,7 @@ impl DiskRecord {
 
     /// Notes that the file is there, if it is on record.
     pub(crate) fn has_made(&self, file: &FileName) -> Result<()> {
-        let made = match file.path() {
-            Some(path) => {
-                let found = std::fs::symlink_metadata(path);
-                FileIdentity::of(&found.map_err(|error| Error::io(format!("cannot look at '{file}'"), error))?)
-            }
-            None => FileIdentity::AT_A_SERVER,
-        };
+        let made = file.path().map_or(Ok(FileIdentity::AT_A_SERVER), FileIdentity::at)?;
         self.change(|disk| disk.has_made(&recorded_name(file), made))
     }
 
@@ -138,7 +132,7 @@ impl Drop for Unfinished {
 
 /// Removes a copy that was not finished, unless this may be another file that got its name. One that was not noted as
 /// made was not written to.
-fn remove_unfinished_file(disk: &str, unfinished: &MadeFile) {
+fn remove_unfinished_file(disk: &str, unfinished: &NotedFile) {
     let Ok(name) = FileName::parse(&unfinished.file) else { return };
     // Somebody may have finished it since, or made another image of that name.
     if let FileName::Rbd(_) = name {
@@ -177,7 +171,7 @@ fn remove_unfinished_file(disk: &str, unfinished: &MadeFile) {
 }
 
 /// A copy that was whole has its own name, and the disk may not have gone over to it.
-fn tell_if_whole(disk: &str, unfinished: &MadeFile) {
+fn tell_if_whole(disk: &str, unfinished: &NotedFile) {
     let whole = Path::new(&unfinished.file).with_extension("");
     if whole.symlink_metadata().is_ok_and(|found| unfinished.made.is_some() && unfinished.is_surely(&found)) {
         let what = "is a whole copy whose job was not recorded as done; the disk stays on its own image, and a bitmap was \

@@ -2,12 +2,12 @@
 
 mod directory;
 mod disk;
-mod identity;
+mod noted_file;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use self::disk::{RecordedDisk, Top, recorded_name, target_name, whole_name};
-pub(crate) use self::identity::{FileIdentity, MadeFile};
+pub(crate) use self::noted_file::NotedFile;
 
 use self::directory::StateDirectory;
 use block::{Error, ErrorKind, Result};

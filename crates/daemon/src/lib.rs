@@ -43,5 +43,6 @@ pub use jobs::made::{name_until_whole, refuse_part};
 pub use notify::{notify, watchdog_interval};
 pub use pidfile::Pidfile;
 pub use state::attach::{Attachment, attach_flags, quote};
+pub use state::file_identity::FileIdentity;
 pub use state::nbd_options::{NbdAddress, NbdOptions, NbdTls, SocketAccess};
 pub use state::status::{DiskStatus, ExportId, ExportStatus, JobId, JobKind, JobState, JobStatus, NbdStatus, NodeId};

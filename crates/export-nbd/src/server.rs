@@ -8,7 +8,6 @@ use crate::tls::{Door, Entered, Tls};
 use crate::users::HOPELESS_PATIENCE;
 use block::{Error, ErrorKind, LogLimit, ReactorHandle, Result};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use rustix::net::{AddressFamily, SocketType, sockopt};
 use std::collections::BTreeMap;
 use std::io;
 use std::net::TcpListener;
@@ -32,25 +31,6 @@ pub enum NbdListener {
 }
 
 impl NbdListener {
-    /// Takes over a listening stream socket, Unix or TCP, that another program made (a service manager). Refuses others.
-    pub fn adopt(socket: OwnedFd) -> Result<Self> {
-        let no =
-            |why: &str| Error::new(ErrorKind::BadOption, format!("the socket that was passed cannot be used: {why}"));
-        let unreadable = |error| no(&format!("it does not say what it is: {error}"));
-        let domain = sockopt::socket_domain(&socket).map_err(unreadable)?;
-        if sockopt::socket_type(&socket).map_err(unreadable)? != SocketType::STREAM {
-            return Err(no("it is no stream socket"));
-        }
-        if !sockopt::socket_acceptconn(&socket).map_err(unreadable)? {
-            return Err(no("nobody listens on it; a socket unit of systemd needs Accept=no"));
-        }
-        match domain {
-            AddressFamily::UNIX => Ok(Self::Unix(socket.into())),
-            AddressFamily::INET | AddressFamily::INET6 => Ok(Self::Tcp(socket.into())),
-            _ => Err(no("it is neither a Unix nor a TCP socket")),
-        }
-    }
-
     fn set_nonblocking(&self) -> io::Result<()> {
         match self {
             Self::Unix(listener) => listener.set_nonblocking(true),

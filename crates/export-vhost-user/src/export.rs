@@ -13,7 +13,7 @@ use block::{Disk, Error, ErrorKind, ReactorHandle, Result};
 use memory::{MappingShare, Placement};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -148,13 +148,13 @@ impl Export {
     /// Serves `disk` on a listening socket that another program made (a service manager). That program also owns the
     /// socket's file.
     pub fn adopt(
-        listener: OwnedFd,
+        listener: UnixListener,
         disk: Arc<dyn Disk>,
         reactors: Vec<Arc<dyn ReactorHandle>>,
         options: ExportOptions,
     ) -> Result<Self> {
         let device = device(disk, &reactors, &options)?;
-        Self::serve(ListenSocket::adopt(listener)?, device, reactors, &options)
+        Self::serve(ListenSocket::adopt(listener), device, reactors, &options)
     }
 
     fn serve(

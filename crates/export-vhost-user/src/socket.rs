@@ -4,10 +4,7 @@
 use block::{Error, ErrorKind, Result};
 use rustix::fs::{FileType, Mode, chmod, stat};
 use rustix::io::Errno;
-use rustix::net::{
-    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with, sockopt,
-};
-use std::os::fd::OwnedFd;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
@@ -88,21 +85,9 @@ impl ListenSocket {
         &self.listener
     }
 
-    /// Takes over a listening Unix stream socket that another program made (a service manager). Refuses other kinds.
-    pub(crate) fn adopt(socket: OwnedFd) -> Result<Self> {
-        let no =
-            |why: &str| Error::new(ErrorKind::BadOption, format!("the socket that was passed cannot be used: {why}"));
-        let unreadable = |error: Errno| no(&format!("it does not say what it is: {error}"));
-        if sockopt::socket_domain(&socket).map_err(unreadable)? != AddressFamily::UNIX {
-            return Err(no("it is no Unix socket"));
-        }
-        if sockopt::socket_type(&socket).map_err(unreadable)? != SocketType::STREAM {
-            return Err(no("it is no stream socket"));
-        }
-        if !sockopt::socket_acceptconn(&socket).map_err(unreadable)? {
-            return Err(no("nobody listens on it; a socket unit of systemd needs Accept=no"));
-        }
-        Ok(Self { listener: UnixListener::from(socket), file: None })
+    /// Takes over a socket that another program made. That program owns its file.
+    pub(crate) fn adopt(listener: UnixListener) -> Self {
+        Self { listener, file: None }
     }
 }
 
@@ -196,30 +181,6 @@ mod tests {
             let error = ListenSocket::bind(&path, Access { mode: 0o660, group: Some(0) }).unwrap_err();
             assert!(error.to_string().contains("members of that group"), "{error}");
             assert!(!path.exists());
-        }
-    }
-
-    #[test]
-    fn a_passed_socket_is_used_if_somebody_listens_on_it_and_stays_where_it_is() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("disk.sock");
-        let passed = UnixListener::bind(&path).unwrap();
-        let adopted = ListenSocket::adopt(passed.try_clone().unwrap().into()).unwrap();
-        drop(adopted);
-        assert!(path.exists(), "its file belongs to whoever passed it");
-        let (connected, _other) = std::os::unix::net::UnixStream::pair().unwrap();
-        let datagram = std::os::unix::net::UnixDatagram::unbound().unwrap();
-        let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let no_socket = std::fs::File::open(dir.path()).unwrap();
-        let others: [(OwnedFd, &str); 4] = [
-            (connected.into(), "nobody listens"),
-            (datagram.into(), "stream"),
-            (tcp.into(), "Unix"),
-            (no_socket.into(), "what it is"),
-        ];
-        for (other, reason) in others {
-            let error = ListenSocket::adopt(other).unwrap_err();
-            assert!(error.to_string().contains(reason), "{reason}: {error}");
         }
     }
 

@@ -506,7 +506,7 @@ fn a_socket_that_was_passed_in_is_served_and_left_in_place() {
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
     let reactor = support::reactor::TestReactor::start("reactor");
     let disk = std::sync::Arc::new(support::disk::Shared(MemDisk::new()));
-    let export = Export::adopt(listener.into(), disk, vec![reactor.handle()], ExportOptions::default()).unwrap();
+    let export = Export::adopt(listener, disk, vec![reactor.handle()], ExportOptions::default()).unwrap();
     let frontend = Frontend::connect(&path, 1).unwrap();
     assert_ne!(frontend.get_features().unwrap() & f::VERSION_1, 0);
     export.stop();

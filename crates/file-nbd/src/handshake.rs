@@ -47,8 +47,8 @@ impl Agreed {
 
 /// Connects by `until`, and negotiates the best that the server offers.
 pub(crate) fn connect(uri: &NbdUri, until: Instant) -> Result<(Stream, Agreed)> {
-    let failed = |error| Error::io(format!("cannot connect to {} for '{uri}'", uri.place), error);
-    let stream = Stream::connect(&uri.place, until).map_err(failed)?;
+    let failed = |error| Error::io(format!("cannot connect to {} for '{uri}'", uri.server), error);
+    let stream = Stream::connect(&uri.server, until).map_err(failed)?;
     let mut talk = Talk { stream, uri, until }.greet()?;
     if let Some((tls, host)) = &uri.tls {
         talk = talk.start_tls(tls, host)?;

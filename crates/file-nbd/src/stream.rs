@@ -1,8 +1,8 @@
 //! A stream to a server: a socket, with TLS or without.
 
-use crate::uri::Place;
 use memory::{Lent, SocketPart, send_parts};
 use nbd_tls::{Arrival, Channel, Socket, copy_to, widen};
+use nbd_wire::Server;
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::sockopt::{Timeout, set_socket_keepalive, set_socket_timeout};
 use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType, send, socket_with};
@@ -31,9 +31,9 @@ pub(crate) struct Secured {
 
 impl Stream {
     /// Connects by `until`.
-    pub(crate) fn connect(place: &Place, until: Instant) -> io::Result<Self> {
-        match place {
-            Place::Unix(path) => {
+    pub(crate) fn connect(server: &Server, until: Instant) -> io::Result<Self> {
+        match server {
+            Server::Unix(path) => {
                 let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
                 // Without a timeout, this would wait for ever for a server that accepts nobody.
                 set_socket_timeout(&socket, Timeout::Send, Some(left(until)?))?;
@@ -42,7 +42,7 @@ impl Stream {
                 widen(&stream);
                 Ok(Self::Unix(stream))
             }
-            Place::Tcp(host, port) => {
+            Server::Tcp(host, port) => {
                 let mut last = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
                 for address in (host.as_str(), *port).to_socket_addrs()? {
                     match TcpStream::connect_timeout(&address, left(until)?.min(ADDRESS_PATIENCE)) {

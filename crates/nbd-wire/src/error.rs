@@ -1,8 +1,8 @@
-//! The error for a peer's bytes.
+//! The error for a peer's bytes, and for a name.
 
 use std::fmt;
 
-/// An error for bytes that the protocol does not allow: where, and why.
+/// An error for bytes, or a URI, that the protocol does not allow: where, and why.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WireError(pub &'static str);
 

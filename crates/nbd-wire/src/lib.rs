@@ -1,4 +1,5 @@
-//! The bytes of the NBD protocol: layouts only, no sockets and no state. The server `export-nbd` and clients share it.
+//! The bytes of the NBD protocol, and its URIs: layouts only, no sockets and no state. The server `export-nbd` and the
+//! client `file-nbd` share it, and `image`, which compares names of disks.
 //!
 //! Numbers and layouts are those of the protocol's own document (`doc/proto.md` of the project NetworkBlockDevice/nbd),
 //! with structured replies, extended headers and metadata contexts. All integers are big-endian.
@@ -8,6 +9,7 @@
 //! * [`option`]: options of the handshake and their replies.
 //! * [`request`]: commands of the transmission phase.
 //! * [`reply`]: replies of the transmission phase.
+//! * [`Uri`]: the name of a disk, and the [`Server`] that has it.
 //!
 //! ```
 //! use ringdisk_nbd_wire::{Reader, WireError, numbers::command, request::Request};
@@ -33,6 +35,8 @@ pub mod option;
 mod reader;
 pub mod reply;
 pub mod request;
+mod uri;
 
 pub use error::WireError;
 pub use reader::Reader;
+pub use uri::{Server, Uri};

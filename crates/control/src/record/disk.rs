@@ -1,10 +1,10 @@
 //! One disk of the record: its options, and how its layers came to be.
 
-use super::identity::{FileIdentity, MadeFile, one_or_more};
+use super::noted_file::{NotedFile, one_or_more};
 use crate::api::{AddExport, FormerTop};
 use crate::options::Options;
 use block::{Error, ErrorKind, Result};
-use daemon::TakenOff;
+use daemon::{FileIdentity, TakenOff};
 use drive::{FilterOptions, ThrottleOptions, absolute};
 use image::{FileName, Format, ThrottleLimits};
 use serde::{Deserialize, Serialize};
@@ -32,7 +32,7 @@ pub(crate) struct RecordedDisk {
     pub(crate) moved_from: Option<String>,
     /// Files that jobs and snapshots are making for it, and that are useless if these do not finish.
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "one_or_more")]
-    pub(crate) unfinished: Vec<MadeFile>,
+    pub(crate) unfinished: Vec<NotedFile>,
     /// In a record of an older build, which file the only unfinished one is.
     #[serde(default, skip_serializing)]
     pub(crate) unfinished_made: Option<FileIdentity>,
@@ -47,7 +47,7 @@ pub(crate) struct RecordedDisk {
     pub(crate) last_backups: Vec<LastBackup>,
     /// Fleeces of backups and of changes of snapshots, from before they are made until they are gone.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(crate) fleeces: Vec<MadeFile>,
+    pub(crate) fleeces: Vec<NotedFile>,
     /// The directory of its kept scratch overlay, once another layer was put on that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) kept_in: Option<String>,
@@ -334,7 +334,7 @@ impl RecordedDisk {
     /// Refuses a file that is being made for this disk. `is_there` says whether the name has a file: one that was made
     /// may be gone again. What lies at a server, its maker refuses.
     pub(crate) fn refuse_while_made(&self, file: &str, is_there: bool) -> Result<()> {
-        let is_in_the_way = |other: &MadeFile| other.file == file && (other.made.is_none() || is_there);
+        let is_in_the_way = |other: &NotedFile| other.file == file && (other.made.is_none() || is_there);
         if self.unfinished.iter().any(is_in_the_way) {
             let (name, file) = (&self.name, image::without_secrets(file));
             let what = format!("'{file}' is being made for the disk '{name}': wait, or choose another name");
@@ -345,7 +345,7 @@ impl RecordedDisk {
 
     /// Records a file that is going to be made.
     pub(crate) fn will_make(&mut self, file: &str) {
-        self.unfinished.push(MadeFile::to_be(file));
+        self.unfinished.push(NotedFile::to_be(file));
     }
 
     /// Records that a file is there, if it was to be made.

@@ -96,15 +96,15 @@ fn a_record_of_an_older_build_is_read() {
     let made = r#"{"device": 1, "inode": 2, "born_ns": 3}"#;
     let identity = serde_json::from_str(made).unwrap();
     for (older, unfinished) in [
-        (r#", "unfinished": "/c.qcow2""#.to_owned(), vec![MadeFile::to_be("/c.qcow2")]),
+        (r#", "unfinished": "/c.qcow2""#.to_owned(), vec![NotedFile::to_be("/c.qcow2")]),
         (
             format!(r#", "unfinished": "/c.qcow2", "unfinished_made": {made}"#),
-            vec![MadeFile { file: "/c.qcow2".into(), made: Some(identity) }],
+            vec![NotedFile { file: "/c.qcow2".into(), made: Some(identity) }],
         ),
         (r#", "unfinished": null"#.to_owned(), Vec::new()),
     ] {
         let read = read(&format!(r#"{older}, "fleeces": ["/fleece"]"#)).unwrap();
-        assert_eq!((read.unfinished, read.fleeces), (unfinished, vec![MadeFile::to_be("/fleece")]), "{older}");
+        assert_eq!((read.unfinished, read.fleeces), (unfinished, vec![NotedFile::to_be("/fleece")]), "{older}");
         assert_eq!(read.options.to_text(), "name=a,file=/fleece,format=qcow2");
         assert_eq!((read.unfinished_made, read.former_tops.len()), (None, 1));
     }
@@ -201,7 +201,7 @@ fn a_disk_that_went_over_to_a_copy_keeps_it_whatever_else_its_options_say() {
     moved.move_to("/c.qcow2", "qcow2", None);
     moved.is_finished("/c.qcow2");
     assert_eq!(moved.options.to_text(), "file=/c.qcow2,format=qcow2");
-    assert_eq!((moved.files().count(), &*moved.unfinished), (1, &[MadeFile::to_be("/other")][..]));
+    assert_eq!((moved.files().count(), &*moved.unfinished), (1, &[NotedFile::to_be("/other")][..]));
     assert!(moved.has_layers_on(Some("/a.raw")) && !moved.has_layers_on(Some("/b.qcow2")));
     moved.set_options(Options::parse("file=/a.raw,format=raw,cache=none").unwrap());
     assert_eq!(moved.options.get("file"), Some("/c.qcow2"));
@@ -242,11 +242,11 @@ fn a_layer_comes_off_a_disk_that_was_given_by_a_link_and_leaves_it_as_it_was_giv
 #[test]
 fn a_disk_of_another_file_does_not_take_over_a_fleece() {
     let mut old = disk("/a.raw");
-    old.fleeces.push(MadeFile::to_be("/fleece"));
+    old.fleeces.push(NotedFile::to_be("/fleece"));
     old.put_on("/fleece");
     let mut record = Record { disks: vec![old], ..Record::default() };
     record.put(disk("/fleece"));
-    assert_eq!(record.disks[0].fleeces, [MadeFile::to_be("/fleece")]);
+    assert_eq!(record.disks[0].fleeces, [NotedFile::to_be("/fleece")]);
     record.put(disk("/b.raw"));
     assert!(record.disks[0].fleeces.is_empty());
 }

@@ -1,15 +1,14 @@
 //! Files that are made for changes of disks, and removed again if nothing came of the change.
 
+use crate::state::file_identity::FileIdentity;
 use crate::table::Found;
 use block::{Disk, Error, ErrorKind, File, Result};
 use drive::{EngineOpener, check_room, make_file, unmake_file};
 use image::{CreateOptions, FileName, Image, OpenedOverlay, Opener, Role};
 use rustix::fs::{AtFlags, CWD, RenameFlags, linkat, renameat_with};
 use rustix::io::Errno;
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::SystemTime;
 
 /// What the name of a copy ends with until it is whole.
 const PART: &str = ".part";
@@ -26,20 +25,19 @@ pub fn name_until_whole(target: &FileName) -> FileName {
 
 /// Refuses a target that exists already.
 pub(crate) fn refuse_existing(target: &FileName) -> Result<()> {
-    if target.path().is_some_and(|path| path.symlink_metadata().is_ok()) {
-        let what = format!("'{target}' exists: remove it first, or choose another name");
-        return Err(Error::new(ErrorKind::BadOption, what));
-    }
-    Ok(())
+    refuse_if_there(target, "remove it first, or choose another name")
 }
 
 /// Refuses a file that a job is going to make for a copy, and that exists already.
 pub fn refuse_part(part: &FileName) -> Result<()> {
-    if part.path().is_some_and(|path| path.symlink_metadata().is_ok()) {
-        let what = format!("'{part}' exists: another job may be making it; if none is, remove it");
-        return Err(Error::new(ErrorKind::BadOption, what));
+    refuse_if_there(part, "another job may be making it; if none is, remove it")
+}
+
+fn refuse_if_there(name: &FileName, hint: &str) -> Result<()> {
+    match name.path().is_some_and(|path| path.symlink_metadata().is_ok()) {
+        true => Err(Error::new(ErrorKind::BadOption, format!("'{name}' exists: {hint}"))),
+        false => Ok(()),
     }
-    Ok(())
 }
 
 /// A file that was made here. Another file may get its name.
@@ -47,32 +45,20 @@ pub fn refuse_part(part: &FileName) -> Result<()> {
 pub(crate) struct MadeFile {
     pub(crate) name: FileName,
     /// `None` for what lies at a server.
-    identity: Option<Identity>,
-}
-
-/// The file's device, inode, and the time when it was made, if the file system knows that.
-type Identity = (u64, u64, Option<SystemTime>);
-
-/// Returns which file has this name, if one has.
-fn identity_of(path: &Path) -> Result<Option<Identity>> {
-    match path.symlink_metadata() {
-        Ok(found) => Ok(Some((found.dev(), found.ino(), found.created().ok()))),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(Error::io(format!("cannot look at '{}'", path.display()), error)),
-    }
+    identity: Option<FileIdentity>,
 }
 
 impl MadeFile {
     /// Makes a file, which must not exist.
     pub(crate) fn make(name: &FileName, length_bytes: u64) -> Result<Self> {
         make_file(name, length_bytes)?;
-        Ok(Self { name: name.clone(), identity: name.path().map_or(Ok(None), identity_of)? })
+        Ok(Self { name: name.clone(), identity: name.path().map(FileIdentity::at).transpose()? })
     }
 
     /// Whether its name still leads to it.
     fn is_there(&self) -> Result<bool> {
         let Some(path) = self.name.path() else { return Ok(true) };
-        Ok(identity_of(path)?.is_some_and(|found| Some(found) == self.identity))
+        Ok(FileIdentity::find(path)?.is_some_and(|found| Some(found) == self.identity))
     }
 
     /// Removes it. Another file of its name stays.

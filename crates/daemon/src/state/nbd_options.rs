@@ -1,6 +1,7 @@
 //! What an NBD export is made with: the server's address, TLS, names.
 
-use super::place::{GROUP_SOCKET_MODE, PassedSocket, inode_of};
+use super::passed::{Listener, PassedListener, path_of};
+use super::place::{GROUP_SOCKET_MODE, PassedSocket};
 use block::{Error, ErrorKind, Result};
 use drive::absolute;
 use export_nbd::{Limits, NbdListener};
@@ -46,20 +47,12 @@ impl NbdAddress {
 
     /// Returns the address of a listening socket that was passed to this program under a number.
     pub fn passed(number: RawFd) -> Result<Self> {
-        let socket = engine::duplicate_inherited(number)?;
-        let failed = |error| Error::io(format!("cannot use the socket 'fd:{number}'"), error);
-        let inode = inode_of(&socket).map_err(failed)?;
-        let listener = NbdListener::adopt(socket).map_err(|error| error.in_context(format!("fd:{number}")))?;
-        let unnamed = || Self::Unix(format!("fd:{number}").into());
+        let PassedListener { listener, inode } = PassedListener::of(number)?;
         let at = match &listener {
-            NbdListener::Tcp(listener) => {
-                listener.local_addr().map_or_else(|_| unnamed(), |at| Self::Tcp(at.to_string()))
-            }
-            NbdListener::Unix(listener) => {
-                let at = listener.local_addr().ok();
-                at.as_ref().and_then(|at| at.as_pathname()).map_or_else(unnamed, |path| Self::Unix(absolute(path)))
-            }
+            Listener::Tcp(listener) => listener.local_addr().ok().map(|at| Self::Tcp(at.to_string())),
+            Listener::Unix(listener) => path_of(listener).map(Self::Unix),
         };
+        let at = at.unwrap_or_else(|| Self::Unix(format!("fd:{number}").into()));
         Ok(Self::Passed { number, inode, at: Box::new(at) })
     }
 
@@ -98,7 +91,10 @@ impl NbdAddress {
             return Err(Error::new(ErrorKind::BadOption, what));
         }
         match self {
-            Self::Passed { number, .. } => Ok((NbdListener::adopt(engine::duplicate_inherited(*number)?)?, None)),
+            Self::Passed { number, .. } => match PassedListener::of(*number)?.listener {
+                Listener::Unix(listener) => Ok((NbdListener::Unix(listener), None)),
+                Listener::Tcp(listener) => Ok((NbdListener::Tcp(listener), None)),
+            },
             Self::Unix(path) => {
                 let mode = access.mode.unwrap_or(if access.group.is_some() { GROUP_SOCKET_MODE } else { SOCKET_MODE });
                 let socket = ListenSocket::of_mode_and_group(path, mode, access.group)?;

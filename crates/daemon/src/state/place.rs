@@ -1,11 +1,9 @@
 //! Where an export listens: at a path of its own, or on a socket that was passed to this program.
 
+use super::passed::{Listener, PassedListener, path_of};
 use block::{Disk, Error, ErrorKind, ReactorHandle, Result};
 use drive::{ExportOptions, absolute, socket_beside};
 use export_vhost_user::{Export, ExportOptions as VhostUserOptions};
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,7 +17,7 @@ pub(crate) enum Place {
     Path(PathBuf),
     /// A socket from the program that started this one.
     Passed {
-        socket: OwnedFd,
+        listener: UnixListener,
         /// The path at which it listens, or a substitute for one.
         shown: PathBuf,
         /// Identifies the socket, whatever its descriptors' numbers are.
@@ -48,7 +46,7 @@ impl Place {
     /// Returns the place that `options` name; by default beside the image. `file` is the image's name in messages.
     pub(crate) fn of(options: &ExportOptions, image: Option<&Path>, file: &str) -> Result<Self> {
         if let Some(number) = options.socket_descriptor {
-            return Self::passed(engine::duplicate_inherited(number)?, number);
+            return Self::passed(number);
         }
         let socket = options.socket.clone().or_else(|| image.map(socket_beside));
         let no_socket = || {
@@ -60,17 +58,14 @@ impl Place {
         socket.map(Self::Path).ok_or_else(no_socket)
     }
 
-    fn passed(socket: OwnedFd, number: i32) -> Result<Self> {
-        let failed = |error: std::io::Error| Error::io(format!("cannot use the socket 'fd:{number}'"), error);
-        let inode = inode_of(&socket).map_err(failed)?;
-        let listener = UnixListener::from(socket);
-        // A descriptor that is no Unix socket is refused when the export begins.
-        let address = listener.local_addr().ok();
-        let path = address.as_ref().and_then(|address| address.as_pathname()).map(absolute);
-        let name = address.as_ref().and_then(|address| address.as_abstract_name());
-        let name = name.map(|name| format!("@{}", std::ffi::OsStr::from_bytes(name).display()));
-        let shown = path.unwrap_or_else(|| name.unwrap_or_else(|| format!("fd:{number}")).into());
-        Ok(Self::Passed { socket: listener.into(), shown, inode })
+    fn passed(number: i32) -> Result<Self> {
+        let PassedListener { listener, inode } = PassedListener::of(number)?;
+        let Listener::Unix(listener) = listener else {
+            let what = format!("cannot use the socket 'fd:{number}': guests connect to a Unix socket, and it is none");
+            return Err(Error::new(ErrorKind::BadOption, what));
+        };
+        let shown = path_of(&listener).unwrap_or_else(|| format!("fd:{number}").into());
+        Ok(Self::Passed { listener, shown, inode })
     }
 
     /// Returns the path to show for it.
@@ -98,12 +93,7 @@ impl Place {
     ) -> Result<Export> {
         match self {
             Self::Path(path) => Export::listen(&path, disk, reactors, options),
-            Self::Passed { socket, .. } => Export::adopt(socket, disk, reactors, options),
+            Self::Passed { listener, .. } => Export::adopt(listener, disk, reactors, options),
         }
     }
-}
-
-/// Identifies a socket: all of its descriptors have the same inode.
-pub(crate) fn inode_of(socket: impl AsFd) -> std::io::Result<u64> {
-    Ok(rustix::fs::fstat(socket)?.st_ino)
 }

@@ -4,8 +4,8 @@ use super::*;
 use crate::api::{BitmapChange, BitmapVerb, ChangeBitmaps};
 use crate::backups::RecordOfBackup;
 use crate::manager::restore::{refuse_forgetting, refuse_left_file};
-use crate::record::{DiskRecord, FileIdentity, MadeFile};
-use daemon::{BackupRecord as _, FleeceRecord as _, WholeBackup};
+use crate::record::{DiskRecord, NotedFile};
+use daemon::{BackupRecord as _, FileIdentity, FleeceRecord as _, WholeBackup};
 use image::{BitmapAction, ClosedEdit};
 
 fn record_of(managed: &Managed) -> DiskRecord {
@@ -200,7 +200,7 @@ fn a_fleece_that_is_the_top_is_taken_back_and_removed() {
     let fleece = root.with_file_name("root.fleece0");
     managed.snapshot("web", &fleece).unwrap();
     // Noted by a daemon on another file system, from which the images were copied here.
-    let elsewhere = MadeFile { file: fleece.display().to_string(), made: Some(FileIdentity::AT_A_SERVER) };
+    let elsewhere = NotedFile { file: fleece.display().to_string(), made: Some(FileIdentity::AT_A_SERVER) };
     record_of(&managed).change(|disk| disk.fleeces.push(elsewhere)).unwrap();
     let managed = managed.again();
     managed.manager.restore(&[]).unwrap();
