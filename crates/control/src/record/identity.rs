@@ -45,7 +45,7 @@ pub(crate) struct MadeFile {
 
 /// A [`MadeFile`] in a record. Older builds wrote its name only.
 #[derive(Deserialize)]
-#[serde(untagged, deny_unknown_fields)]
+#[serde(untagged, deny_unknown_fields, expecting = "a file is its name, or an object with `file` and `made`")]
 enum RecordedFile {
     Named(String),
     Known {
@@ -67,7 +67,7 @@ impl From<RecordedFile> for MadeFile {
 /// Reads the files that are made for a disk. Older builds wrote one, or `null`.
 pub(super) fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<MadeFile>, D::Error> {
     #[derive(Deserialize)]
-    #[serde(untagged)]
+    #[serde(untagged, expecting = "files are a list of them, one name or null")]
     enum Recorded {
         More(Vec<MadeFile>),
         One(Option<String>),
