@@ -114,7 +114,7 @@ impl Client {
         let body = body.map(serde_json::to_vec).transpose().map_err(|error| self.no_answer(error))?;
         let bytes = self.runtime.block_on(self.send(method, path, Bytes::from(body.unwrap_or_default())))?;
         let text: &[u8] = if bytes.is_empty() { b"null" } else { &bytes };
-        serde_json::from_slice(text).map_err(|error| self.no_answer(error))
+        serde_json::from_slice(text).map_err(|error| self.wrong_answer(&error))
     }
 
     /// Calls `each` with every event until it returns false or the daemon ends. A daemon that does not say first that it
@@ -131,7 +131,7 @@ impl Client {
                 while let Some(end) = text.iter().position(|byte| *byte == b'\n') {
                     let line: Vec<u8> = text.drain(..=end).collect();
                     let Some(data) = line.strip_prefix(b"data:") else { continue };
-                    let event: Event = serde_json::from_slice(data).map_err(|error| self.no_answer(error))?;
+                    let event: Event = serde_json::from_slice(data).map_err(|error| self.wrong_answer(&error))?;
                     is_ending |= event.kind == EventKind::ShuttingDown;
                     if !each(event) {
                         return Ok(());
@@ -214,6 +214,10 @@ impl Client {
 
     fn not_for_this_user(&self) -> String {
         format!("the daemon at '{}' answers only its own user and root", self.socket.display())
+    }
+
+    fn wrong_answer(&self, error: &serde_json::Error) -> CallError {
+        self.no_answer(block::in_plain_words(&error.to_string()))
     }
 
     fn no_answer(&self, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> CallError {

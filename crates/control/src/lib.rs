@@ -29,6 +29,7 @@ mod client;
 mod config;
 mod events;
 mod failure;
+mod from_json;
 mod live_jobs;
 mod manager;
 mod metrics;

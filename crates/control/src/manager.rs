@@ -146,10 +146,14 @@ impl Manager {
         let closed = closed.map_err(|error| error.in_context(what()));
         self.forget_ended_exports();
         self.tell_of_fleece(name, Some(node));
-        self.records.forget(name, Some(node), key)?;
+        let forgotten = self.records.forget(name, Some(node), key);
         self.take_failed_exports(node);
         self.events.publish(EventKind::DiskRemoved, Some(name), None, None);
-        closed
+        let Err(error) = forgotten else { return closed };
+        // The next start serves it again. Until it is off the record, nobody may write below its layers.
+        let error = error.in_context("it is closed, but stays on record until it is removed again");
+        self.away.fails(name, error.to_string());
+        Err(error.in_context(format!("the disk '{name}'")))
     }
 
     /// Logs what a disk leaves behind that is about to be forgotten.
@@ -297,13 +301,18 @@ impl Manager {
         let found = self.daemon.exports().into_iter().find(|export| export.id.number() == number);
         let export = found.ok_or_else(|| Failure::not_found(format!("there is no export {number}")))?;
         let disk = self.name_of(export.node)?;
-        let how = lock(&self.exports).get(&export.id).cloned().flatten();
-        self.daemon.remove_export(export.id)?;
-        lock(&self.exports).remove(&export.id);
+        let not_now = || {
+            let what = format!("the export {number} is being added or removed just now: try again");
+            Failure::from(Error::new(ErrorKind::Locked, what))
+        };
+        let how = lock(&self.exports).get(&export.id).cloned().ok_or_else(not_now)?;
+        // The record comes first: an export that has ended does not come back with the next start.
         self.record_of(&disk, export.node).change(|disk| match &how {
             Some(how) => disk.exports.retain(|other| other != how),
             None => disk.own_export = false,
         })?;
+        self.daemon.remove_export(export.id)?;
+        lock(&self.exports).remove(&export.id);
         self.events.publish(EventKind::ExportRemoved, Some(&disk), Some(number), None);
         Ok(())
     }

@@ -178,7 +178,7 @@ impl Serialize for Options {
 }
 
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "an option is a text, a number, true, false or a list of texts")]
 enum Value {
     Switch(bool),
     Number(u64),

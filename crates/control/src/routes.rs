@@ -13,6 +13,7 @@ use crate::api::{
 };
 use crate::events::now_ms;
 use crate::failure::Failure;
+use crate::from_json;
 use crate::manager::Manager;
 use crate::server::AtWork;
 use axum::body::Bytes;
@@ -123,19 +124,13 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
         };
         // A missing body means no options.
         let bytes = if bytes.is_empty() { Bytes::from_static(b"{}") } else { bytes };
-        // A list would be taken as the values of the fields in their order.
-        if bytes.trim_ascii_start().first() != Some(&b'{') {
-            return Err(Failure::bad_request("the request's body is not what is asked for: an object of JSON"));
-        }
-        let mut deserializer = serde_json::Deserializer::from_slice(&bytes);
-        let parsed: Result<T, _> = serde_path_to_error::deserialize(&mut deserializer);
-        let value = parsed.map_err(|error| {
-            let path = error.path().to_string();
-            let failure =
-                Failure::bad_request(format!("the request's body is not what is asked for: {}", error.inner()));
-            if path == "." { failure } else { failure.in_field(&path) }
+        let value = from_json::object(&bytes).map_err(|wrong| {
+            let failure = Failure::bad_request(format!("the request's body is not what is asked for: {}", wrong.what));
+            match &wrong.field {
+                Some(field) => failure.in_field(field),
+                None => failure,
+            }
         })?;
-        deserializer.end().map_err(|error| Failure::bad_request(format!("behind the request's body: {error}")))?;
         Ok(Self(value))
     }
 }

@@ -146,6 +146,41 @@ impl Described {
             Some(other) => panic!("a value of type {other}: {schema}"),
         }
     }
+
+    /// Returns values that are wrong as a whole or in one place, however deep. Some may be right after all.
+    fn broken(&self, schema: &Value) -> Vec<Value> {
+        let mut values = vec![json!(-7.5), json!(-1), json!(u64::MAX), json!(true), json!("no"), Value::Null];
+        values.extend([json!([]), json!([[1]]), json!({}), json!({ "x": {} })]);
+        let schema = self.found(schema);
+        let forms = ["oneOf", "anyOf", "allOf"].iter().filter_map(|choice| schema[choice].as_array()).flatten();
+        values.extend(forms.filter(|form| form["type"] != "null").flat_map(|form| self.broken(form)));
+        if let Some(properties) = schema["properties"].as_object() {
+            let whole = self.example(schema, true);
+            for (name, form) in properties {
+                values.extend(self.broken(form).into_iter().map(|value| {
+                    let mut body = whole.clone();
+                    body[name] = value;
+                    body
+                }));
+            }
+        }
+        if !schema["items"].is_null() {
+            values.extend(self.broken(&schema["items"]).into_iter().map(|value| json!([value])));
+        }
+        values
+    }
+}
+
+/// Words of the program that reads a body, which mean nothing to whoever wrote it.
+const WORDS_OF_RUST: [&str; 22] = [
+    "struct", "enum", "variant", "untagged", "tuple", "newtype", "sequence", "map", "unit", "bool", "str", "u8", "u16",
+    "u32", "u64", "usize", "i32", "i64", "f64", "integer", "floating", "Option",
+];
+
+/// Returns the words of a message outside of what it quotes.
+fn words(message: &str) -> Vec<&str> {
+    let unquoted = message.split('`').step_by(2).flat_map(|part| part.split('"').step_by(2));
+    unquoted.flat_map(|part| part.split(|char: char| !char.is_ascii_alphanumeric())).collect()
 }
 
 /// Whether Python's library is there. In CI it has to be.
@@ -415,5 +450,32 @@ fn what_is_described_is_taken_and_nothing_else() {
         assert_eq!(error(&body)["field"], "bogus", "{path}");
     }
     described.validate();
+    served.stop();
+}
+
+/// Whoever calls knows objects, lists, texts and numbers.
+#[test]
+fn what_is_wrong_with_a_body_is_said_without_the_names_of_the_program_s_types() {
+    let (described, served) = (Described::new(), Served::new());
+    let mut refused = 0;
+    for (path, method, call) in described.calls() {
+        let schema = &call["requestBody"]["content"]["application/json"]["schema"];
+        if schema.is_null() {
+            continue;
+        }
+        let place = path.replace("{name}", "none").replace("{id}", "7").replace("{snapshot}", "none");
+        for body in described.broken(schema) {
+            let answer = served.ask(&method.to_uppercase(), &place, &body.to_string());
+            if answer.status < 400 {
+                continue;
+            }
+            let error: Value = serde_json::from_str(&answer.body).unwrap_or_else(|_| panic!("{path}: {answer:?}"));
+            let message = error["error"]["message"].as_str().unwrap();
+            let is_named = |word: &&str| WORDS_OF_RUST.contains(word);
+            assert!(!words(message).iter().any(is_named), "{path}: {body}: {message}");
+            refused += usize::from(message.contains(UNREADABLE));
+        }
+    }
+    assert!(refused > 500, "{refused} bodies were refused for their form");
     served.stop();
 }

@@ -29,7 +29,10 @@ impl Machine {
         let text = std::fs::read_to_string(path);
         let text = text.map_err(|error| Error::io(format!("cannot read '{}'", path.display()), error))?;
         let bad = |error: toml::de::Error| {
-            Error::new(ErrorKind::BadOption, format!("'{}': {}", path.display(), error.to_string().trim_end()))
+            let before = error.span().and_then(|span| text.get(..span.start));
+            let line = before.map_or_else(String::new, |before| format!(", line {}", 1 + before.matches('\n').count()));
+            let what = block::in_plain_words(error.message().trim());
+            Error::new(ErrorKind::BadOption, format!("'{}'{line}: {what}", path.display()))
         };
         let mut machine: Self = toml::from_str(&text).map_err(bad)?;
         let path = std::path::absolute(path).map_err(|error| Error::io("there is no working directory", error))?;
@@ -75,6 +78,9 @@ mod tests {
         assert_eq!((machine.disks.len(), machine.qemu.len()), (0, 2));
         std::fs::write(&path, "qmp = 'q'\nkontrol = '/run/c'\n").unwrap();
         let error = Machine::read(&path).unwrap_err().to_string();
-        assert!(error.contains("kontrol") && error.contains('2'), "{error}");
+        assert!(error.contains("vm.toml', line 2: ") && error.contains("kontrol"), "{error}");
+        std::fs::write(&path, "qmp = 'q'\nstate = 's'\ncontrol = 5\n").unwrap();
+        let error = Machine::read(&path).unwrap_err().to_string();
+        assert!(error.ends_with(", line 3: the number `5` stands where a path belongs"), "{error}");
     }
 }

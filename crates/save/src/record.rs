@@ -360,7 +360,10 @@ pub(crate) fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<O
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         read => read.map_err(|error| failed("read", path, error))?,
     };
-    let bad = |error| Error::new(ErrorKind::BadImage, format!("'{}': {error}", path.display()));
+    let bad = |error: serde_json::Error| {
+        let what = block::in_plain_words(&error.to_string());
+        Error::new(ErrorKind::BadImage, format!("'{}': {what}", path.display()))
+    };
     serde_json::from_slice(&text).map(Some).map_err(bad)
 }
 

@@ -2,6 +2,7 @@ mod away;
 mod layers;
 mod made;
 mod reloaded;
+mod unrecorded;
 
 use super::*;
 use crate::api::{AddDisk, ChangeDisk, CommitDisk, FormerTop, Reloaded};

@@ -4,8 +4,10 @@
 //! record or the new one.
 
 use super::{Record, RecordedDisk, VERSION};
+use crate::from_json;
 use block::{Error, ErrorKind, Result};
 use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
@@ -35,7 +37,10 @@ impl StateDirectory {
         let lock_file =
             OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path.join(LOCK_FILE));
         let lock_file = lock_file.map_err(|error| failed("write in", error))?;
-        flock(&lock_file, FlockOperation::NonBlockingLockExclusive).map_err(|_| {
+        flock(&lock_file, FlockOperation::NonBlockingLockExclusive).map_err(|error| {
+            if error != Errno::WOULDBLOCK {
+                return failed("lock", error.into());
+            }
             let message =
                 format!("the state directory '{}' is used by another daemon: give each its own", path.display());
             Error::new(ErrorKind::Locked, message)
@@ -52,11 +57,14 @@ impl StateDirectory {
             Err(error) => return Err(Error::io(format!("cannot read '{}'", file.display()), error)),
         };
         let bad = |why: String| {
-            let message =
-                format!("'{}' is not a record of disks: {why}; move it away to begin with none", file.display());
+            let message = format!(
+                "'{}' is not a record of disks: {why}. Put a copy of it back, or move it away to begin with the disks \
+                 that the command line or the configuration gives",
+                file.display()
+            );
             Error::new(ErrorKind::BadOption, message)
         };
-        let mut record: Record = serde_json::from_slice(&text).map_err(|error| bad(error.to_string()))?;
+        let mut record: Record = from_json::object(&text).map_err(|wrong| bad(wrong.to_string()))?;
         record.disks.iter_mut().for_each(RecordedDisk::bring_up_to_date);
         match record.version {
             VERSION => Ok(record),

@@ -18,7 +18,7 @@ pub(crate) struct NotedFile {
 
 /// A [`NotedFile`] in a record. Older builds wrote its name only.
 #[derive(Deserialize)]
-#[serde(untagged, deny_unknown_fields)]
+#[serde(untagged, deny_unknown_fields, expecting = "a file is its name, or an object with `file` and `made`")]
 enum Written {
     Named(String),
     Known {
@@ -40,7 +40,7 @@ impl From<Written> for NotedFile {
 /// Reads the files that are made for a disk. Older builds wrote one, or `null`.
 pub(super) fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<NotedFile>, D::Error> {
     #[derive(Deserialize)]
-    #[serde(untagged)]
+    #[serde(untagged, expecting = "files are a list of them, one name or null")]
     enum Recorded {
         More(Vec<NotedFile>),
         One(Option<String>),

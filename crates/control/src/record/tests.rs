@@ -113,6 +113,30 @@ fn a_record_of_an_older_build_is_read() {
 }
 
 #[test]
+fn a_file_that_is_no_record_is_refused_with_the_place_the_fault_and_what_to_do() {
+    for (text, why) in [
+        ("", "it is not an object of JSON"),
+        ("[]", "it is not an object of JSON"),
+        ("{", "EOF while parsing an object at line 1 column 1"),
+        ("{}", "missing field `version` at line 1 column 2"),
+        (r#"{"version": "1"}"#, "version: the text \"1\" stands where a whole number up to 4294967295 belongs"),
+        (r#"{"version": 1, "disks": {}}"#, "disks: an object stands where a list belongs"),
+        (r#"{"version": 1, "disks": [[]]}"#, "disks[0]: a list of 0 values stands where an object belongs"),
+        (r#"{"disks": [{"options": {"file": {}}}]}"#, "an option is a text, a number, true, false or a list of texts"),
+        (r#"{"disks": [{"unfinished": 5}]}"#, "files are a list of them, one name or null"),
+        (r#"{"version": 1, "disks": [], "removed": []} x"#, "trailing characters at line 1 column 44"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join(FILE);
+        std::fs::write(&file, text).unwrap();
+        let error = Records::in_directory(dir.path()).unwrap_err().to_string();
+        let begin = format!("'{}' is not a record of disks: ", file.display());
+        assert!(error.starts_with(&begin) && error.contains(why) && error.contains("move it away"), "{text}: {error}");
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), text, "it is left as it is");
+    }
+}
+
+#[test]
 fn layers_go_on_and_come_off_with_their_formats() {
     let mut disk = disk("/a.raw");
     disk.put_on("/b.qcow2");

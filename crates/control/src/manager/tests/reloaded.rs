@@ -1,7 +1,7 @@
 //! Reloads that meet what calls have done meanwhile, and what a reload leaves in force and on record.
 
 use super::*;
-use crate::record::MadeFile;
+use crate::record::NotedFile;
 
 fn drive(file: &Path, more: &str) -> String {
     format!("[[drive]]\nname = 'web'\nexport = false\nfile = '{}'\n{more}", file.display())
@@ -60,7 +60,7 @@ fn with_fleece() -> (Managed, PathBuf, PathBuf) {
     managed.configured_by(&drive(&root, ""));
     managed.snapshot("web", &fleece).unwrap();
     let record = managed.manager.record_of("web", managed.manager.node("web").unwrap());
-    record.change(|disk| disk.fleeces.push(MadeFile::to_be(fleece.display().to_string()))).unwrap();
+    record.change(|disk| disk.fleeces.push(NotedFile::to_be(fleece.display().to_string()))).unwrap();
     (managed, root, fleece)
 }
 
