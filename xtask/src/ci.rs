@@ -30,7 +30,7 @@ const STEPS: &[Step] = &[
     Step { name: "arrows", about: "dependencies between rooms, folders and files point down", run: arrows },
     Step { name: "tidy", about: "rules of the house that no compiler checks", run: || list(tidy::check()?) },
     Step { name: "rustdoc", about: "the crates' documentation builds without a warning", run: rustdoc },
-    Step { name: "tests", about: "every test but the slow ones", run: tests },
+    Step { name: "tests", about: "every test but guests and long forms", run: tests },
     Step {
         name: "doctests",
         about: "the examples in the documentation",
@@ -45,13 +45,16 @@ const STEPS: &[Step] = &[
     Step { name: "simulator", about: "power cuts, faults and random requests with other seeds", run: simulator },
     Step { name: "schedules", about: "seeded schedules of what queues share, under shuttle", run: schedules },
     Step { name: "fuzz", about: "a few seconds of each fuzzer, always with the same inputs", run: fuzz },
-    Step { name: "slow", about: "the tests that are too slow for every day", run: slow },
     Step { name: "guests", about: "real Linux guests under User Mode Linux and QEMU", run: guests },
 ];
 
 /// Steps that run only if they are named: what they show seldom changes, and they take minutes.
 const BY_HAND: &[Step] = &[
-    Step { name: "again", about: "disks changed a hundred times, and daemons killed at fifty moments", run: again },
+    Step {
+        name: "again",
+        about: "disks changed a hundred times, daemons killed at fifty moments, and verbs stopped at ten",
+        run: again,
+    },
     Step {
         name: "machines",
         about: "a guest is saved ten times while it writes, one is reset 20 times, and guests copy a tree on overlays",
@@ -158,51 +161,9 @@ fn rustdoc() -> Result<Counts> {
     Ok(Counts::one(program.watch()?.success()))
 }
 
-fn tests() -> Result<Counts> {
-    let program = if has_nextest() {
-        Program::cargo().args(["nextest", "run", "--workspace", "--no-fail-fast"])
-    } else {
-        Program::cargo().args(["test", "--workspace", "--lib", "--bins", "--tests", "--no-fail-fast"])
-    };
-    count(program.limit(TESTS_LIMIT))
-}
-
-/// The tests of chains that draw what they do from a seed.
-const SEEDED: [&str; 10] =
-    ["conformance", "ends", "exchange", "faults", "filters", "kept", "mirror_sim", "power_cut", "random", "scratch"];
-
-/// Runs the tests of chains over simulated storage again, with other seeds.
-fn simulator() -> Result<Counts> {
-    // The whole workspace is named, so that nothing is rebuilt with other features.
-    let program = if has_nextest() {
-        let chosen = format!("package(ringdisk-image) & binary(/^({})$/)", SEEDED.join("|"));
-        Program::cargo().args(["nextest", "run", "--workspace", "--no-fail-fast", "-E", &chosen])
-    } else {
-        let chosen = SEEDED.into_iter().flat_map(|name| ["--test", name]);
-        Program::cargo().args(["test", "--package", "ringdisk-image", "--no-fail-fast"]).args(chosen)
-    };
-    count(program.env("RINGDISK_SEED", "1000"))
-}
-
-/// Tests the parts of an image that queues share, compiled with shuttle's locks and atomics: the allocator, the slice
-/// cache, the epochs, and the merged map of a chain.
-fn schedules() -> Result<Counts> {
-    let format = ["test", "--package", "ringdisk-format-qcow2", "--features", "explore", "--test", "explore"];
-    let chain = ["test", "--package", "ringdisk-image", "--features", "explore", "--lib", "explored"];
-    let mut counts = count(Program::cargo().args(format))?;
-    counts.add(count(Program::cargo().args(chain))?);
-    Ok(counts)
-}
-
-/// Runs the fuzzers in the tests' own build: its arithmetic checks and assertions matter more here than speed.
-fn fuzz() -> Result<Counts> {
-    let program = Program::new(built_with_tests("fuzz")?).args(["all", "3", "1"]);
-    Ok(Counts::one(program.watch()?.success()))
-}
-
-/// Ignored tests that the step `slow` leaves out, by parts of their names: parts of other tests, which change limits of
+/// Ignored tests that the step `tests` leaves out, by parts of their names: parts of other tests, which change limits of
 /// their whole process; guests, which have a step of their own; and long forms that are run by hand.
-const NOT_SLOW: [&str; 9] = [
+const NOT_IN_TESTS: [&str; 9] = [
     "part_of_another",
     "uml_on_",
     "uml_with_",
@@ -214,28 +175,75 @@ const NOT_SLOW: [&str; 9] = [
     "a_guest_that_reads_compressed",
 ];
 
-/// Runs the tests that are ignored by default, except [`NOT_SLOW`].
-fn slow() -> Result<Counts> {
-    if !has_nextest() {
-        let arguments = ["test", "--workspace", "--tests", "--no-fail-fast", "--", "--ignored"];
-        let left_out = NOT_SLOW.into_iter().flat_map(|name| ["--skip", name]);
-        return count(Program::cargo().args(arguments).args(left_out).limit(TESTS_LIMIT));
-    }
-    let chosen = format!("not test(/{}/)", NOT_SLOW.join("|"));
-    let arguments = ["nextest", "run", "--workspace", "--no-fail-fast", "--run-ignored", "only", "-E", &chosen];
-    count(Program::cargo().args(arguments).limit(TESTS_LIMIT))
+/// Runs all tests, also those that are too slow for a run by hand and so are ignored, except [`NOT_IN_TESTS`]. One of
+/// them waits for a minute: beside the others that costs nothing.
+fn tests() -> Result<Counts> {
+    let program = if has_nextest() {
+        let chosen = format!("not test(/{}/)", NOT_IN_TESTS.join("|"));
+        nextest(&["--run-ignored", "all", "-E", &chosen])
+    } else {
+        let arguments =
+            ["test", "--workspace", "--lib", "--bins", "--tests", "--no-fail-fast", "--", "--include-ignored"];
+        let left_out = NOT_IN_TESTS.into_iter().flat_map(|name| ["--skip", name]);
+        Program::cargo().args(arguments).args(left_out)
+    };
+    count(program.limit(TESTS_LIMIT))
 }
 
-/// Runs tests that change running disks in their long form.
+/// Tests of the whole workspace, whatever is chosen: nothing is rebuilt with other features.
+fn nextest(more: &[&str]) -> Program {
+    Program::cargo().args(["nextest", "run", "--workspace", "--no-fail-fast"]).args(more)
+}
+
+/// The tests of chains that draw what they do from a seed.
+const SEEDED: [&str; 10] =
+    ["conformance", "ends", "exchange", "faults", "filters", "kept", "mirror_sim", "power_cut", "random", "scratch"];
+
+/// Runs the tests of chains over simulated storage again, with other seeds.
+fn simulator() -> Result<Counts> {
+    let program = if has_nextest() {
+        let chosen = format!("package(ringdisk-image) & binary(/^({})$/)", SEEDED.join("|"));
+        nextest(&["-E", &chosen])
+    } else {
+        let chosen = SEEDED.into_iter().flat_map(|name| ["--test", name]);
+        Program::cargo().args(["test", "--package", "ringdisk-image", "--no-fail-fast"]).args(chosen)
+    };
+    count(program.env("RINGDISK_SEED", "1000"))
+}
+
+/// Tests the parts of an image that queues share, compiled with shuttle's locks and atomics: the allocator, the slice
+/// cache, the epochs, and the merged map of a chain.
+fn schedules() -> Result<Counts> {
+    // The program is named because it needs nearly all crates of others, with the features that they have in the other
+    // steps: so they are not built again. It has no such tests itself.
+    let explored = |package: &str, chosen: &[&str]| {
+        let features = format!("{package}/explore");
+        let packages = ["test", "--package", "ringdisk", "--package", package, "--features", &features];
+        count(Program::cargo().args(packages).args(chosen))
+    };
+    let mut counts = explored("ringdisk-format-qcow2", &["--test", "explore"])?;
+    counts.add(explored("ringdisk-image", &["--lib", "explored"])?);
+    Ok(counts)
+}
+
+/// Runs the fuzzers in the tests' own build: its arithmetic checks and assertions matter more here than speed.
+fn fuzz() -> Result<Counts> {
+    let program = Program::new(built_with_tests("fuzz")?).args(["all", "3", "1"]);
+    Ok(Counts::one(program.watch()?.success()))
+}
+
+/// Runs tests that change running disks, or stop what is under way, in their long form.
 fn again() -> Result<Counts> {
     let program = if has_nextest() {
-        let chosen = "package(ringdisk) & binary(running) & test(/again_and_again|killed_at_any_moment/)";
-        Program::cargo().args(["nextest", "run", "--workspace", "--no-fail-fast", "-E", chosen])
+        let changed = "binary(running) & test(/again_and_again|killed_at_any_moment/)";
+        nextest(&["-E", &format!("package(ringdisk) & ({changed} | binary(/^(kill9|long_verbs)$/))")])
     } else {
-        let chosen = ["--test", "running", "--", "again_and_again", "killed_at_any_moment"];
-        Program::cargo().args(["test", "--package", "ringdisk", "--no-fail-fast"]).args(chosen)
+        let files = ["--test", "running", "--test", "kill9", "--test", "long_verbs"];
+        let chosen = ["again_and_again", "killed_at_any_moment", "what_was_flushed", "can_be_stopped"];
+        Program::cargo().args(["test", "--workspace", "--no-fail-fast"]).args(files).args(["--"]).args(chosen)
     };
-    count(program.env("RINGDISK_CHANGES", "100").env("RINGDISK_KILL9_MOMENTS", "50").limit(TESTS_LIMIT))
+    let program = program.env("RINGDISK_CHANGES", "100").env("RINGDISK_KILL9_MOMENTS", "50");
+    count(program.env("RINGDISK_VERB_MOMENTS", "10").limit(TESTS_LIMIT))
 }
 
 /// Packs the tests' own build of the program, and tries the package. This is skipped where it cannot be done.
@@ -282,30 +290,28 @@ fn count(program: Program) -> Result<Counts> {
 
 fn guests() -> Result<Counts> {
     let kernel = packages::guest_kernel()?;
-    count(
-        Program::cargo()
-            .args(["test", "--package", "ringdisk", "--test", "guests", "--test", "guests_rbd", "--"])
-            .args(["--ignored", "--test-threads=2", "--nocapture"])
-            .env("RINGDISK_GUEST_KERNEL", kernel)
-            .env("RINGDISK_RESETS", "3")
-            .limit(GUESTS_LIMIT),
-    )
+    let program = if has_nextest() {
+        // A guest waits for its host now and then, so there are more than processors.
+        let chosen = "package(ringdisk) & binary(/^guests(_rbd)?$/)";
+        nextest(&["--run-ignored", "all", "--test-threads", "3", "--success-output", "immediate", "-E", chosen])
+    } else {
+        let files = ["--test", "guests", "--test", "guests_rbd"];
+        let arguments = ["--", "--ignored", "--test-threads=2", "--nocapture"];
+        Program::cargo().args(["test", "--workspace"]).args(files).args(arguments)
+    };
+    count(program.env("RINGDISK_GUEST_KERNEL", kernel).env("RINGDISK_RESETS", "3").limit(GUESTS_LIMIT))
 }
 
 fn machines() -> Result<Counts> {
     let kernel = packages::guest_kernel()?;
+    let files = ["--test", "save_guest", "--test", "tree_copy", "--test", "guests"];
+    let chosen = ["that_is_saved", "copies_a_tree", "survives_resets"];
     count(
         Program::cargo()
-            .args(["test", "--package", "ringdisk", "--test", "save_guest", "--test", "tree_copy", "--test", "guests"])
-            .args([
-                "--",
-                "--ignored",
-                "--test-threads=1",
-                "--nocapture",
-                "that_is_saved",
-                "copies_a_tree",
-                "survives_resets",
-            ])
+            .args(["test", "--workspace"])
+            .args(files)
+            .args(["--", "--ignored", "--test-threads=1", "--nocapture"])
+            .args(chosen)
             .env("RINGDISK_GUEST_KERNEL", kernel)
             .env("RINGDISK_SAVE_GUEST_ROUNDS", "10")
             .limit(GUESTS_LIMIT),

@@ -62,7 +62,8 @@ impl Inner {
 
     pub(crate) fn reset(&self) -> Result<()> {
         let mut frozen = self.control.frozen();
-        let reset = self.hold_queues(Hold::Reset, !*frozen).and_then(|()| self.restart_queues());
+        let restart = || self.restart_queues().inspect_err(|_| self.end_for_good());
+        let reset = self.hold_queues(Hold::Reset, !*frozen).and_then(|()| restart());
         *frozen &= reset.is_err();
         drop(frozen);
         if reset.is_ok() {
@@ -73,20 +74,26 @@ impl Inner {
         reset
     }
 
+    /// Ends the connection to a device that refuses to go on. All requests end with an error.
+    fn end_for_good(&self) {
+        self.session.hang_up();
+        self.set_hold(Hold::None);
+    }
+
     /// Takes all rings, and stops them if they run.
     fn hold_queues(&self, hold: Hold, running: bool) -> Result<()> {
         if self.session.is_gone() {
             return Err(self.session.error("the connection is over".into()));
         }
         self.set_hold(hold);
-        let stopped = self.wait_for_rings().and_then(|()| {
-            let mut rings = (0..self.fds.len()).filter(|_| running);
-            rings.try_for_each(|index| self.session.stop_ring(index))
-        });
-        if stopped.is_err() {
+        let waited = self.wait_for_rings();
+        if waited.is_err() {
             self.set_hold(Hold::None);
-            return stopped;
+            return waited;
         }
+        let mut rings = (0..self.fds.len()).filter(|_| running);
+        // Otherwise some rings may have stopped, and requests there would wait for ever.
+        rings.try_for_each(|index| self.session.stop_ring(index)).inspect_err(|_| self.end_for_good())?;
         // The device no longer touches our memory.
         for ring in self.control.rings().all() {
             (0..ring.forget_orphans()).for_each(|_| self.pool.orphan_done());
@@ -117,6 +124,8 @@ impl Inner {
             let new = prepare(&self.memory, &self.layout(ring.index), self.options.queue_size, ring.limits)
                 .map_err(|error| Error::with_source(ErrorKind::Io, "the driver's shared memory", error))?;
             ring.renew(new);
+            // A signal that nobody has seen is about the ring that was.
+            ring.fds.take_error();
             ring.fds.given_up.store(false, Ordering::SeqCst);
             self.start_ring(ring)?;
         }

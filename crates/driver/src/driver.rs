@@ -135,8 +135,8 @@ impl Driver {
     /// waits until [`Driver::restore`]. Meanwhile queues cannot be opened, and changes of the device's configuration
     /// are ignored.
     ///
-    /// Fails if requests in flight don't end within `answer_timeout_ms`; then all goes on as before. It waits, so it must
-    /// not be called on a reactor that has a queue.
+    /// Fails if requests in flight don't end within `answer_timeout_ms`; then all goes on as before. If the device
+    /// refuses to stop its rings, the connection ends. It waits, so it must not be called on a reactor that has a queue.
     pub fn freeze(&self) -> Result<()> {
         self.inner.freeze()
     }
@@ -148,7 +148,8 @@ impl Driver {
 
     /// Resets the device's queues, as a driver does that no longer trusts the device. All submitted requests end with
     /// an error, and the rings begin anew. A queue that the device broke works again. It waits, as [`Driver::freeze`]
-    /// does.
+    /// does. Until it returns, the device may still write to the memory of reads that have ended with an error. If the
+    /// device refuses to stop or to start its rings, the connection ends.
     pub fn reset(&self) -> Result<()> {
         self.inner.reset()
     }
@@ -208,16 +209,23 @@ impl Disk for Driver {
         if !inner.session.has(features::CONFIG_WCE) || !inner.session.has(features::FLUSH) {
             return;
         }
+        let following = inner.lock_following();
         let before = inner.cache.now().is_volatile();
         if volatile {
             // Set before the device knows: any write that it takes as volatile must be followed by a flush.
             inner.cache.switch(true);
         }
-        if let Err(error) = inner.session.set_writeback(volatile) {
-            tracing::warn!("{error}");
-        }
-        inner.cache.switch(volatile_cache(&inner.session, &inner.session.config()));
-        if inner.cache.now().is_volatile() != before {
+        let is_volatile = match inner.session.set_writeback(volatile) {
+            Ok(()) => volatile_cache(&inner.session, &inner.session.config()),
+            Err(error) => {
+                tracing::warn!("{error}");
+                // It may have switched all the same. A needless flush does no harm.
+                before || volatile
+            }
+        };
+        inner.cache.switch(is_volatile);
+        drop(following);
+        if is_volatile != before {
             inner.listeners.notify(|| inner.info());
         }
     }

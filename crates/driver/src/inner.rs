@@ -12,7 +12,7 @@ use crate::session::Session;
 use block::{DiskInfo, Lifetime, Listeners, Result};
 use memory::{GuestMemory, Mapping};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What queues share with their driver. The last one to be dropped ends the connection.
 pub(crate) struct Inner {
@@ -25,7 +25,7 @@ pub(crate) struct Inner {
     pub(crate) cache: CacheType,
     pub(crate) control: Control,
     pub(crate) fds: Vec<Arc<QueueFds>>,
-    /// Locked while the configuration is read and its size noted, so that the last to read is the last to note.
+    /// Locked while the configuration is read, and its size or cache type noted: the last to read is the last to note.
     pub(crate) following: Mutex<()>,
     /// Whether the configuration has changed while the queues were held.
     pub(crate) has_missed: AtomicBool,
@@ -47,10 +47,14 @@ impl Inner {
         facts::info(&self.session, size_bytes, self.cache.now().is_volatile(), &self.serial)
     }
 
+    pub(crate) fn lock_following(&self) -> MutexGuard<'_, ()> {
+        self.following.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Follows the device's size when its configuration has changed. Changes while it is frozen are read when it is
     /// restored.
     pub(crate) fn follow_config(&self) {
-        let following = self.following.lock().unwrap_or_else(PoisonError::into_inner);
+        let following = self.lock_following();
         if self.control.hold() != Hold::None || self.session.is_gone() {
             self.has_missed.store(true, Ordering::SeqCst);
             return;
@@ -77,7 +81,7 @@ impl Inner {
 
     /// Waits until a change that is being followed has been. The next one sees whether the device is frozen.
     pub(crate) fn wait_for_follower(&self) {
-        drop(self.following.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(self.lock_following());
     }
 
     pub(crate) fn layout(&self, index: usize) -> QueueLayout {

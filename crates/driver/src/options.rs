@@ -64,7 +64,7 @@ pub struct DriverOptions {
     /// How long the server may take to answer a message. If it waits for requests in flight, their time counts, too.
     pub answer_timeout_ms: u64,
     /// How long a queue may have requests in flight without any end. After that the device counts as broken, and they
-    /// fail. Zero waits for ever.
+    /// fail. Time in which this process is stopped does not count. Zero waits for ever.
     pub request_timeout_ms: u64,
 }
 

@@ -72,6 +72,11 @@ impl QueueFds {
         QueueEvents { kick, call, error }
     }
 
+    /// Takes the device's signal that it gave the ring up. Returns whether there was one.
+    pub(crate) fn take_error(&self) -> bool {
+        rustix::io::read(&self.error, &mut [0; 8]).is_ok()
+    }
+
     /// Gives the ring up: nothing that the device does with it counts any more.
     pub(crate) fn give_up(&self) {
         self.given_up.store(true, Ordering::SeqCst);

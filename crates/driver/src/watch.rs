@@ -18,20 +18,34 @@ use std::time::{Duration, Instant};
 
 /// How long each queue has made no progress although it has requests in flight.
 #[derive(Debug, Default)]
-struct Silence(Vec<(u64, Option<Instant>)>);
+struct Silence {
+    /// The progress of each queue, and since when it has been the same.
+    queues: Vec<(u64, Option<Instant>)>,
+    looked_at: Option<Instant>,
+}
 
 impl Silence {
-    /// Whether queue `index` has been silent for `limit`.
-    fn lasts(&mut self, index: usize, progress: u64, limit: Duration) -> bool {
-        if self.0.len() <= index {
-            self.0.resize(index + 1, (0, None));
+    /// Begins a look at all queues. If the last one was long ago, this process did not run: it was stopped, and nobody
+    /// took what the device has ended. So that time does not count.
+    fn look(&mut self, now: Instant, limit: Duration) {
+        let before = self.looked_at.replace(now);
+        let pause = before.map_or(Duration::ZERO, |before| now.saturating_duration_since(before));
+        // Looks are a quarter of the limit apart, and a busy machine may delay them.
+        if pause > (limit / 2).max(Duration::from_secs(1)) {
+            self.queues.clear();
         }
-        let Some((seen, since)) = self.0.get_mut(index) else { return false };
+    }
+
+    /// Whether queue `index` has been silent for `limit`.
+    fn lasts(&mut self, index: usize, progress: u64, limit: Duration, now: Instant) -> bool {
+        if self.queues.len() <= index {
+            self.queues.resize(index + 1, (0, None));
+        }
+        let Some((seen, since)) = self.queues.get_mut(index) else { return false };
         let waits = progress & 0xffff > 0;
         if *seen != progress || !waits {
             (*seen, *since) = (progress, None);
         }
-        let now = Instant::now();
         waits && now.saturating_duration_since(*since.get_or_insert(now)) >= limit
     }
 }
@@ -145,16 +159,21 @@ impl Shared {
                 return self.hang_up();
             }
             for (queue, _) in watched.iter().zip(ready.iter().skip(2)).filter(|(_, ready)| **ready) {
-                queue.give_up();
+                // Taken, so that it says nothing about the ring that comes after a reset.
+                if queue.take_error() {
+                    queue.give_up();
+                }
             }
         }
     }
 
     /// Gives up each queue whose device has requests in flight and ends none.
     fn give_up_silent(&self, queues: &[Arc<QueueFds>], silence: &mut Silence, limit: Duration) {
+        let now = Instant::now();
+        silence.look(now, limit);
         for (index, queue) in queues.iter().enumerate() {
             let progress = queue.progress.load(Ordering::Relaxed);
-            if silence.lasts(index, progress, limit) && !queue.given_up.load(Ordering::Relaxed) {
+            if silence.lasts(index, progress, limit, now) && !queue.given_up.load(Ordering::Relaxed) {
                 let in_flight = progress & 0xffff;
                 let waited_ms = limit.as_millis();
                 tracing::error!(index, in_flight, waited_ms, "the device ends no requests: its queue is given up");
@@ -169,5 +188,30 @@ impl Shared {
         let look = self.request_timeout.map(|limit| limit / 4);
         let first = until.into_iter().chain(look).min()?;
         Timespec::try_from(first).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_is_silent_only_while_this_process_runs() {
+        let (mut silence, limit, begun) = (Silence::default(), Duration::from_secs(60), Instant::now());
+        let mut lasts = |seconds, progress| {
+            let now = begun + Duration::from_secs(seconds);
+            silence.look(now, limit);
+            silence.lasts(0, progress, limit, now)
+        };
+        // Five requests in flight. Then the process is stopped for two minutes.
+        for seconds in [0, 15, 135, 150, 165, 180] {
+            assert!(!lasts(seconds, 5), "{seconds} s");
+        }
+        assert!(lasts(195, 5));
+        // One of them has ended.
+        for seconds in [210, 225, 240, 255] {
+            assert!(!lasts(seconds, 1 << 16 | 4), "{seconds} s");
+        }
+        assert!(lasts(270, 1 << 16 | 4));
     }
 }

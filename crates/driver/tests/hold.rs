@@ -218,6 +218,27 @@ fn a_reset_repairs_a_queue_that_the_device_broke() {
     assert_eq!(setup.results(), [(2, Ok(()))]);
 }
 
+/// The driver's watch looks at the device's signals whenever the device is asked something, and some time later.
+#[test]
+fn a_reset_repairs_a_queue_that_the_device_gave_up() {
+    let mut setup = setup(Character::default(), small());
+    for round in 0..2 {
+        setup.queue.submit(1, Op::Flush);
+        setup.reactor.turn();
+        setup.started.give_up();
+        assert_eq!(setup.wait_for_end(), [(1, Err(IoErrorKind::Io))], "round {round}");
+        during(&mut setup, Driver::reset, |_| {});
+        setup.started = setup.server.ring();
+        setup.device = setup.started.queue();
+        for _ in 0..100 {
+            setup.queue.submit(2, Op::Flush);
+            assert_eq!(setup.serve_all(), ["flush"], "round {round}");
+            assert_eq!(setup.results(), [(2, Ok(()))], "round {round}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
 #[test]
 fn a_removed_device_ends_everything_once() {
     for path in [DriverPath::Bio, DriverPath::Request] {

@@ -1,9 +1,13 @@
 //! The fuzzers without libFuzzer: random inputs from a seed, for a number of seconds, on any toolchain.
 //!
-//! `fuzz TARGET SECONDS [SEED]` runs one target, `fuzz all ...` each in turn; `fuzz TARGET FILE...` runs inputs again.
+//! `fuzz TARGET SECONDS [SEED]` runs one target, `fuzz all SECONDS [SEED]` each, and as many at once as there are
+//! processors. `fuzz TARGET FILE...` runs inputs again.
 
 use ringdisk_fuzz::Target;
+use std::num::NonZero;
 use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use testkit::Dice;
 
@@ -23,7 +27,11 @@ fn main() {
     match second.parse() {
         Ok(seconds) => {
             let seed = words.get(2).and_then(|seed| seed.parse().ok()).unwrap_or_else(|| u64::from(std::process::id()));
-            targets.into_iter().for_each(|target| random(target, Duration::from_secs(seconds), seed));
+            if *name != "all" {
+                targets.into_iter().for_each(|target| random(target, Duration::from_secs(seconds), seed));
+            } else if !each(second, &seed.to_string()) {
+                std::process::exit(1);
+            }
         }
         Err(_) => {
             for file in words.iter().skip(1) {
@@ -32,6 +40,28 @@ fn main() {
             }
         }
     }
+}
+
+/// Runs each target in a process of its own. Returns whether all have passed.
+fn each(seconds: &str, seed: &str) -> bool {
+    let program = std::env::current_exe().expect("this program has a path");
+    let (next, has_failed) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let run = || {
+        while let Some(target) = Target::ALL.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let status = Command::new(&program).args([target.name(), seconds, seed]).status();
+            let status = status.expect("this program can be run again");
+            if !status.success() {
+                println!("fuzz {}: {status}", target.name());
+                has_failed.store(true, Ordering::Relaxed);
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, NonZero::get) {
+            scope.spawn(run);
+        }
+    });
+    !has_failed.into_inner()
 }
 
 fn random(target: Target, time: Duration, seed: u64) {
