@@ -5,7 +5,7 @@ use crate::aside::{Work, aside};
 use crate::disk::{Lifetime, Topology};
 use crate::done::{Done, WaitForIo, Waiter};
 use crate::{IoError, IoErrorKind, IoResult, MapPiece, Priority, ReactorCtx, Result};
-use memory::{BufferAccount, MappedRange, PoolRc, Window};
+use memory::{BufferAccount, MappedRange, PoolRc, Window, to_usize};
 use std::any::Any;
 use std::fmt::Debug;
 use std::future::Future;
@@ -214,7 +214,7 @@ impl PastEnd {
         }
         match self {
             Self::Zeros => {
-                let skip = usize::try_from(there).unwrap_or(usize::MAX);
+                let skip = to_usize(there);
                 data.slice(skip, data.length_bytes().saturating_sub(skip)).fill(0);
                 Ok(there)
             }
