@@ -207,7 +207,7 @@ mod tests {
         let wrong = |row: &str| unlike_the_page(row).len();
         assert_eq!(wrong("| `pio`, `ata` | a bus, and a disk on it | `block` |"), 0);
         assert_eq!(
-            wrong("| `image` | chains | `format-*`, `block` |\n| `cli` (the program `ringdisk`) | commands | all |"),
+            wrong("| `image` | chains | `format-*`, `nbd-wire`, `block` |\n| `cli` (the program) | commands | all |"),
             0
         );
         assert_eq!(wrong("| `load` | the load generator | `driver`, `image`, `block` |"), 1, "one too many");

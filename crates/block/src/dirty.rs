@@ -1,6 +1,7 @@
 //! Dirty bitmaps: the parts of a disk that were written since some moment.
 
 use crate::Result;
+use memory::to_usize;
 use std::ops::Range;
 
 /// A set of named bitmaps of a disk's written parts.
@@ -59,7 +60,7 @@ impl DirtyMap {
         }
         let shift = u32::from(self.granularity_bits);
         let granule = at.wrapping_shr(shift);
-        let index = usize::try_from(granule / 8).unwrap_or(usize::MAX);
+        let index = to_usize(granule / 8);
         let byte = self.bits.get(index).copied().unwrap_or(0);
         // Granules in one byte that are all alike are one step.
         let (dirty, granules) = match byte {

@@ -5,8 +5,6 @@
 //! and each task moves its bytes in steps.
 
 use std::cell::Cell;
-use std::future::poll_fn;
-use std::task::Poll;
 
 /// Bytes that tasks move in a turn; the last task may exceed this by one step.
 const BYTES_PER_TURN: usize = 1 << 20;
@@ -38,15 +36,9 @@ pub fn has_moved_enough() -> bool {
 /// Notes that the calling task has moved `bytes`. Lets all other work go first if that was enough for this turn.
 pub async fn moved(bytes: usize) {
     note_moved(bytes);
-    let mut goes_on = !has_moved_enough();
-    poll_fn(|context| match std::mem::replace(&mut goes_on, true) {
-        true => Poll::Ready(()),
-        false => {
-            context.waker().wake_by_ref();
-            Poll::Pending
-        }
-    })
-    .await;
+    if has_moved_enough() {
+        crate::yield_now().await;
+    }
 }
 
 /// Waits for a turn in which tasks may still move bytes, for a task that is about to. [`crate::block_on`] and

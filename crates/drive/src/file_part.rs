@@ -6,7 +6,7 @@ use block::{
     ReactorCtx, Result, Topology, Work,
 };
 use image::{FileName, Opener, Role};
-use memory::BufferAccount;
+use memory::{BufferAccount, to_usize};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -143,7 +143,7 @@ impl PartQueue {
             FileOp::Read { offset, data, past_end } => {
                 let length = data.length_bytes();
                 let left = self.length.saturating_sub(offset);
-                let there = usize::try_from(left).unwrap_or(usize::MAX).min(length);
+                let there = to_usize(left).min(length);
                 let data = match past_end {
                     _ if there == length => data,
                     PastEnd::Fails => return Err(outside),

@@ -7,63 +7,12 @@ use common::{Client, Served};
 use nbd_wire::numbers::command;
 use nbd_wire::reply::Style;
 use ringdisk_export_nbd::ServerOptions;
-use std::sync::Mutex;
-use tracing::field::{Field, Visit};
-use tracing::span::{Attributes, Id, Record};
-use tracing::{Event, Level, Metadata, Subscriber};
+use testkit::{keep_log, kept_lines};
+use tracing::Level;
 
 const TIMES: usize = 100;
 /// 1, 2, 4, ... 64.
 const LINES: usize = 7;
-
-static LOG: Mutex<Vec<String>> = Mutex::new(Vec::new());
-
-/// Keeps what the NBD server warns of: the disk and the message.
-struct Log;
-
-impl Subscriber for Log {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        *metadata.level() <= Level::WARN && metadata.target().contains("export_nbd")
-    }
-
-    fn new_span(&self, _: &Attributes<'_>) -> Id {
-        Id::from_u64(1)
-    }
-
-    fn record(&self, _: &Id, _: &Record<'_>) {}
-
-    fn record_follows_from(&self, _: &Id, _: &Id) {}
-
-    fn event(&self, event: &Event<'_>) {
-        let mut line = Line::default();
-        event.record(&mut line);
-        LOG.lock().unwrap().push(format!("{}: {}", line.disk, line.message));
-    }
-
-    fn enter(&self, _: &Id) {}
-
-    fn exit(&self, _: &Id) {}
-}
-
-#[derive(Default)]
-struct Line {
-    disk: String,
-    message: String,
-}
-
-impl Visit for Line {
-    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
-        match field.name() {
-            "message" => self.message = format!("{value:?}"),
-            "disk" => self.disk = format!("{value:?}"),
-            _ => {}
-        }
-    }
-}
-
-fn lines_with(text: &str) -> usize {
-    LOG.lock().unwrap().iter().filter(|line| line.contains(text)).count()
-}
 
 /// A null disk that fails all requests of one kind.
 fn served(filter: &str) -> Served {
@@ -73,7 +22,7 @@ fn served(filter: &str) -> Served {
 
 #[test]
 fn failures_of_the_storage_are_logged_with_their_kind_and_place_and_a_full_disk_by_its_name() {
-    tracing::subscriber::set_global_default(Log).unwrap();
+    keep_log(Level::WARN, "export_nbd");
     for (kind, filter, payload, said) in [
         (command::READ, "kinds=read", &[][..], "\"disk\": an NBD client's read at byte 1536 failed: "),
         (
@@ -95,6 +44,6 @@ fn failures_of_the_storage_are_logged_with_their_kind_and_place_and_a_full_disk_
         }
         drop(client);
         served.stop();
-        assert_eq!(lines_with(said), LINES, "{said}: {:?}", LOG.lock().unwrap());
+        assert_eq!(kept_lines(said).len(), LINES, "{said}: {:?}", kept_lines(""));
     }
 }

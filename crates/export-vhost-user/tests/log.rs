@@ -8,12 +8,10 @@ mod support;
 use block::{IoError, IoErrorKind};
 use model::Guest;
 use std::io::{Read, Write};
-use std::sync::Mutex;
 use support::disk::MemDisk;
 use support::{Client, Server, addresses};
-use tracing::field::{Field, Visit};
-use tracing::span::{Attributes, Id, Record};
-use tracing::{Event, Level, Metadata, Subscriber};
+use testkit::{keep_log, kept_lines};
+use tracing::Level;
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserConfigFlags;
@@ -23,57 +21,13 @@ const TIMES: usize = 100;
 /// 1, 2, 4, ... 64.
 const LINES: usize = 7;
 
-static LOG: Mutex<Vec<String>> = Mutex::new(Vec::new());
-
-/// Keeps all that is logged at `info` and above.
-struct Log;
-
-impl Subscriber for Log {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        *metadata.level() <= Level::INFO
-    }
-
-    fn new_span(&self, _: &Attributes<'_>) -> Id {
-        Id::from_u64(1)
-    }
-
-    fn record(&self, _: &Id, _: &Record<'_>) {}
-
-    fn record_follows_from(&self, _: &Id, _: &Id) {}
-
-    fn event(&self, event: &Event<'_>) {
-        let mut line = Line(String::new());
-        event.record(&mut line);
-        LOG.lock().unwrap().push(line.0);
-    }
-
-    fn enter(&self, _: &Id) {}
-
-    fn exit(&self, _: &Id) {}
-}
-
-struct Line(String);
-
-impl Visit for Line {
-    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
-        if field.name() == "message" {
-            self.0 = format!("{value:?}");
-        }
-    }
-}
-
 fn lines_with(text: &str) -> usize {
-    LOG.lock().unwrap().iter().filter(|line| line.contains(text)).count()
-}
-
-fn keep_log() {
-    // The other tests of this process may have been first.
-    let _ = tracing::subscriber::set_global_default(Log);
+    kept_lines(text).len()
 }
 
 #[test]
 fn failures_of_the_storage_are_logged_with_their_place_and_a_full_disk_by_its_name() {
-    keep_log();
+    keep_log(Level::INFO, "");
     let server = Server::start(MemDisk::new());
     let guest = Guest::new();
     let mut client = Client::connect(&server, 0);
@@ -101,13 +55,13 @@ fn failures_of_the_storage_are_logged_with_their_place_and_a_full_disk_by_its_na
         queue.request(kind::DISCARD, 0, &ranges(&[24]), 0);
         queue.request(kind::WRITE_ZEROES, 0, &ranges(&[16, 40]), 0);
     }
-    assert_eq!(lines_with("the guest's discard at byte 12288 failed"), 1, "{:?}", LOG.lock().unwrap());
+    assert_eq!(lines_with("the guest's discard at byte 12288 failed"), 1, "{:?}", kept_lines(""));
     assert_eq!(lines_with("the guest's write of zeros at byte 8192 (the first of 2 ranges) failed"), 1);
 }
 
 #[test]
 fn what_a_guest_repeats_is_logged_each_time_that_its_number_has_doubled() {
-    keep_log();
+    keep_log(Level::INFO, "");
     let mut server = Server::start(MemDisk::new());
     let guest = Guest::new();
     let mut client = Client::connect(&server, 0);

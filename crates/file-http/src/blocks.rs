@@ -4,6 +4,7 @@ use crate::answer::Pin;
 use crate::cache::{BLOCK_BYTES, Cache};
 use crate::remote::Remote;
 use bytes::Bytes;
+use memory::to_usize;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -166,7 +167,7 @@ impl Blocks {
                 }
             };
             let start = block.saturating_mul(BLOCK_BYTES);
-            let within = |at: u64| usize::try_from(at.saturating_sub(start)).unwrap_or(usize::MAX).min(bytes.len());
+            let within = |at: u64| to_usize(at.saturating_sub(start)).min(bytes.len());
             pieces.push(bytes.slice(within(range.start)..within(range.end)));
         }
         Ok((pieces, share))

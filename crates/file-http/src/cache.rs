@@ -7,6 +7,7 @@
 use crate::answer::{Pin, Version, is_weak};
 use block::{Error, ErrorKind, Result};
 use bytes::Bytes;
+use memory::to_usize;
 use rustix::fs::{FlockOperation, flock};
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -129,7 +130,7 @@ impl Cache {
     fn of(directory: &Path, limit_bytes: u64, data: File, index: File, length_bytes: u64) -> Result<Self> {
         // Locked files are not removed.
         flock(&data, FlockOperation::LockShared).map_err(|error| failed(directory, error))?;
-        let words = usize::try_from(length_bytes.div_ceil(BLOCK_BYTES).div_ceil(64)).unwrap_or(usize::MAX);
+        let words = to_usize(length_bytes.div_ceil(BLOCK_BYTES).div_ceil(64));
         let mut checked = Vec::new();
         let room = checked.try_reserve_exact(words);
         room.map_err(|error| failed(directory, io::Error::new(io::ErrorKind::OutOfMemory, error)))?;
@@ -221,7 +222,7 @@ impl Cache {
 
 impl State {
     fn place(block: u64) -> (usize, u64) {
-        let word = usize::try_from(block.checked_div(64).unwrap_or(0)).unwrap_or(usize::MAX);
+        let word = to_usize(block.checked_div(64).unwrap_or(0));
         (word, 1 << (block & 63))
     }
 

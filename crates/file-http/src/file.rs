@@ -11,7 +11,7 @@ use block::{
     Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Locks, PastEnd,
     ReactorCtx, Result, Work, block_on, run_aside_or_here, spawn_or_block_on,
 };
-use memory::{BufferAccount, Window};
+use memory::{BufferAccount, Window, to_usize};
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -229,8 +229,4 @@ async fn read(blocks: &Arc<Blocks>, offset: u64, data: &Window, past_end: PastEn
         }
     }
     Ok(())
-}
-
-fn to_usize(value: u64) -> usize {
-    usize::try_from(value).unwrap_or(usize::MAX)
 }

@@ -1,5 +1,5 @@
 //! A file on a web server, read in parts: `https://HOST/PATH`. All code that reads files can read it, with any image
-//! format.
+//! format: on the path of a request it stands in the place of the engine's files, below `image`.
 //!
 //! The file is pinned when it is opened: its entity tag, or its length and date. If the file changes at its server,
 //! every read fails from then on. Reads never mix two versions.

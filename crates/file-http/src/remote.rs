@@ -7,6 +7,7 @@ use crate::url::{HttpUrl, redirected};
 use block::LogLimit;
 use bytes::Bytes;
 use hyper::Uri;
+use memory::to_usize;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -151,7 +152,7 @@ impl Remote {
                 if first != range.start || last.checked_add(1) != Some(range.end) {
                     return Err(Failure::ForNow("the server sends another part than it was asked for".into(), None));
                 }
-                let length = usize::try_from(range.end.saturating_sub(range.start)).unwrap_or(usize::MAX);
+                let length = to_usize(range.end.saturating_sub(range.start));
                 answer.bytes(length).await
             }
             Meaning::Empty { .. } | Meaning::Outside => Err(self.changed("its length")),

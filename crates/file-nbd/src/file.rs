@@ -9,7 +9,7 @@ use block::{
     RangeGuard, RangeLocks, ReactorCtx, Result, UntilChange, Work, block_on, in_pieces, run_aside_or_here,
     spawn_or_block_on, turn,
 };
-use memory::{BufferAccount, BufferGrant, BufferUse, IoBuf, PooledBuf, Window};
+use memory::{BufferAccount, BufferGrant, BufferUse, IoBuf, PooledBuf, Window, to_usize};
 use nbd_wire::numbers::{allocation, export};
 use nbd_wire::reply::Extent;
 use std::fmt;
@@ -396,8 +396,4 @@ impl Remote {
         let found = self.known.look_up(|known| known.at(offset)).unwrap_or((false, self.block_bytes.max(1)));
         Ok((found.0, found.1.min(length)))
     }
-}
-
-fn to_usize(value: u64) -> usize {
-    usize::try_from(value).unwrap_or(usize::MAX)
 }

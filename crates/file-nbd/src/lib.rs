@@ -1,5 +1,6 @@
 //! The disk of an NBD server as a file: `nbd://HOST:PORT/EXPORT`, `nbd+unix:///EXPORT?socket=PATH`. All code that uses
-//! files can use it, with raw or any other format.
+//! files can use it, with raw or any other format: on the path of a request it stands in the place of the engine's files,
+//! below `image`.
 //!
 //! One thread owns the connections. All others send it calls, with copies of data to be written, and await the answer;
 //! a reactor never waits for the network.

@@ -7,6 +7,7 @@
 //! data.
 
 use crate::calls::{Payload, Wish};
+use memory::to_usize;
 use std::collections::VecDeque;
 use std::ops::Range;
 
@@ -75,7 +76,7 @@ impl Entry {
         let length_bytes = end.checked_sub(start).filter(|length| *length > 0)?;
         let change = match &self.change {
             Change::Data(data) => {
-                let at = |place: u64| usize::try_from(place.saturating_sub(own.start)).unwrap_or(usize::MAX);
+                let at = |place: u64| to_usize(place.saturating_sub(own.start));
                 Change::Data(data.part(at(start)..at(end)))
             }
             Change::Zeroes { may_unmap, .. } => Change::Zeroes { length_bytes, may_unmap: *may_unmap },

@@ -11,7 +11,7 @@ use block::{
     Error, ErrorKind, File, FileInfo, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, Locks, PastEnd,
     RangeLocks, ReactorCtx, Result, UntilChange, Work, block_on, in_pieces, run_aside_or_here, spawn_or_block_on, turn,
 };
-use memory::{AlignedBuf, BufferAccount, BufferUse, Window};
+use memory::{AlignedBuf, BufferAccount, BufferUse, Window, to_usize};
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -472,8 +472,4 @@ const EIO: Errno = 5;
 fn end_of(offset: u64, length: u64) -> IoResult<u64> {
     let end = offset.checked_add(length).filter(|end| i64::try_from(*end).is_ok());
     end.ok_or(IoError::new(IoErrorKind::OutOfRange))
-}
-
-fn to_usize(value: u64) -> usize {
-    usize::try_from(value).unwrap_or(usize::MAX)
 }

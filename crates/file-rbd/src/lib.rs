@@ -1,5 +1,5 @@
 //! An image of a Ceph cluster as a file: `rbd:POOL/IMAGE`. All code that uses files can use it, with raw or any other
-//! format.
+//! format: on the path of a request it stands in the place of the engine's files, below `image`.
 //!
 //! Ceph's own library, librbd, does the work. It is loaded when it is first needed. Requests have memory of their own,
 //! which librbd keeps until it is done with it. So the caller may stop waiting at any time.

@@ -14,6 +14,7 @@
 //! * [`fault`]: the guard against mapped files that shrink.
 //! * [`InterruptHandle`]: interrupts a thread in a system call in which a peer makes it wait.
 //! * [`receive_into`] and [`send_parts`]: a stream socket's bytes, straight from and to windows.
+//! * [`to_usize`]: a length on storage as one in memory.
 //! * [`peer_process`]: whether the process at the other end of a socket still lives.
 //!
 //! Nearly all `unsafe` of the project is here and in `engine`: the types are built so that code above them needs none.
@@ -42,6 +43,7 @@ mod placement;
 mod pool;
 mod pooled_buf;
 mod share;
+mod size;
 mod socket;
 mod words;
 
@@ -61,5 +63,6 @@ pub use pool::{
 };
 pub use pooled_buf::PooledBuf;
 pub use share::MappingShare;
+pub use size::to_usize;
 pub use socket::{SocketPart, receive_into, send_parts};
 pub use words::MappedWords;

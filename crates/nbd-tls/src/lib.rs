@@ -1,4 +1,5 @@
-//! TLS for NBD, on both sides.
+//! TLS for NBD, on both sides. On the path of a request, a session lies between the socket and the server `export-nbd` or
+//! the client `file-nbd`.
 //!
 //! * [`Credentials`]: certificates in a directory, in the layout of QEMU's `tls-creds-x509`.
 //! * [`SharedKeys`]: keys that both sides have, in a file as in QEMU's `tls-creds-psk`. Their sessions come from

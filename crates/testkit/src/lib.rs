@@ -10,6 +10,7 @@
 //! * [`SectorHistory`], [`HistoryLoad`]: checks what each read of a sector returns while several queues work.
 //! * [`WebServer`]: a server of one file, with faults. [`RbdStandIn`]: images without a real cluster, with faults.
 //!   [`CephNode`]: a real cluster on one machine. [`UnmappableDirectory`]: a file system that maps no files.
+//! * [`keep_log`]: the log of a test's process, for tests of what is logged.
 //! * `schedules` and `histories` (with the feature `explore`): the order in which shuttle runs threads, and the values
 //!   that a reader may see.
 
@@ -27,6 +28,7 @@ mod crash;
 mod harness;
 mod history;
 mod history_load;
+mod kept_log;
 mod librbd;
 mod model;
 mod qcow2_check;
@@ -44,6 +46,7 @@ pub use dice::{Dice, fill_seeded, mix};
 pub use harness::{Harness, QueueId, SimHarness, ThreadHarness, Turn};
 pub use history::{BegunWrite, Moment, SectorHistory, bytes_of};
 pub use history_load::{HistoryLoad, RunningLoad};
+pub use kept_log::{keep_log, kept_lines};
 pub use librbd::RbdStandIn;
 pub use model::{ModelDisk, stamped};
 pub use qcow2_check::{Qcow2Report, qcow2_check};

@@ -2,6 +2,9 @@
 //! order. A failure names its seed.
 #![allow(clippy::unwrap_used, missing_docs)]
 
+mod dice;
+
+use dice::Dice;
 use memory::{GuestMemory, GuestRegion, IoBuf, Mapping, RegionSpec};
 use ringdisk_virtio::driver_ring::{AddError, Buffer, DriverRing, IndirectLayout, RingError};
 use ringdisk_virtio::ring_access::{ChainMemory, PackedAreas, RingAddresses, RingAreas, RingLayout, SplitAreas};
@@ -109,22 +112,6 @@ fn buffers(head: u16, roll: u64, most: u16) -> (Vec<Buffer>, u32, u32) {
     (buffers, readable, writable)
 }
 
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, end: usize) -> usize {
-        (self.roll() % end.max(1) as u64) as usize
-    }
-}
-
 /// Many turns of a ring, each side in steps of random length, each sometimes asleep: nothing is lost, mixed up or said
 /// twice, and nobody sleeps while there is work for him.
 fn exchange<R: DeviceRing>(guest: &Guest, case: Case, mut driver: DriverRing, mut device: R, seed: u64) {
@@ -138,7 +125,7 @@ fn exchange<R: DeviceRing>(guest: &Guest, case: Case, mut driver: DriverRing, mu
     let enough = u64::from(case.size) * 3 + 500;
     device.disable_notifications();
     while done < enough {
-        for _ in 0..dice.below(burst) {
+        for _ in 0..dice.index(burst) {
             let Some(head) = driver.next_head() else { break };
             let (buffers, readable, writable) = buffers(head, dice.roll(), driver.max_buffers());
             guest.name(head, name);
@@ -151,7 +138,7 @@ fn exchange<R: DeviceRing>(guest: &Guest, case: Case, mut driver: DriverRing, mu
             }
             assert!(sent.insert(head, (name, readable, writable)).is_none(), "{case:?}, seed {seed}: {head} is out");
             name += 1;
-            if dice.below(9) == 0 {
+            if dice.index(9) == 0 {
                 driver.show();
             }
         }
@@ -162,7 +149,7 @@ fn exchange<R: DeviceRing>(guest: &Guest, case: Case, mut driver: DriverRing, mu
             device.disable_notifications();
         }
         if !device_sleeps {
-            let most = dice.below(burst * 2);
+            let most = dice.index(burst * 2);
             while taken.len() < most
                 && let Some(head) = device.pop(&mut chain).unwrap()
             {
@@ -172,8 +159,8 @@ fn exchange<R: DeviceRing>(guest: &Guest, case: Case, mut driver: DriverRing, mu
                 taken.push(head);
             }
         }
-        for _ in 0..dice.below(taken.len() + 1) {
-            let head = taken.swap_remove(dice.below(taken.len()));
+        for _ in 0..dice.index(taken.len() + 1) {
+            let head = taken.swap_remove(dice.index(taken.len()));
             device.put_used(head, u32::from(head) + 1);
         }
         assert_eq!(usize::from(device.in_flight()), taken.len());
@@ -183,7 +170,7 @@ fn exchange<R: DeviceRing>(guest: &Guest, case: Case, mut driver: DriverRing, mu
         if call || !driver_sleeps {
             driver.disable_callbacks();
             driver_sleeps = false;
-            for _ in 0..dice.below(burst * 2) {
+            for _ in 0..dice.index(burst * 2) {
                 let Some(used) = driver.pop_used().unwrap() else { break };
                 assert_eq!(used.written_bytes, u32::from(used.head) + 1);
                 assert!(sent.remove(&used.head).is_some(), "{case:?}, seed {seed}: {} came twice", used.head);
@@ -191,10 +178,10 @@ fn exchange<R: DeviceRing>(guest: &Guest, case: Case, mut driver: DriverRing, mu
             }
         }
         assert_eq!(usize::from(driver.in_flight()), sent.len());
-        if dice.below(2) == 0 && !driver_sleeps {
+        if dice.index(2) == 0 && !driver_sleeps {
             driver_sleeps = !driver.enable_callbacks();
         }
-        if dice.below(2) == 0 && !device_sleeps && taken.is_empty() {
+        if dice.index(2) == 0 && !device_sleeps && taken.is_empty() {
             device_sleeps = !device.enable_notifications();
         }
     }
@@ -217,8 +204,8 @@ fn every_request_arrives_and_comes_back_whatever_was_negotiated() {
         // Small rings wrap often; each power of two is as likely as any other.
         let size = || {
             let mut dice = dice.borrow_mut();
-            let most = 2 << dice.below(10);
-            2 + dice.below(most - 1) as u16
+            let most = 2 << dice.index(10);
+            2 + dice.index(most - 1) as u16
         };
         cases(size).into_iter().for_each(|case| exchange_either(&guest, case, seed));
     }

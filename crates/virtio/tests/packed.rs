@@ -1,8 +1,10 @@
 //! The device's half of a packed ring against a driver written from the specification.
 #![allow(clippy::unwrap_used, missing_docs)]
 
+mod dice;
 mod model;
 
+use dice::Dice;
 use model::packed::PackedDriver;
 use model::{Guest, INDIRECT, NEXT, WRITE};
 use ringdisk_virtio::blk::{RequestHeader, Status, request_type};
@@ -273,23 +275,6 @@ fn kicks_are_asked_for_by_flag_or_by_position() {
         }
         driver.offer(0, &[READ[0], READ[2]]);
         assert!(queue.ring_mut().enable_notifications(), "it came before the wish was seen");
-    }
-}
-
-/// SplitMix64.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, end: u64) -> u64 {
-        self.roll() % end
     }
 }
 

@@ -2,39 +2,16 @@
 //! hostile driver may mean anything. A failure names its seed.
 #![allow(clippy::unwrap_used, missing_docs)]
 
+mod dice;
 mod model;
 
+use dice::Dice;
 use model::{Desc, Driver, GUEST_BYTES, Guest, INDIRECT, NEXT, WRITE};
 use ringdisk_virtio::blk::{RequestHeader, Status, request_type};
 use ringdisk_virtio::ring_access::{ChainMemory, RingAddresses, SplitAreas};
 use ringdisk_virtio::{BlkQueue, DeviceRing, Request, RequestLimits, RingFeatures, SplitDeviceRing};
 use std::collections::HashMap;
 use std::sync::Arc;
-
-/// SplitMix64.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, end: u64) -> u64 {
-        self.roll() % end
-    }
-
-    fn chance(&mut self, one_in: u64) -> bool {
-        self.below(one_in) == 0
-    }
-
-    fn bytes(&mut self, length: usize) -> Vec<u8> {
-        (0..length).map(|_| self.roll() as u8).collect()
-    }
-}
 
 const LIMITS: RequestLimits = RequestLimits::NONE.with_ranges(4, 1000);
 

@@ -1,5 +1,6 @@
 //! One system call on one file: what it does, and how the calling thread makes it.
 
+use memory::to_usize;
 use rustix::fs::FallocateFlags;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
@@ -149,7 +150,7 @@ fn begin_writeback(fd: BorrowedFd<'_>) -> i32 {
 fn copy_range(from: BorrowedFd<'_>, mut from_offset: u64, to: BorrowedFd<'_>, mut offset: u64, length: u64) -> i32 {
     let end = from_offset.saturating_add(length);
     while from_offset < end {
-        let left = usize::try_from(end - from_offset).unwrap_or(usize::MAX);
+        let left = to_usize(end - from_offset);
         match rustix::fs::copy_file_range(from, Some(&mut from_offset), to, Some(&mut offset), left) {
             // The source ends within the range.
             Ok(0) => return -libc::EIO,

@@ -76,8 +76,9 @@ pub(crate) struct OpenFile {
     pub(crate) ignore_flush: bool,
     /// Writes go through the page cache.
     pub(crate) page_cached: bool,
-    /// A sync of the page cache has failed. The kernel may have dropped data that it could not write, and report
-    /// success for the next sync. So every later sync fails until the file is opened anew.
+    /// A sync of the page cache has failed: the kernel may have dropped data that it could not write, and report
+    /// success for the next sync. Or a ring was given up: its writes may still land on newer data. So every later sync
+    /// and durable write fails until the file is opened anew.
     pub(crate) sync_lost: AtomicBool,
     /// Set if the kernel is to write data soon after it took them.
     pub(crate) write_behind: Option<WriteBehind>,

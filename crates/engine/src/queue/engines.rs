@@ -174,8 +174,13 @@ impl Engines {
 
     fn uring(&self) -> Result<Rc<Uring>> {
         let mut slot = self.uring.borrow_mut();
-        if let Some(uring) = &*slot {
-            return Ok(Rc::clone(uring));
+        match &*slot {
+            Some(uring) if uring.is_closed() => {
+                let what = "io_uring has failed on this reactor; engine=threads works without it";
+                return Err(Error::new(ErrorKind::Unsupported, what));
+            }
+            Some(uring) => return Ok(Rc::clone(uring)),
+            None => {}
         }
         let (workers, counters) = (Rc::clone(&self.workers), Arc::clone(&self.counters));
         let made = Uring::new(workers, &self.wakeup, counters, self.batch_end());
@@ -286,5 +291,42 @@ impl Engines {
         self.with_uring(Uring::shut_down);
         self.with_aio(Aio::shut_down);
         self.workers.shut_down();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::options::OpenOptions;
+    use block::Job;
+
+    struct NoReactor;
+
+    impl ReactorHandle for NoReactor {
+        fn run(&self, _: Job) -> Result<()> {
+            Err(Error::new(ErrorKind::Io, "there is no reactor"))
+        }
+
+        fn name(&self) -> &str {
+            "none"
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_opened_after_the_ring_has_failed_for_good_is_served_by_threads() {
+        let (wakeup, counters) = (Arc::new(Wakeup::new().unwrap()), Arc::default());
+        let engines = Engines::new(Arc::new(NoReactor), wakeup, counters, None, 0, Duration::ZERO);
+        let [free, asked] = [EngineKind::Auto, EngineKind::IoUring].map(|engine| {
+            let options = OpenOptions { engine, lock: false, ..OpenOptions::default() };
+            let file = tempfile::tempfile().unwrap();
+            let mut file = crate::open::opening::open_file(file.into(), "test", &options).unwrap();
+            file.traits.engine = EngineKind::IoUring;
+            Arc::new(file)
+        });
+        let Ok((Engine::Uring(ring), _)) = engines.attach(&free) else { panic!("this kernel has io_uring") };
+        ring.fail_for_good();
+        assert!(matches!(engines.attach(&free), Ok((Engine::Threads(_), _))));
+        let refused = engines.attach(&asked).map(drop).unwrap_err().to_string();
+        assert!(refused.contains("engine=threads"), "{refused}");
     }
 }

@@ -11,7 +11,7 @@ use block::{
     CopyRange, Done, Executor, FileIo, FileOp, FileQueue, IoError, IoErrorKind, IoResult, PastEnd, Priority, Task,
     Waiter, Work,
 };
-use memory::Window;
+use memory::{Window, to_usize};
 use std::future::Future;
 use std::os::fd::AsRawFd;
 use std::rc::Rc;
@@ -164,7 +164,7 @@ impl FileQueue for HostQueue {
         }
         match can {
             true => {
-                let length_bytes = usize::try_from(copy.length_bytes).unwrap_or(usize::MAX);
+                let length_bytes = to_usize(copy.length_bytes);
                 self.run_task(done, copy_from(self.lane.clone(), copy));
                 self.write_behind(length_bytes);
             }

@@ -1,18 +1,16 @@
 //! The reactor: one thread that in each turn polls, runs tasks, submits once for each engine, and harvests.
 
 use super::alarm::Alarm;
-use super::config::ReactorConfig;
 use super::fd_watch::FdWatches;
 use super::pollers::Pollers;
 use super::pool_trim::PoolTrim;
+use super::shared::{STOP_NAP, STOP_PATIENCE, Shared};
 use crate::base::pace::Paces;
-use crate::base::stats::{Counters, ReactorStats};
-use crate::base::wakeup::Wakeup;
 use crate::queue::engines::Engines;
 use crate::uring::registration::Registrar;
 use block::{
-    BatchEnd, Error, ErrorKind, Executor, Job, Poller, PollerId, ReactorCtx, ReactorHandle, Readiness, Result, Task,
-    Timers, WatchId, Work,
+    BatchEnd, Error, Executor, Poller, PollerId, ReactorCtx, ReactorHandle, Readiness, Result, Task, Timers, WatchId,
+    Work,
 };
 use memory::GuestMemory;
 use rustix::event::{Timespec, epoll};
@@ -22,9 +20,8 @@ use std::cell::RefCell;
 use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 use std::rc::{Rc, Weak};
-use std::sync::atomic::{AtomicBool, Ordering, fence};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
 /// The most polls of tasks in one turn, so that rings and engines get their turn.
@@ -39,219 +36,13 @@ const LOOK_AGAIN: Duration = Duration::from_micros(250);
 const LOOK_AGAIN_MAX: Duration = Duration::from_secs(1);
 /// A busy reactor looks for unsignalled results once in this many turns: usually the worker is about to signal them.
 const LOOK_TURNS: u64 = 64;
-/// How long unfinished tasks may go on after the reactor is stopped.
-const STOP_PATIENCE: Duration = Duration::from_secs(5);
-/// The longest sleep of a stopping reactor before it looks again.
-const STOP_NAP: Duration = Duration::from_millis(20);
-
-/// Starts reactors.
-#[derive(Debug)]
-pub struct Reactor;
-
-impl Reactor {
-    /// Starts a reactor on a thread of its own.
-    pub fn spawn(config: ReactorConfig) -> Result<ReactorThread> {
-        let fails = |error| Error::io(format!("cannot start reactor '{}'", config.name), error);
-        let shared = Arc::new(Shared {
-            name: config.name.clone(),
-            jobs: Mutex::default(),
-            has_jobs: AtomicBool::new(false),
-            stop: AtomicBool::new(false),
-            stop_patience: OnceLock::new(),
-            wakeup: Arc::new(Wakeup::new().map_err(fails)?),
-            counters: Arc::default(),
-            harvest_after_submit: config.harvest_after_submit,
-        });
-        let theirs = Arc::clone(&shared);
-        let (sender, started) = std::sync::mpsc::sync_channel(1);
-        let limit = Duration::from_micros(u64::from(config.poll_max_us));
-        let thread = std::thread::Builder::new().name(config.name.clone()).spawn(move || {
-            let _end = CloseOnExit(Arc::clone(&theirs));
-            let processors = config.cpu.and_then(|cpu| bind_to(cpu, &theirs.name));
-            match Local::new(theirs, processors, config.inline_bytes, limit) {
-                Ok(local) => {
-                    CURRENT.set(Rc::downgrade(&local));
-                    local.engines.become_current();
-                    let _ = sender.send(Ok(()));
-                    local.run(Paces::new(limit));
-                }
-                Err(error) => {
-                    let _ = sender.send(Err(error));
-                }
-            }
-        });
-        let thread = thread.map_err(|error| Error::io(format!("cannot start reactor '{}'", shared.name), error))?;
-        let gone = |_| Error::new(ErrorKind::Io, format!("reactor '{}' ended while it started", shared.name));
-        started.recv().map_err(gone)??;
-        Ok(ReactorThread { shared, thread: Some(thread) })
-    }
-}
-
-/// Binds the calling thread to one processor. Returns where it was allowed to run before.
-fn bind_to(cpu: usize, name: &str) -> Option<CpuSet> {
-    let before = rustix::thread::sched_getaffinity(None).ok();
-    let mut set = CpuSet::new();
-    if cpu < CpuSet::MAX_CPU {
-        set.set(cpu);
-    }
-    match rustix::thread::sched_setaffinity(None, &set) {
-        Ok(()) => before,
-        Err(error) => {
-            tracing::warn!(%error, "cannot bind reactor '{name}' to processor {cpu}; it runs on any");
-            None
-        }
-    }
-}
-
-/// A running reactor. Dropping it stops the reactor, as [`ReactorThread::stop`] does.
-pub struct ReactorThread {
-    shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl ReactorThread {
-    /// Returns a handle that reaches the reactor from any thread. It may outlive the reactor.
-    #[must_use]
-    pub fn handle(&self) -> Arc<dyn ReactorHandle> {
-        Arc::clone(&self.shared) as _
-    }
-
-    /// Returns the reactor's counts since its start.
-    #[must_use]
-    pub fn stats(&self) -> ReactorStats {
-        self.shared.counters.snapshot()
-    }
-
-    /// Returns the harvests counted by their number of completions: index three has the number of harvests with three.
-    /// The last entry stands for as many completions or more.
-    #[must_use]
-    pub fn harvest_lengths(&self) -> Vec<u64> {
-        self.shared.counters.harvest_lengths.snapshot()
-    }
-
-    /// Stops the reactor and waits for its end. Jobs given before are run, and pollers dropped. Tasks at work get a few
-    /// seconds to end; those that only wait for a time or a descriptor are dropped. Every request in flight is waited
-    /// for, so no memory goes that the kernel may still write. Must not be called on the reactor's own thread.
-    pub fn stop(mut self) -> Result<()> {
-        self.join()
-    }
-
-    /// As [`ReactorThread::stop`], but waits for `limit` at most. Tasks at work get half of it: computations that wait
-    /// for a worker end with the tasks. A thread that has not ended by then is left running, with the memory of the
-    /// requests that its storage does not end.
-    pub fn stop_within(mut self, limit: Duration) -> Result<()> {
-        self.shared.stop_patience.get_or_init(|| STOP_PATIENCE.min(limit / 2));
-        self.shared.stop.store(true, Ordering::Release);
-        self.shared.wakeup.wake();
-        let begun = Instant::now();
-        while self.thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
-            if begun.elapsed() >= limit {
-                self.thread = None;
-                let message =
-                    format!("reactor '{}' is left behind: storage does not end its requests", self.shared.name);
-                return Err(Error::new(ErrorKind::Io, message));
-            }
-            std::thread::sleep(STOP_NAP);
-        }
-        self.join()
-    }
-
-    fn join(&mut self) -> Result<()> {
-        let Some(thread) = self.thread.take() else {
-            return Ok(());
-        };
-        self.shared.stop.store(true, Ordering::Release);
-        self.shared.wakeup.wake();
-        thread.join().map_err(|_| {
-            Error::new(ErrorKind::Io, format!("reactor '{}' panicked; its requests were waited for", self.shared.name))
-        })
-    }
-}
-
-impl Drop for ReactorThread {
-    fn drop(&mut self) {
-        if let Err(error) = self.join() {
-            tracing::error!("{error}");
-        }
-    }
-}
-
-impl fmt::Debug for ReactorThread {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ReactorThread({})", self.shared.name)
-    }
-}
-
-#[derive(Default)]
-struct Jobs {
-    waiting: Vec<Job>,
-    closed: bool,
-}
-
-/// The state of a reactor that other threads share.
-#[derive(Debug)]
-struct Shared {
-    name: String,
-    jobs: Mutex<Jobs>,
-    /// Read in each turn, so that the lock is taken only if there are jobs.
-    has_jobs: AtomicBool,
-    stop: AtomicBool,
-    /// How long unfinished tasks may go on, if that was said before the stop.
-    stop_patience: OnceLock<Duration>,
-    wakeup: Arc<Wakeup>,
-    counters: Arc<Counters>,
-    harvest_after_submit: bool,
-}
-
-impl Shared {
-    fn jobs(&self) -> MutexGuard<'_, Jobs> {
-        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl fmt::Debug for Jobs {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Jobs({} waiting)", self.waiting.len())
-    }
-}
-
-impl ReactorHandle for Shared {
-    fn run(&self, job: Job) -> Result<()> {
-        let mut jobs = self.jobs();
-        if jobs.closed {
-            return Err(Error::new(ErrorKind::Io, format!("reactor '{}' has ended", self.name)));
-        }
-        jobs.waiting.push(job);
-        drop(jobs);
-        self.has_jobs.store(true, Ordering::Release);
-        self.wakeup.wake();
-        Ok(())
-    }
-
-    fn name(&self) -> &str {
-        &self.name
-    }
-}
-
-/// Drops the remaining jobs, however the thread ends, so that nobody waits for a job that never runs.
-struct CloseOnExit(Arc<Shared>);
-
-impl Drop for CloseOnExit {
-    fn drop(&mut self) {
-        let mut jobs = self.0.jobs();
-        jobs.closed = true;
-        let left = std::mem::take(&mut jobs.waiting);
-        drop(jobs);
-        drop(left);
-    }
-}
 
 thread_local! {
     static CURRENT: RefCell<Weak<Local>> = const { RefCell::new(Weak::new()) };
 }
 
 /// The reactor's state on its own thread.
-struct Local {
+pub(super) struct Local {
     shared: Arc<Shared>,
     epoll: OwnedFd,
     pollers: Pollers,
@@ -328,7 +119,7 @@ impl ReactorCtx for Local {
 }
 
 impl Local {
-    fn new(
+    pub(super) fn new(
         shared: Arc<Shared>,
         processors: Option<CpuSet>,
         inline_bytes: usize,
@@ -359,6 +150,12 @@ impl Local {
         }))
     }
 
+    /// Makes this the reactor of the calling thread.
+    pub(super) fn become_current(self: &Rc<Self>) {
+        CURRENT.set(Rc::downgrade(self));
+        self.engines.become_current();
+    }
+
     /// Returns the reactor of the calling thread.
     fn current() -> Option<Rc<Self>> {
         CURRENT.with_borrow(Weak::upgrade)
@@ -373,13 +170,14 @@ impl Local {
         added.map_err(|error| Error::io("cannot watch a wake-up descriptor with epoll", error.into()))
     }
 
-    fn run(self: &Rc<Self>, mut paces: Paces) {
+    /// Runs turns until the reactor is stopped, then ends all that was asked for.
+    pub(super) fn run(self: &Rc<Self>, mut paces: Paces) {
         let ctx: Rc<dyn ReactorCtx> = Rc::clone(self) as _;
         // If a poller panics, requests in flight are still waited for while the thread unwinds.
         let guard = Teardown(self);
         let mut pool_trim = PoolTrim::default();
         let mut look_again = LOOK_AGAIN;
-        while !self.shared.stop.load(Ordering::Acquire) {
+        while !self.shared.must_stop() {
             if let Some(submitted) = self.turn(&ctx, false) {
                 paces.busy(submitted);
                 pool_trim.worked();
@@ -445,11 +243,7 @@ impl Local {
     }
 
     fn run_jobs(&self, ctx: &Rc<dyn ReactorCtx>) -> bool {
-        if !self.shared.has_jobs.load(Ordering::Acquire) {
-            return false;
-        }
-        self.shared.has_jobs.store(false, Ordering::Relaxed);
-        let jobs = std::mem::take(&mut self.shared.jobs().waiting);
+        let jobs = self.shared.take_jobs();
         let any = !jobs.is_empty();
         for job in jobs {
             job(ctx);
@@ -485,8 +279,8 @@ impl Local {
     }
 
     fn has_work(&self) -> bool {
-        self.shared.has_jobs.load(Ordering::Acquire)
-            || self.shared.stop.load(Ordering::Acquire)
+        self.shared.has_jobs()
+            || self.shared.must_stop()
             || self.tasks.borrow().as_ref().is_some_and(|tasks| tasks.has_ready())
             || self.engines.tasks().has_ready()
             || self.timers.has_due()

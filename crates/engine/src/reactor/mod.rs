@@ -6,6 +6,8 @@ mod event_loop;
 mod fd_watch;
 mod pollers;
 mod pool_trim;
+mod shared;
+mod thread;
 
 pub use config::ReactorConfig;
-pub use event_loop::{Reactor, ReactorThread};
+pub use thread::{Reactor, ReactorThread};

@@ -165,8 +165,9 @@ impl Request {
     pub(crate) fn finish(self, result: IoResult) {
         let Self { target, window, done, counted, action, .. } = self;
         drop(window);
-        let lost = makes_durable(action) && target.file.page_cached && target.file.sync_lost.load(Ordering::Relaxed);
-        // The kernel reports a page that it could not write only once, perhaps to another sync.
+        let lost = makes_durable(action) && target.file.sync_lost.load(Ordering::Relaxed);
+        // The kernel reports a page that it could not write only once, perhaps to another sync. After a ring has failed,
+        // an old write may still land on this one.
         let result = if lost && result.is_ok() { Err(IoError::EIO) } else { result };
         if let Err(error) = result
             && loses_data(action, error)

@@ -269,6 +269,11 @@ impl Uring {
         self.failure.set(Some(Failure { since: now, tried: now }));
     }
 
+    /// Whether the ring is closed: later pushes fail.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.state.borrow().is_none()
+    }
+
     /// Whether the kernel refuses the ring's calls, so that its requests do not end by themselves.
     pub(crate) fn has_failed(&self) -> bool {
         self.failure.get().is_some()
@@ -303,6 +308,8 @@ impl Uring {
     /// fails, and no data count as durable.
     fn give_up(&self) {
         let Some(mut state) = self.state.borrow_mut().take() else { return };
+        // From here on there is nothing to try again.
+        self.failure.set(None);
         let requests = state.slab.abandon();
         tracing::error!(
             requests = requests.len(),

@@ -24,6 +24,7 @@ use crate::request::progress::{Request, Step};
 use crate::request::slab::Slab;
 use crate::route::{How, Now, Route, ends_in_turn, route};
 use block::{Done, IoError, Work};
+use memory::to_usize;
 use rustix::thread::CpuSet;
 use std::cell::{Cell, OnceCell, RefCell};
 use std::sync::Arc;
@@ -134,7 +135,7 @@ impl Workers {
     fn length_of(&self, request: &Request) -> usize {
         let Action::Fallocate { mode, length } = request.action else { return request.left_bytes() };
         let frees = mode & libc::FALLOC_FL_PUNCH_HOLE != 0;
-        match usize::try_from(length).unwrap_or(usize::MAX) {
+        match to_usize(length) {
             // Behind the end of the file there is nothing to free, however long it is.
             length if length > self.inline_bytes && frees && request.target.file.ends_by(request.offset) => 0,
             length => length,

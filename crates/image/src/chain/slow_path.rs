@@ -9,7 +9,7 @@ use crate::chain::place::Place;
 use crate::chain::queue::Shared;
 use block::latency::{counts_as, lap};
 use block::{Extent, FileOp, IoError, IoResult, OpFlags, Part, Priority, turn, yield_now};
-use memory::{BufferGrant, BufferUse, IoBuf, Window};
+use memory::{BufferGrant, BufferUse, IoBuf, Window, to_usize};
 use std::pin::pin;
 use std::rc::Rc;
 
@@ -177,7 +177,7 @@ impl Shared {
             }
             let taken = match place {
                 Prepared::InPlace { offset, length_bytes } => {
-                    let length = usize::try_from(length_bytes).unwrap_or(usize::MAX).min(rest.length_bytes());
+                    let length = to_usize(length_bytes).min(rest.length_bytes());
                     let data = rest.slice(0, length);
                     self.start_write(offset, data, priority).await?;
                     length
@@ -215,7 +215,7 @@ impl Shared {
     ) -> IoResult<usize> {
         let head_bytes = at.checked_sub(allocation.guest_offset).ok_or(IoError::EIO)?;
         let room = allocation.length_bytes.checked_sub(head_bytes).ok_or(IoError::EIO)?;
-        let length = usize::try_from(room).unwrap_or(usize::MAX).min(data.length_bytes());
+        let length = to_usize(room).min(data.length_bytes());
         let tail_bytes = room.saturating_sub(length as u64);
         let tail_at = at.saturating_add(length as u64);
 
@@ -261,7 +261,7 @@ impl Shared {
     /// Waits for memory for all copies around a write to new space. If one side took its buffer and then waited for
     /// the other's, it could wait for ever.
     async fn grant_for_copies(&self, allocation: &Allocation, head_bytes: u64, tail_bytes: u64) -> BufferGrant {
-        let size = |bytes: u64| BufferGrant::size_of(usize::try_from(bytes).unwrap_or(usize::MAX));
+        let size = |bytes: u64| BufferGrant::size_of(to_usize(bytes));
         let copied = |fill, bytes: u64| if fill == Fill::Copy && bytes > 0 { size(bytes) } else { 0 };
         let apart = copied(allocation.head, head_bytes).saturating_add(copied(allocation.tail, tail_bytes));
         let bytes = match allocation.length_bytes {
@@ -421,7 +421,7 @@ impl Shared {
 /// Returns the bytes to write for `data` in new space without copies, and their offset in the file.
 fn between_zeros(allocation: &Allocation, head_bytes: u64, data: Window, tail_bytes: u64) -> (u64, Window) {
     let side = |fill, bytes: u64| {
-        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let bytes = to_usize(bytes);
         (fill == Fill::Zero && bytes > 0).then(|| zeros(bytes))
     };
     let (head, tail) = (side(allocation.head, head_bytes), side(allocation.tail, tail_bytes));

@@ -6,6 +6,7 @@
 
 use crate::filters::Filter;
 use block::{Completion, DiskQueue, IoError, IoErrorKind, Op, OpFlags, Parts, ReactorCtx, Result, Tag, Timer};
+use memory::to_usize;
 use std::fmt;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering};
@@ -302,7 +303,7 @@ impl DiskQueue for HoldQueue {
                 self.held.push(held);
                 continue;
             }
-            let slot = usize::try_from(completion.tag).unwrap_or(usize::MAX);
+            let slot = to_usize(completion.tag);
             if let (Some(ended), Some(place)) = (self.end(slot, completion.result), done.get_mut(end)) {
                 *place = ended;
                 end = end.saturating_add(1);

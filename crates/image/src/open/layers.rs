@@ -62,6 +62,11 @@ impl ImageOptions {
         self
     }
 
+    /// Whether nobody can write to the disk.
+    fn is_read_only(&self) -> bool {
+        self.read_only || self.snapshot.is_some()
+    }
+
     /// Makes options for the image `name`, with everything else at its default. A path is taken as it is; for a name
     /// with a protocol see [`FileName::parse`].
     #[must_use]
@@ -113,14 +118,14 @@ pub(crate) fn could_not_open(name: &FileName, names: &[String], error: &Error) -
     if error.is_only_for_writing() { named.only_for_writing() } else { named }
 }
 
-fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
+/// Opens the image and those that it rests on, top first.
+fn open_layers(options: &ImageOptions, opener: &dyn Opener) -> Result<Vec<Layer>> {
     let gate = Gate::new(&options.allow_backing, &options.name, &options.listed, opener)?;
     let mut layers: Vec<Layer> = Vec::new();
-    let is_read_only = options.read_only || options.snapshot.is_some();
+    let read_only = options.is_read_only() || options.scratch;
     let mut next = Some((gate.top.clone(), options.name.clone(), options.format));
     while let Some((name, said, format)) = next.take() {
         refuse_loop(&layers, &name)?;
-        let read_only = is_read_only || options.scratch;
         let was_top = !read_only && !layers.is_empty() && layers.len() <= options.former_tops;
         let mut role = match (layers.is_empty(), read_only) {
             (true, false) => Role::Writable,
@@ -164,6 +169,12 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         check_size_below(&layers, &layer)?;
         layers.push(layer);
     }
+    Ok(layers)
+}
+
+fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
+    let mut layers = open_layers(options, opener)?;
+    let is_read_only = options.is_read_only();
     let is_on_scratch = options.scratch && !is_read_only;
     if is_on_scratch {
         let top = match &options.keep {

@@ -149,6 +149,22 @@ impl Case {
         Ok(())
     }
 
+    /// Cuts the power at every `stride`th write and flush. Returns at how many moments that was.
+    fn cut_power(&self, stride: u64) -> u64 {
+        let test = PowerCutTest {
+            storage: self.storage(),
+            open: &|storage| self.open(storage),
+            check: &|storage| self.check(storage),
+            workload: self.workload(),
+            queues: 2,
+            outcomes: 2,
+            stride,
+        };
+        let Chain { seed, layers, .. } = &self.chain;
+        let summary = test.run();
+        summary.unwrap_or_else(|wrong| panic!("{:?}, RINGDISK_SEED={seed}: {wrong}\n{layers:?}", self.does)).moments
+    }
+
     fn workload(&self) -> Workload {
         let (size_bytes, granule_bytes) = (self.chain.top().size_bytes(), self.chain.top().granule_bytes());
         let workload = Workload::new(self.chain.seed, 60, size_bytes, granule_bytes);
@@ -165,19 +181,9 @@ fn the_power_may_be_cut_while_a_disk_goes_over_to_a_copy() {
     ];
     for (chain, seed) in chains.iter().flat_map(|chain| common::seeds(2).map(move |seed| (chain, seed))) {
         let case = Case::new(chain, Does::MoveOn, seed);
-        let summary = PowerCutTest {
-            storage: case.storage(),
-            open: &|storage| case.open(storage),
-            check: &|storage| case.check(storage),
-            workload: case.workload(),
-            queues: 2,
-            outcomes: 2,
-            stride: 1,
-        }
-        .run();
-        let summary = summary.unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}\n{:?}", chain.layers));
+        let moments = case.cut_power(1);
         let done = case.done.load(Ordering::Relaxed);
-        eprintln!("the power was cut at {} moments, {done} moves", summary.moments);
+        eprintln!("the power was cut at {moments} moments, {done} moves");
         assert!(done > 3 && case.failed.load(Ordering::Relaxed) == 0);
     }
 }
@@ -189,19 +195,9 @@ fn the_power_may_be_cut_while_the_top_gets_what_lies_below_or_another_base_or_a_
         let chain = Chain::of(std::iter::once(Layer::qcow2(128 << 10, 4096)).chain(below).collect());
         for seed in common::seeds(2) {
             let case = Case::new(&chain, does, seed);
-            let summary = PowerCutTest {
-                storage: case.storage(),
-                open: &|storage| case.open(storage),
-                check: &|storage| case.check(storage),
-                workload: case.workload(),
-                queues: 2,
-                outcomes: 2,
-                stride: if does == Does::Stream { 1 } else { 2 },
-            }
-            .run();
-            let summary = summary.unwrap_or_else(|wrong| panic!("{does:?}, RINGDISK_SEED={seed}: {wrong}"));
+            let moments = case.cut_power(if does == Does::Stream { 1 } else { 2 });
             let done = case.done.load(Ordering::Relaxed);
-            eprintln!("{does:?}: the power was cut at {} moments, {done} done", summary.moments);
+            eprintln!("{does:?}: the power was cut at {moments} moments, {done} done");
             assert!(done >= least, "{does:?}: {done} done, {} failed", case.failed.load(Ordering::Relaxed));
         }
     }
@@ -225,19 +221,9 @@ fn committable() -> Vec<Chain> {
 fn the_power_may_be_cut_while_layers_below_the_top_go_into_the_lowest() {
     for (chain, seed) in committable().iter().flat_map(|chain| common::seeds(2).map(move |seed| (chain, seed))) {
         let case = Case::new(chain, Does::CommitBelow, seed);
-        let summary = PowerCutTest {
-            storage: case.storage(),
-            open: &|storage| case.open(storage),
-            check: &|storage| case.check(storage),
-            workload: case.workload(),
-            queues: 2,
-            outcomes: 2,
-            stride: 1,
-        }
-        .run();
-        let summary = summary.unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}\n{:?}", chain.layers));
+        let moments = case.cut_power(1);
         let gone = case.moved.load(Ordering::Relaxed);
-        eprintln!("the power was cut at {} moments, {gone} layers had gone", summary.moments);
+        eprintln!("the power was cut at {moments} moments, {gone} layers had gone");
         assert!(gone > 0 && case.failed.load(Ordering::Relaxed) == 0);
     }
 }
@@ -336,19 +322,9 @@ fn compactable() -> Vec<Chain> {
 /// Cuts the power while clusters move, at every `stride`th write and flush. Returns how many bytes had moved.
 fn compacts(chain: &Chain, keeps: Keeps, seed: u64, stride: u64) -> u64 {
     let case = Case { keeps, ..Case::new(chain, Does::Compact, seed) };
-    let summary = PowerCutTest {
-        storage: case.storage(),
-        open: &|storage| case.open(storage),
-        check: &|storage| case.check(storage),
-        workload: case.workload(),
-        queues: 2,
-        outcomes: 2,
-        stride,
-    }
-    .run();
-    let summary = summary.unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}\n{:?}", chain.layers));
+    let moments = case.cut_power(stride);
     let moved = case.moved.load(Ordering::Relaxed);
-    eprintln!("{keeps:?}: the power was cut at {} moments, {moved} bytes had moved", summary.moments);
+    eprintln!("{keeps:?}: the power was cut at {moments} moments, {moved} bytes had moved");
     assert!(case.done.load(Ordering::Relaxed) > 0 && case.failed.load(Ordering::Relaxed) == 0);
     moved
 }

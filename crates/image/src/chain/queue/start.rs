@@ -8,7 +8,7 @@ use crate::chain::pieces::Pieces;
 use crate::chain::place::Place;
 use crate::chain::slow_path::Slow;
 use block::{Extent, FileOp, IoError, IoResult, Op, OpFlags, Priority, Task, WriteMap, turn};
-use memory::Window;
+use memory::{Window, to_usize};
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
 
@@ -103,7 +103,7 @@ impl Core {
                 Some(place) if count < MAX_PIECES && is_quick(&place) => place,
                 Some(Place { extent: Extent::Compressed(extent), length_bytes, layer }) => {
                     let bytes = chain.layer(layer)?.mapping.decompress_bytes(&extent);
-                    let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+                    let bytes = to_usize(bytes);
                     compressed = compressed.saturating_add(1);
                     let is_rest = compressed > MAX_COMPRESSED;
                     let data = if is_rest { pieces.remaining() } else { pieces.take(length_bytes) };
