@@ -21,6 +21,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
+use std::time::Instant;
 use virtio::blk::{SECTOR_SHIFT, Status};
 use virtio::ring_access::RingAreas;
 use virtio::{BlkQueue, DeviceRing, FaultReason, PackedDeviceRing, RingFault, RingFeatures, SplitDeviceRing};
@@ -131,8 +132,9 @@ pub(crate) struct DeviceQueue<T, R> {
     harvested: Vec<Completion>,
     /// The last value of [`Device::durable_writes_begun`] for which all earlier writes are known to be durable.
     settled: u32,
-    /// The value of [`Device::durable_writes_begun`] that the queue's own flush settles, while that is in flight.
-    first_flush: Option<u32>,
+    /// The value of [`Device::durable_writes_begun`] that the queue's own flush settles, and when that flush began. `None`
+    /// if it is not in flight.
+    first_flush: Option<(u32, Instant)>,
     /// Requests that ended since the used ring was published.
     ended: usize,
     /// The queue takes requests.

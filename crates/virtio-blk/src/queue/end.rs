@@ -75,7 +75,11 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
     /// durable write takes a flush along.
     #[cold]
     fn first_flush_ended(&mut self, result: IoResult) {
-        let Some(begun) = self.first_flush.take() else { return };
+        let Some((begun, since)) = self.first_flush.take() else { return };
+        let (disk, queue, seconds) = (self.device.name(), self.index, since.elapsed().as_secs());
+        if seconds > 0 {
+            tracing::info!(disk, queue, seconds, "the guest has waited until what was written before is durable");
+        }
         match result {
             Ok(()) => {
                 self.settled = begun;
@@ -83,7 +87,6 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
             }
             Err(error) => {
                 if let Some(times) = self.counters.io_errors.add_to_log() {
-                    let (disk, queue) = (self.device.name(), self.index);
                     tracing::warn!(disk, queue, times, errno = error.errno(), "the first flush failed: {error}");
                 }
             }

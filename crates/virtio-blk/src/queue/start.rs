@@ -5,11 +5,12 @@ use crate::transport::Transport;
 use block::meter;
 use block::{Op, OpFlags, Priority, Tag};
 use memory::Window;
+use std::time::Instant;
 use virtio::blk::{RangeSegment, SECTOR_SHIFT, Status};
 use virtio::{DeviceRing, Request};
 
 /// The tag of a queue's own flush. No request has it: they have the numbers of ring entries.
-pub(super) const FIRST_FLUSH: Tag = Tag::MAX;
+const FIRST_FLUSH: Tag = Tag::MAX;
 
 impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
     /// Begins with a flush of its own, and takes no request before its end, if the guest is in write-through and no flush
@@ -18,7 +19,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
     pub(super) fn flushing_first(mut self) -> Self {
         let begun = self.device.durable_writes_begun();
         if self.device.write_through() && self.settled == 0 && begun > 0 {
-            self.first_flush = Some(begun);
+            self.first_flush = Some((begun, Instant::now()));
             self.taking = false;
             self.disk.submit(FIRST_FLUSH, Op::Flush);
         }
