@@ -126,7 +126,8 @@ fn writes_are_durable_one_by_one_for_a_guest_that_cannot_flush() {
     let range = RangeSegment { sector: 0, sector_count: 1, flags: 0 }.to_bytes();
     assert_eq!(queue.request(kind::WRITE_ZEROES, 0, &range, 0).0, OK);
     let zeroes = Asked::WriteZeroes { offset: 0, length: 512, may_unmap: false, fua: true };
-    assert_eq!(server.disk.asked(), [Asked::Write { offset: 0, fua: true }, zeroes]);
+    let asked = [Asked::Flush, Asked::Write { offset: 0, fua: true }, zeroes];
+    assert_eq!(server.disk.asked(), asked, "the flush is of what others have left");
 }
 
 #[test]

@@ -141,6 +141,11 @@ fn rings_of_a_peer_that_gave_its_device_up_wait_for_their_new_addresses() {
 
 /// A guest whose server ends after a few requests and another takes its place; gives what a write is then asked for.
 fn write_at_the_next_server(without: u64, then: impl FnOnce(&mut Client, &mut Queue<'_>)) -> Option<Asked> {
+    asked_at_the_next_server(without, then).pop()
+}
+
+/// The same; gives all that the next server's disk is asked for.
+fn asked_at_the_next_server(without: u64, then: impl FnOnce(&mut Client, &mut Queue<'_>)) -> Vec<Asked> {
     let (first, second) = (Server::start(MemDisk::new()), Server::start(MemDisk::new()));
     let guest = Guest::new();
     let mut client = Client::connect(&first, without);
@@ -158,7 +163,16 @@ fn write_at_the_next_server(without: u64, then: impl FnOnce(&mut Client, &mut Qu
     then(&mut client, &mut queue);
     assert_eq!(queue.request(kind::OUT, 1, &[0x22; 512], 0).0, OK);
     drop(other);
-    second.disk.asked().pop()
+    second.disk.asked()
+}
+
+/// It may be in write-through, where it takes what it reads for durable. The server before may have been killed.
+#[test]
+fn a_guest_that_another_server_served_before_reads_nothing_before_a_flush() {
+    let read = |_: &mut Client, queue: &mut Queue<'_>| assert_eq!(queue.request(kind::IN, 0, &[], 512).0, OK);
+    let durable = Asked::Write { offset: 512, fua: true };
+    assert_eq!(asked_at_the_next_server(0, read), [Asked::Flush, Asked::Read(0), durable]);
+    assert_eq!(asked_at_the_next_server(f::CONFIG_WCE, read), [Asked::Read(0), write_at(1)], "it flushes itself");
 }
 
 #[test]

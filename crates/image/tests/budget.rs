@@ -310,12 +310,15 @@ fn clusters_are_decompressed_beside_the_reactor_within_the_budget() {
     assert!(stats.peak_bytes <= 1 << 20 && stats.used_bytes == 0 && stats.peak_bytes > 256 << 10, "{stats:?}");
 }
 
-/// Only a part of them is at work: the others wait in a line.
+/// Only a part of them is at work, as many as take 64 MiB: the others wait in a line.
 #[test]
 fn full_queues_of_reads_of_compressed_clusters_wait_in_a_line_and_another_disk_waits_for_none_of_them() {
     const ALL: u64 = 3000;
     const PART: u64 = 512;
+    /// A read at work takes a cluster, and its compressed form.
+    const AT_WORK_MAX: usize = (64 << 20) / CLUSTER as usize;
     let Packed { opener, image, reactor, budget, _directory } = Packed::new();
+    let room = budget.clone();
     let (gate, disk) = (Arc::clone(&opener.gate), Arc::clone(&image) as Arc<dyn Disk>);
     let (sender, results) = mpsc::channel();
     let at = |tag: u64| tag % COUNT * CLUSTER + PART;
@@ -338,6 +341,8 @@ fn full_queues_of_reads_of_compressed_clusters_wait_in_a_line_and_another_disk_w
             let mut answered = 0;
             for tag in 0..1000 {
                 quiet.submit(tag, Op::read(0, IoBuf::zeroed(512).whole()));
+                // The reads' tasks get their turn in between.
+                block::yield_now().await;
                 while quiet.harvest(&mut done) == 0 {
                     block::yield_now().await;
                 }
@@ -345,18 +350,21 @@ fn full_queues_of_reads_of_compressed_clusters_wait_in_a_line_and_another_disk_w
             }
             let early = queue.harvest(&mut done);
             let in_flight = queue.in_flight() as u64;
+            // Those at work have room in the budget, or wait for it there. The line asks for none.
+            let at_budget = room.stats().waiting;
             gate.close(false);
             while queue.in_flight() > 0 {
                 queue.harvest(&mut done);
                 block::yield_now().await;
             }
-            sender.send((answered, early, in_flight, done, memory.whole().to_vec())).unwrap();
+            sender.send((answered, early, in_flight, at_budget, done, memory.whole().to_vec())).unwrap();
         }));
     };
     run_and_wait(&*reactor.handle(), test).unwrap();
-    let (answered, early, in_flight, mut done, bytes) = results.recv().unwrap();
+    let (answered, early, in_flight, at_budget, mut done, bytes) = results.recv().unwrap();
     assert_eq!((answered, early), (1000, 0), "answers of the other disk, and clusters before them");
     assert_eq!(in_flight, ALL);
+    assert!(at_budget > AT_WORK_MAX / 2 && at_budget <= AT_WORK_MAX, "{at_budget} reads wait for room");
     done.sort_by_key(|completion| completion.tag);
     assert!(done.iter().all(|completion| completion.result.is_ok()));
     assert!(done.iter().map(|completion| completion.tag).eq(0..ALL), "each ends once");

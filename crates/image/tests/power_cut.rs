@@ -8,6 +8,7 @@ mod common;
 use block::OpFlags;
 use common::{Chain, Layer, made_by_qemu, name};
 use format_qcow2::Barrier;
+use ringdisk_image::Format;
 use testkit::{PowerCutTest, Request, Session, SimFileOptions, SimStorage, Summary, Workload, stamped};
 
 struct Case {
@@ -283,6 +284,54 @@ fn a_durable_overwrite_stays_where_a_killed_process_left_the_tables_in_the_host_
             .unwrap();
         let after = storage.power_cut(seed);
         let mut session = Session::open(&after, &|storage| chain.open(storage), seed, 1).unwrap();
+        assert!(session.call(Request::read(4096, 1024)).unwrap() == bytes(2), "seed {seed}");
+    }
+}
+
+/// The guest of such a disk takes what it reads for durable, and has no flush to make it so.
+#[test]
+fn what_a_killed_process_left_is_durable_before_a_disk_without_a_volatile_cache_is_read() {
+    let external = Layer::External { size_bytes: 192 << 10, cluster_size: 16384, raw: false, extended: false };
+    let bytes = |tag: u8| vec![tag; 1024];
+    for layers in [vec![Layer::Raw(64 << 10)], vec![Layer::qcow2(128 << 10, 1024)], vec![external]] {
+        let chain = Chain::of(layers);
+        for seed in 0..20 {
+            let storage = chain.storage();
+            let mut killed = Session::open(&storage, &|storage| chain.open(storage), seed, 1).unwrap();
+            killed.call(Request::write(16384, bytes(1))).unwrap();
+            killed.call(Request::Flush).unwrap();
+            // Nothing makes this one durable.
+            killed.call(Request::write(16384, bytes(2))).unwrap();
+            drop(killed);
+
+            let open = |storage: &SimStorage| chain.open_with(storage, |options| options.volatile_cache = false);
+            let mut session = Session::open(&storage, &open, seed, 1).unwrap();
+            assert!(session.call(Request::read(16384, 1024)).unwrap() == bytes(2), "a guest has seen it");
+            let after = storage.power_cut(seed);
+            let mut session = Session::open(&after, &open, seed, 1).unwrap();
+            assert!(session.call(Request::read(16384, 1024)).unwrap() == bytes(2), "{:?}, seed {seed}", chain.layers);
+        }
+    }
+}
+
+/// The daemon was killed when its record named a new top, and the former one was not durable yet.
+#[test]
+fn what_a_killed_process_left_in_a_former_top_is_durable_when_the_guest_has_flushed() {
+    let bytes = |tag: u8| vec![tag; 1024];
+    let chain = Chain::of(vec![Layer::qcow2(64 << 10, 1024), Layer::Raw(64 << 10)]);
+    for seed in 0..20 {
+        let storage = chain.storage();
+        let former = |storage: &SimStorage| common::open_as(storage, 1, Format::Raw, false, &[]);
+        let mut killed = Session::open(&storage, &former, seed, 1).unwrap();
+        killed.call(Request::write(4096, bytes(2))).unwrap();
+        drop(killed);
+
+        let open = |storage: &SimStorage| chain.open_with(storage, |options| options.former_tops = 1);
+        let mut session = Session::open(&storage, &open, seed, 1).unwrap();
+        assert!(session.call(Request::read(4096, 1024)).unwrap() == bytes(2), "a guest has seen it");
+        session.call(Request::Flush).unwrap();
+        let after = storage.power_cut(seed);
+        let mut session = Session::open(&after, &open, seed, 1).unwrap();
         assert!(session.call(Request::read(4096, 1024)).unwrap() == bytes(2), "seed {seed}");
     }
 }

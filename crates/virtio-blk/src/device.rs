@@ -353,6 +353,17 @@ impl Device {
         self.cache.begun()
     }
 
+    /// Returns the last value of [`Device::durable_writes_begun`] for which all earlier writes are durable. A flush that
+    /// began then has ended well, on any queue.
+    pub(crate) fn durable_writes_flushed(&self) -> u32 {
+        self.cache.flushed()
+    }
+
+    /// Notes the end of such a flush.
+    pub(crate) fn has_flushed(&self, begun: u32) {
+        self.cache.has_flushed(begun);
+    }
+
     /// Notes that the guest sends a flush.
     #[inline]
     pub(crate) fn guest_flushes(&self) {

@@ -21,6 +21,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
+use std::time::Instant;
 use virtio::blk::{SECTOR_SHIFT, Status};
 use virtio::ring_access::RingAreas;
 use virtio::{BlkQueue, DeviceRing, FaultReason, PackedDeviceRing, RingFault, RingFeatures, SplitDeviceRing};
@@ -131,6 +132,9 @@ pub(crate) struct DeviceQueue<T, R> {
     harvested: Vec<Completion>,
     /// The last value of [`Device::durable_writes_begun`] for which all earlier writes are known to be durable.
     settled: u32,
+    /// The value of [`Device::durable_writes_begun`] that the queue's own flush settles, and when that flush began. `None`
+    /// if it is not in flight.
+    first_flush: Option<(u32, Instant)>,
     /// Requests that ended since the used ring was published.
     ended: usize,
     /// The queue takes requests.
@@ -183,11 +187,11 @@ pub(crate) fn open_queue<T: Transport>(
         RingAreas::Split(areas) => {
             // The truncation is the ring's own: its index has 16 bits.
             let ring = SplitDeviceRing::new(areas, features, base as u16);
-            Rc::new(RefCell::new(DeviceQueue::new(ctx, ring, memory, parts)?))
+            Rc::new(RefCell::new(DeviceQueue::new(ctx, ring, memory, parts)?.flushing_first()))
         }
         RingAreas::Packed(areas) => {
             let ring = PackedDeviceRing::new(areas, features, base).map_err(bad_base)?;
-            Rc::new(RefCell::new(DeviceQueue::new(ctx, ring, memory, parts)?))
+            Rc::new(RefCell::new(DeviceQueue::new(ctx, ring, memory, parts)?.flushing_first()))
         }
     })
 }
@@ -230,7 +234,8 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
             batch_end: ctx.batch_end(),
             pending: vec![Pending::default(); size].into_boxed_slice(),
             harvested: Vec::with_capacity(size),
-            settled: 0,
+            settled: device.durable_writes_flushed(),
+            first_flush: None,
             ended: 0,
             taking: true,
             halt: None,
@@ -254,7 +259,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
     }
 
     fn tell_if_drained(&mut self) {
-        if self.on_drained.is_none() || self.queue.ring().in_flight() > 0 {
+        if self.on_drained.is_none() || self.queue.ring().in_flight() > 0 || self.first_flush.is_some() {
             return;
         }
         let stopped = StoppedQueue { base: self.queue.ring().base(), halt: self.halt };

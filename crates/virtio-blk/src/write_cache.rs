@@ -25,8 +25,11 @@ pub(crate) struct WriteCache {
     /// Each write must be durable before it completes.
     write_through: AtomicBool,
     /// The number of times that the cache has switched to durable writes. Writes before the last switch may be volatile
-    /// until a flush has ended that began after it. Each queue sends that flush for itself.
+    /// until a flush has ended that began after it. Each queue sends that flush for itself. A volatile cache begins with
+    /// one: a process that was killed may have left writes that only the host's cache has.
     begun: AtomicU32,
+    /// The last value of `begun` for which some queue's flush has ended well.
+    flushed: AtomicU32,
 }
 
 impl WriteCache {
@@ -39,9 +42,10 @@ impl WriteCache {
             last_word: AtomicBool::new(write_back),
             unknown_guest: AtomicBool::new(false),
             settled: AtomicBool::new(false),
-            // Nothing was written yet, so if it stays write-through, no flush is needed.
+            // If it stays write-through, that is no switch: the flush of the beginning is enough.
             write_through: AtomicBool::new(volatile),
-            begun: AtomicU32::new(0),
+            begun: AtomicU32::new(u32::from(volatile)),
+            flushed: AtomicU32::new(0),
         }
     }
 
@@ -75,6 +79,16 @@ impl WriteCache {
     #[inline]
     pub(crate) fn begun(&self) -> u32 {
         self.begun.load(Ordering::Acquire)
+    }
+
+    /// Returns the last value of [`WriteCache::begun`] for which earlier writes, of all queues, are durable.
+    pub(crate) fn flushed(&self) -> u32 {
+        self.flushed.load(Ordering::Acquire)
+    }
+
+    /// Notes that a flush has ended which began when [`WriteCache::begun`] was `begun`.
+    pub(crate) fn has_flushed(&self, begun: u32) {
+        self.flushed.fetch_max(begun, Ordering::AcqRel);
     }
 
     /// Sets the cache's type after a negotiation (either type is allowed, 5.2.5): as the guest left it. But a guest
@@ -157,7 +171,7 @@ mod tests {
         assert!(!through(BOTH) && cache.is_write_back(), "the next driver can");
         let durable = WriteCache::new(false, false);
         durable.negotiated(0);
-        assert!(!durable.write_through());
+        assert!(!durable.write_through() && durable.begun() == durable.flushed(), "it has nothing to flush");
     }
 
     #[test]

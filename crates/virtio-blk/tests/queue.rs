@@ -16,6 +16,7 @@ use std::cell::RefCell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 use virtio::PackedDeviceRing;
 use virtio::blk::{RangeSegment, RequestHeader, features, request_type};
 use virtio::ring_access::{RingAddresses, RingAreas, RingLayout};
@@ -58,6 +59,8 @@ fn setup_at(guest: &Guest, kick: Option<OwnedFd>, [table, avail, used]: [u64; 3]
     let at = RingAddresses { table, avail, used };
     let disk = Arc::new(image::NullDisk::new(1 << 20, String::new()));
     let device = Device::new(disk, DeviceOptions::default()).unwrap();
+    // It flushes itself.
+    device.negotiated(features::FLUSH);
     let areas = RingAreas::at_guest_addresses(layout, Arc::clone(&guest.memory), at, SIZE).unwrap();
     QueueSetup::new(device, areas, 0, Wires { kick })
 }
@@ -153,6 +156,7 @@ fn held(queue: usize) -> String {
         Op::Flush => 'f',
         Op::Write { flags, .. } | Op::WriteZeroes { flags, .. } if flags.is_fua() => 'W',
         Op::Write { .. } | Op::WriteZeroes { .. } => 'w',
+        Op::Read { .. } => 'r',
         _ => '?',
     };
     QUEUES.with_borrow(|all| all[queue].borrow().held.iter().map(|(_, op)| letter(op)).collect())
@@ -181,7 +185,7 @@ impl<'a> Served<'a> {
         Self { queue: open_poller(ctx, setup).unwrap(), driver: driver(guest), next_head: 0 }
     }
 
-    /// Sends a write of the first sector, or of zeros.
+    /// Sends a read or a write of the first sector, or a write of zeros there.
     fn send(&mut self, kind: u32) {
         self.send_at(kind, 0);
     }
@@ -201,7 +205,7 @@ impl<'a> Served<'a> {
         let head = self.next_head;
         self.next_head = (head + 3) % (SIZE - 1);
         let indices = [head, head + 1, head + 2];
-        let chain = [(header, 16, false), (data, range_bytes, false), (0x2_0010, 1, true)];
+        let chain = [(header, 16, false), (data, range_bytes, kind == request_type::IN), (0x2_0010, 1, true)];
         self.driver.put_chain(&indices, &chain);
         self.driver.offer(head);
         self.driver.publish();
@@ -274,6 +278,8 @@ fn zeros_that_are_refused_or_need_not_be_durable_take_no_flush_along() {
         device.negotiated(features::FLUSH | features::CONFIG_WCE);
         device.write_config(32, &[0]).unwrap();
         let mut queue = Served::new(ctx, &guest, &device, 0);
+        // The queue's own flush.
+        end(0, Ok(()), |_| true);
         queue.send_at(request_type::WRITE_ZEROES, 1 << 20);
         assert_eq!((held(0).as_str(), queue.ended()), ("", 1), "behind the end of the disk");
         device.write_config(32, &[1]).unwrap();
@@ -288,6 +294,68 @@ fn zeros_that_are_refused_or_need_not_be_durable_take_no_flush_along() {
         assert_eq!((held(0).as_str(), queue.ended()), ("", 1));
     };
     run_and_wait(reactor.handle().as_ref(), test).unwrap();
+}
+
+/// A process that was killed may have left writes in a cache. A guest in write-through takes what it reads for durable.
+#[test]
+fn a_queue_of_a_guest_in_write_through_takes_nothing_before_a_flush_of_its_own_has_ended() {
+    let reactor = TestReactor::start("reactor");
+    let test = move |ctx: &_| {
+        let guests = [(); 4].map(|()| Guest::new());
+        let device = Device::new(Arc::new(Held), DeviceOptions::default()).unwrap();
+        device.negotiated(0);
+        let mut queue = Served::new(ctx, &guests[0], &device, 0);
+        queue.send(request_type::IN);
+        assert_eq!((held(0).as_str(), queue.ended()), ("f", 0), "the read waits");
+        end(0, Ok(()), |_| true);
+        assert_eq!((queue.ended(), held(0).as_str()), (0, "r"));
+        end(0, Ok(()), |_| true);
+        assert_eq!(queue.ended(), 1);
+        queue.send(request_type::OUT);
+        assert_eq!(held(0), "W", "what was before is durable");
+
+        let mut other = Served::new(ctx, &guests[1], &device, 1);
+        other.send(request_type::IN);
+        other.send(request_type::OUT);
+        assert_eq!(held(1), "rW", "one flush is enough for all queues");
+
+        // Reads are served although it failed, and no write ends without a flush that succeeded.
+        let device = Device::new(Arc::new(Held), DeviceOptions::default()).unwrap();
+        device.negotiated(0);
+        let mut queue = Served::new(ctx, &guests[2], &device, 0);
+        end(2, Err(IoError::EIO), |_| true);
+        queue.send(request_type::IN);
+        queue.send(request_type::OUT);
+        assert_eq!(held(2), "rfW");
+
+        // A guest that flushes does so itself.
+        let device = Device::new(Arc::new(Held), DeviceOptions::default()).unwrap();
+        device.negotiated(features::FLUSH);
+        let mut queue = Served::new(ctx, &guests[3], &device, 0);
+        queue.send(request_type::IN);
+        assert_eq!(held(3), "r");
+    };
+    run_and_wait(reactor.handle().as_ref(), test).unwrap();
+}
+
+#[test]
+fn a_queue_that_stops_waits_for_its_own_flush_and_takes_nothing_after_it() {
+    let reactor = TestReactor::start("reactor");
+    let guest = Guest::new();
+    let device = Device::new(Arc::new(Held), DeviceOptions::default()).unwrap();
+    device.negotiated(0);
+    let mut driver = driver(&guest);
+    guest.write(0x2_0000, &RequestHeader { kind: request_type::FLUSH, priority: 0, sector: 0 }.to_bytes());
+    driver.put_chain(&[0, 1], &[(0x2_0000, 16, false), (0x2_0010, 1, true)]);
+    driver.offer(0);
+    driver.publish();
+    let kick = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    let setup = setup(&guest, Some(kick)).with(|setup| setup.device = device);
+    let mut stopping = RunningQueue::start(&reactor.handle(), setup).unwrap().begin_stop();
+    assert!(!stopping.is_drained_within(Duration::from_millis(20)), "its flush has not ended");
+    run_and_wait(reactor.handle().as_ref(), |_: &_| end(0, Ok(()), |_| true)).unwrap();
+    assert_eq!(stopping.wait(), Some(StoppedQueue { base: BASE, halt: None }));
+    assert_eq!(driver.take_used(), []);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use super::mapping::Mapping;
 use super::memory_bitmap::MemoryBitmaps;
 use crate::file_name::FileName;
 use crate::guess::Format;
-use block::{Error, ErrorKind, File, FileInfo, FileQueue, IoError, MetaIo, ReactorCtx, Result};
+use block::{Error, ErrorKind, File, FileInfo, FileQueue, IoError, MetaIo, ReactorCtx, Result, block_on};
 use format_qcow2::{Backing, Bitmap, BitmapBits, EditWatch, ResizeOptions, Snapshot};
 use std::ops::Range;
 use std::rc::Rc;
@@ -106,6 +106,16 @@ impl Layer {
     /// As [`Layer::flush`], through `io`.
     pub(crate) async fn flush_by(&self, io: &MetaIo) -> Result<()> {
         self.mapping.flush(io).await.map_err(|error| self.failed("cannot flush it", error))
+    }
+
+    /// Makes durable what any process has written to the layer's files, with calls that block. Tables that are still in
+    /// memory stay there.
+    pub(crate) fn sync_files(&self) -> Result<()> {
+        let files = [Some(&self.file), self.data.as_ref().map(|data| &data.file)];
+        files.into_iter().flatten().try_for_each(|file| {
+            let synced = block_on(MetaIo::new(file.open_blocking()?).flush());
+            synced.map_err(|error| self.failed("cannot make durable what was written to it before", error))
+        })
     }
 
     /// Changes the size of the layer. The layer is closed and nobody uses it.

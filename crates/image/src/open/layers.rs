@@ -183,17 +183,28 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         };
         layers.insert(0, top);
     }
+    // A temporary layer is never durable.
+    let volatile_cache = options.volatile_cache || (is_on_scratch && options.keep.is_none());
+    make_durable(&layers, volatile_cache)?;
     share_out(&mut layers, options.table_cache_bytes);
     let constants = Constants {
         read_only: is_read_only,
         serial: options.serial.clone(),
-        // A temporary layer is never durable.
-        volatile_cache: AtomicBool::new(options.volatile_cache || (is_on_scratch && options.keep.is_none())),
+        volatile_cache: AtomicBool::new(volatile_cache),
         table_cache: TableCacheSetting::new(options.table_cache_bytes),
         refused_headers: AtomicU64::new(0),
         hits: Hits::default(),
     };
     Ok(Image::new(Chain::new(layers.into_iter().map(Arc::new).collect(), &Arc::new(constants))))
+}
+
+/// Makes durable what a process that was killed may have left in the host's cache, and what no flush of this disk covers.
+/// Former tops: a flush makes only the top durable. The killed process may have put it there and not made the former one
+/// durable yet. All writable layers of a disk without a volatile cache: its guest takes what it reads for durable, and has
+/// no flush.
+fn make_durable(layers: &[Layer], volatile_cache: bool) -> Result<()> {
+    let covered = usize::from(volatile_cache);
+    layers.iter().skip(covered).filter(|layer| layer.writable).try_for_each(Layer::sync_files)
 }
 
 /// Refuses a data file that is another part of the chain: a guest could write an image's tables through it.

@@ -213,11 +213,19 @@ impl Chain {
 
     /// As [`Chain::open`], without some barriers.
     pub fn open_without(&self, storage: &SimStorage, barriers: &[Barrier]) -> Result<OpenedDisk> {
-        let options = ImageOptions::new(&name(0)).with(|options| {
+        open_with(storage, &self.options(), barriers)
+    }
+
+    /// As [`Chain::open`], with other options.
+    pub fn open_with(&self, storage: &SimStorage, change: impl FnOnce(&mut ImageOptions)) -> Result<OpenedDisk> {
+        open_with(storage, &self.options().with(change), &[])
+    }
+
+    fn options(&self) -> ImageOptions {
+        ImageOptions::new(&name(0)).with(|options| {
             options.format = Some(self.top().format());
             options.table_cache_bytes = self.table_cache_bytes;
-        });
-        open_with(storage, &options, barriers)
+        })
     }
 
     /// The top's metadata are sound (leaks at most), and nothing has changed a layer below.

@@ -27,7 +27,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
 
     #[inline]
     fn ended_operation(&mut self, completion: Completion) {
-        let Ok(head) = u16::try_from(completion.tag) else { return };
+        let Ok(head) = u16::try_from(completion.tag) else { return self.first_flush_ended(completion.result) };
         let Some(pending) = self.pending.get_mut(usize::from(head)) else { return };
         // Nearly all requests have one operation, which ends well and needs nothing more.
         let is_whole = pending.operations == 1 && pending.settles == 0 && pending.failed.is_none();
@@ -56,6 +56,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
         let (volatile, key) = (pending.volatile, pending.key);
         if last && pending.settles != 0 && status == Status::Ok {
             self.settled = pending.settles;
+            self.device.has_flushed(pending.settles);
         }
         if let Err(error) = result {
             self.log_failure(head, error);
@@ -68,6 +69,30 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
             self.stopwatch.ended(head, key);
             self.end(head, status);
         }
+    }
+
+    /// Begins to take requests after the queue's own flush. If that has failed, requests that rely on it fail, too: each
+    /// durable write takes a flush along.
+    #[cold]
+    fn first_flush_ended(&mut self, result: IoResult) {
+        let Some((begun, since)) = self.first_flush.take() else { return };
+        let (disk, queue, seconds) = (self.device.name(), self.index, since.elapsed().as_secs());
+        if seconds > 0 {
+            tracing::info!(disk, queue, seconds, "the guest has waited until what was written before is durable");
+        }
+        match result {
+            Ok(()) => {
+                self.settled = begun;
+                self.device.has_flushed(begun);
+            }
+            Err(error) => {
+                if let Some(times) = self.counters.io_errors.add_to_log() {
+                    tracing::warn!(disk, queue, times, errno = error.errno(), "the first flush failed: {error}");
+                }
+            }
+        }
+        // A queue that was told to stop meanwhile waits for this flush only.
+        self.taking = self.on_drained.is_none();
     }
 
     /// Submits a flush, with which a write ends that began while the cache was write-back.

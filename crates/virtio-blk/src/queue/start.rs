@@ -5,10 +5,27 @@ use crate::transport::Transport;
 use block::meter;
 use block::{Op, OpFlags, Priority, Tag};
 use memory::Window;
+use std::time::Instant;
 use virtio::blk::{RangeSegment, SECTOR_SHIFT, Status};
 use virtio::{DeviceRing, Request};
 
+/// The tag of a queue's own flush. No request has it: they have the numbers of ring entries.
+const FIRST_FLUSH: Tag = Tag::MAX;
+
 impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
+    /// Begins with a flush of its own, and takes no request before its end, if the guest is in write-through and no flush
+    /// has succeeded in this process. Such a guest takes all that it reads for durable. But a process that was killed may
+    /// have left writes that it had not answered, and that only the host's cache has.
+    pub(super) fn flushing_first(mut self) -> Self {
+        let begun = self.device.durable_writes_begun();
+        if self.device.write_through() && self.settled == 0 && begun > 0 {
+            self.first_flush = Some((begun, Instant::now()));
+            self.taking = false;
+            self.disk.submit(FIRST_FLUSH, Op::Flush);
+        }
+        self
+    }
+
     #[inline]
     pub(super) fn start(&mut self, head: u16, request: Request) {
         match request {
