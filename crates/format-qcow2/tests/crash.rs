@@ -396,29 +396,57 @@ fn leaving_a_barrier_of_a_lazy_image_out_is_found_by_a_power_cut() {
     }
 }
 
+/// Runs a plan in which an operation fails. The image stays valid, and the guest goes on. Returns how many requests failed.
+fn fails_once(storage: &SimStorage, plan: Plan) -> usize {
+    let base = Base::default();
+    let (guest, witness) = play(storage, &base, plan);
+    storage.clear_faults();
+    let failed = |event: &&(u64, Event)| matches!(&event.1, Event::Completed(reply) if reply.result.is_err());
+    let errors = witness.story.borrow().iter().filter(failed).count();
+    let model = witness.model.borrow();
+    model.check_live(&block_on(guest.read_all()).unwrap()).unwrap();
+    let killed = qcow2_check(&storage.process_killed(plan.seed).bytes(NAME)).unwrap();
+    assert!(killed.dirty || killed.sound().is_ok(), "{:?}", killed.sound());
+    model.check_after_crash(&reread(&storage.power_cut(plan.seed), &base).unwrap()).unwrap();
+    // It can be flushed again, and then nothing is missing.
+    block_on(guest.close()).unwrap();
+    sound(storage).unwrap();
+    assert!(!qcow2_check(&storage.bytes(NAME)).unwrap().dirty, "it was closed");
+    model.check_live(&reread(storage, &base).unwrap()).unwrap();
+    errors
+}
+
 #[test]
 fn a_failed_operation_fails_its_request_and_leaves_a_valid_image() {
-    let kinds = [OpKind::Read, OpKind::Write, OpKind::Flush, OpKind::Discard, OpKind::SetLength];
     let mut errors = 0;
-    for kind in kinds {
+    for kind in [OpKind::Read, OpKind::Write, OpKind::Flush, OpKind::Discard, OpKind::SetLength] {
         for nth in 0..60 {
-            let storage = image(&options(1024, 3, 16), 1);
-            let plan = Plan { seed: nth, fault: Some((kind, nth)), ..PLAN };
-            let (guest, witness) = play(&storage, &Base::default(), plan);
-            storage.clear_faults();
-            let failed = |event: &&(u64, Event)| matches!(&event.1, Event::Completed(reply) if reply.result.is_err());
-            errors += witness.story.borrow().iter().filter(failed).count();
-            let model = witness.model.borrow();
-            model.check_live(&block_on(guest.read_all()).unwrap()).unwrap();
-            sound(&storage.process_killed(nth)).unwrap();
-            model.check_after_crash(&reread(&storage.power_cut(nth), &Base::default()).unwrap()).unwrap();
-            // It can be flushed again, and then nothing is missing.
-            block_on(guest.close()).unwrap();
-            sound(&storage).unwrap();
-            model.check_live(&reread(&storage, &Base::default()).unwrap()).unwrap();
+            errors +=
+                fails_once(&image(&options(1024, 3, 16), 1), Plan { seed: nth, fault: Some((kind, nth)), ..PLAN });
         }
     }
     assert!(errors > 60, "only {errors} requests failed: the faults hit nothing");
+}
+
+#[test]
+fn a_failed_operation_leaves_a_valid_image_also_while_the_refcount_table_moves() {
+    let (mut moved, mut errors) = (0, 0);
+    for nth in 0..20 {
+        for fault in [(OpKind::Write, nth * 50), (OpKind::Flush, nth * 3)] {
+            let options = options(512, 3, 64).with(|options| {
+                options.size_bytes = 4 << 20;
+                options.lazy_refcounts = nth % 4 == 3;
+            });
+            let storage = image(&options, 1);
+            let place = storage.bytes(NAME)[48..56].to_vec();
+            let most_bytes = 128 << 10;
+            let plan = Plan { seed: nth, requests: 16, most_bytes, only_writes: true, fault: Some(fault), ..PLAN };
+            errors += fails_once(&storage, plan);
+            moved += usize::from(storage.bytes(NAME)[48..56] != place);
+        }
+    }
+    println!("{moved} tables moved, {errors} requests failed");
+    assert!(moved > 30 && errors > 10, "{moved} tables moved, {errors} requests failed");
 }
 
 #[test]

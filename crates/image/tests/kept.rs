@@ -1,57 +1,24 @@
 //! Scratch overlays that are kept: the conformance suite, the power cut, opening them as images, and damaged ones.
 
 mod common;
+#[path = "kept/making.rs"]
+mod making;
 
-use block::{Disk, Error, ErrorKind, File, IoError, IoErrorKind, Locks, OpFlags, Result};
+use block::{Disk, ErrorKind, IoError, IoErrorKind, Locks, OpFlags, Result};
 use common::{Chain, Layer, SimOpener, name};
-use ringdisk_image::{BackingPolicy, FileName, Format, Image, ImageOptions, Opener, Role};
-use std::path::{Path, PathBuf};
+use making::{Making, Slower};
+use ringdisk_image::{BackingPolicy, Format, Image, ImageOptions};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use testkit::conformance::{Subject, run};
 use testkit::{
-    Fault, FaultAction, OpKind, OpenedDisk, PowerCutTest, Request, Session, SimFileOptions, SimHarness, SimStorage,
-    Workload, mix, stamped,
+    Fault, FaultAction, FaultTest, OpKind, OpenedDisk, PowerCutTest, Request, Session, SimFileOptions, SimHarness,
+    SimStorage, Workload, mix, stamped,
 };
 
 const INDEX: &str = "disk.scratch";
 const DATA: &str = "disk.scratch.data";
 const SIZE: u64 = 1 << 20;
-
-/// Simulated files, to which others can be added. What is below an overlay is never opened for writing.
-struct Making(SimOpener, Mutex<Vec<PathBuf>>, Locks);
-
-impl Making {
-    fn of(storage: &SimStorage) -> Self {
-        Self(SimOpener(storage.clone()), Mutex::default(), Locks::Held)
-    }
-}
-
-impl Opener for Making {
-    fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
-        let is_own = [INDEX, DATA].contains(&name.to_string().as_str());
-        if role == Role::Writable && !is_own {
-            return Err(Error::new(ErrorKind::Denied, format!("'{name}' is opened for writing")));
-        }
-        self.0.open(name, role)
-    }
-
-    fn make(&self, path: &Path) -> Result<Option<Arc<dyn File>>> {
-        let path = path.to_str().unwrap();
-        let storage = &self.0.0;
-        if storage.file(path).is_some() {
-            return Ok(None);
-        }
-        Ok(Some(storage.create(path, 0, SimFileOptions { locks: self.2, ..SimFileOptions::default() })))
-    }
-
-    fn unmake(&self, path: &Path) {
-        self.1.lock().unwrap().push(path.to_owned());
-    }
-
-    fn canonical(&self, path: &Path) -> Result<PathBuf> {
-        Ok(path.to_owned())
-    }
-}
 
 fn opened(options: &ImageOptions, storage: &SimStorage) -> Result<OpenedDisk> {
     let image: Arc<Image> = Arc::new(ringdisk_image::open(options, &Making::of(storage))?);
@@ -296,39 +263,6 @@ fn an_overlay_whose_making_was_broken_off_is_made_anew() {
             let mut session = Session::open(&storage, &|storage| open_on(&chain, storage), 1, 1).unwrap();
             assert!(session.read_all().unwrap() == disk, "{what}");
         }
-    }
-}
-
-/// Files of which others are faster: between the making of the index and its lock, they make the overlay and use it.
-struct Slower {
-    files: Making,
-    chain: Chain,
-    written: Mutex<Vec<u8>>,
-}
-
-impl Opener for Slower {
-    fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
-        self.files.open(name, role)
-    }
-
-    fn make(&self, path: &Path) -> Result<Option<Arc<dyn File>>> {
-        let made = self.files.make(path)?;
-        if made.is_some() && path == Path::new(INDEX) {
-            let open = |storage: &SimStorage| open_on(&self.chain, storage);
-            let mut session = Session::open(&self.files.0.0, &open, 1, 1).unwrap();
-            session.call(Request::write(4096, vec![1; 4096])).unwrap();
-            *self.written.lock().unwrap() = session.read_all().unwrap();
-            session.close().unwrap();
-        }
-        Ok(made)
-    }
-
-    fn unmake(&self, path: &Path) {
-        self.files.unmake(path);
-    }
-
-    fn canonical(&self, path: &Path) -> Result<PathBuf> {
-        self.files.canonical(path)
     }
 }
 
@@ -596,5 +530,44 @@ fn a_flush_that_fails_is_told_and_the_next_one_takes_its_changes_along() {
         let cut = storage.power_cut(1);
         let mut session = Session::open(&cut, &|storage| opened(&overlay(), storage), 1, 1).unwrap();
         assert!(session.read_all().unwrap() == expected, "{file}, {kind:?}");
+    }
+}
+
+/// Each operation on one of the two files fails once, and the guest goes on.
+#[test]
+fn a_fault_in_any_operation_fails_requests_only_and_what_was_flushed_stays() {
+    let eio = IoError::EIO;
+    let kinds = [
+        (OpKind::Read, FaultAction::Fail(eio)),
+        (OpKind::Write, FaultAction::Scatter(eio)),
+        (OpKind::Flush, FaultAction::Fail(eio)),
+        (OpKind::WriteZeroes, FaultAction::Scatter(eio)),
+    ];
+    // The larger one has two parts, each with a table of its own.
+    for (size, requests, stride) in [(200 << 10, 50, 1), ((4 << 20) + (64 << 10) + 512, 25, 5)] {
+        let chain = Chain::of(vec![Layer::Raw(size)]);
+        for (seed, (kind, action)) in common::seeds(1).flat_map(|seed| kinds.map(|kind| (seed, kind))) {
+            let mut errors = 0;
+            for file in [INDEX, DATA] {
+                let workload =
+                    Workload { read_percent: 15, flush_percent: 20, ..Workload::new(seed, requests, size, 4096) };
+                let test = FaultTest {
+                    storage: &|| chain.storage(),
+                    open: &|storage| open_on(&chain, storage),
+                    check: &|_| Ok(()),
+                    file,
+                    kind,
+                    action,
+                    persistent: false,
+                    workload,
+                    queues: 2,
+                    stride,
+                };
+                errors += test.run().unwrap_or_else(|wrong| panic!("RINGDISK_SEED={seed}: {wrong}")).errors;
+            }
+            // Where zeros cannot be made, they are written.
+            let must_fail = stride == 1 && !matches!(kind, OpKind::WriteZeroes);
+            assert!(errors > 0 || !must_fail, "{kind:?}: no request failed, so this shows little");
+        }
     }
 }

@@ -3,7 +3,7 @@
 
 mod live;
 
-use block::{ErrorKind, File, FileInfo, FileIo, FileQueue, ReactorCtx, Result};
+use block::{Disk, ErrorKind, File, FileInfo, FileIo, FileQueue, ReactorCtx, Result, StatusQuery};
 use live::{Bench, HostOpener, Shape, create, open};
 use ringdisk_image::{
     CopyWatch, FileName, Format, ImageOptions, NewBelow, OpenedBase, Opener, Role, move_onto, move_onto_or_stay,
@@ -220,5 +220,27 @@ fn a_move_that_was_cancelled_before_its_record_changed_changes_none() {
             assert!(operation > 1);
             return;
         }
+    }
+}
+
+/// The former mapping is not kept up to date any more, and its tables may be somebody else's data by now.
+#[test]
+fn a_walk_that_has_begun_goes_on_with_the_mapping_in_use() {
+    for grows in [true, false] {
+        let clusters: &[u64] = if grows { &[4096] } else { &[4096, 4096] };
+        let bench = Bench::new(&Shape::qcow2(SIZE, clusters));
+        let load = bench.start(HistoryLoad { write_percent: 95, sectors_max: 256, ..HistoryLoad::default() });
+        load.wait_for_more(2000);
+        assert_eq!(load.finish(), [""; 0]);
+        let mut walk = bench.image.block_status(&StatusQuery::all()).unwrap();
+        walk.next().unwrap().unwrap();
+        match grows {
+            true => bench.image.grow(2 * SIZE).unwrap(),
+            false => bench.move_onto(NewBelow::Nothing, &CopyWatch::default()).unwrap(),
+        }
+        bench.give_back(0..bench.history.sectors());
+        // One more run was looked at before.
+        let rest: Vec<_> = walk.skip(1).map(Result::unwrap).collect();
+        assert!(!rest.is_empty() && rest.iter().all(|run| run.zero && !run.data), "grows: {grows}, {rest:?}");
     }
 }

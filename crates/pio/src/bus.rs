@@ -28,7 +28,7 @@ pub struct DeviceId(u16);
 /// Why a device cannot be attached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttachError {
-    /// Another device is at this port.
+    /// Another device is at this port, or another of the regions has it, too.
     Taken(u16),
     /// The region is empty, or ends behind the last port.
     BadRegion(Region),
@@ -39,7 +39,7 @@ pub enum AttachError {
 impl fmt::Display for AttachError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Taken(port) => write!(f, "port {port:#x} has a device already; choose another base"),
+            Self::Taken(port) => write!(f, "port {port:#x} is taken already; choose another base"),
             Self::BadRegion(Region { base, ports, .. }) => {
                 write!(f, "{ports} ports at {base:#x}: a region has at least one port and ends at 0xffff at most")
             }
@@ -95,9 +95,11 @@ impl Bus {
     /// Attaches a device at its ports.
     pub fn attach(&mut self, device: Box<dyn Device>, regions: &[Region]) -> Result<DeviceId, AttachError> {
         let id = u16::try_from(self.slots.len()).ok().filter(|id| *id != NOBODY).ok_or(AttachError::Full)?;
-        for region in regions {
-            let ports = ports_of(region).ok_or(AttachError::BadRegion(*region))?;
-            if let Some(taken) = ports.into_iter().find(|port| self.entry(*port).slot != NOBODY) {
+        for (index, region) in regions.iter().enumerate() {
+            let mut ports = ports_of(region).ok_or(AttachError::BadRegion(*region))?;
+            let before = || regions.iter().take(index).filter_map(ports_of);
+            let is_taken = |port: &u16| self.entry(*port).slot != NOBODY || before().any(|other| other.contains(port));
+            if let Some(taken) = ports.find(is_taken) {
                 return Err(AttachError::Taken(taken));
             }
         }

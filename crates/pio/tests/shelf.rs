@@ -104,5 +104,6 @@ fn a_bus_refuses_ports_that_are_taken_or_do_not_exist() {
     assert_eq!(bus.attach(shelf(), &[region(BASE - 1, 2)]), Err(AttachError::Taken(BASE)));
     assert_eq!(bus.attach(shelf(), &[region(0xffff, 2)]), Err(AttachError::BadRegion(region(0xffff, 2))));
     assert_eq!(bus.attach(shelf(), &[region(5, 0)]), Err(AttachError::BadRegion(region(5, 0))));
-    assert!(bus.attach(shelf(), &[region(0xffff, 1)]).is_ok());
+    assert_eq!(bus.attach(shelf(), &[region(5, 3), region(7, 2)]), Err(AttachError::Taken(7)), "twice in one call");
+    assert!(bus.attach(shelf(), &[region(0xffff, 1), region(5, 2), region(7, 2)]).is_ok());
 }

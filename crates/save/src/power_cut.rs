@@ -7,7 +7,7 @@
 use crate::disks::{Disks, Layer};
 use crate::files::Change;
 use crate::machine::Machine;
-use crate::record::Record;
+use crate::record::{Record, UnderWay};
 use crate::save::{SaveOptions, Saved, save_with};
 use crate::state_file::StateFile;
 use block::Result;
@@ -343,6 +343,11 @@ fn a_power_cut_at_any_moment_of_a_save_leaves_the_old_pair_or_the_new_one() {
             let target = tempfile::tempdir().unwrap();
             directory.leave(target.path(), (at as u64) << 8 | seed);
             let found = whole_pair(target.path(), &disk, &wanted);
+            let is_under_way = UnderWay::read(target.path()).is_ok_and(|note| note.is_some());
+            assert!(
+                !(is_under_way && matches!(moment, Moment::Saved(_))),
+                "{at}: a save that is over is under way again"
+            );
             assert!(found >= last, "{at}: pair {last:?} was saved, and now there is {found:?}");
             assert!(found <= last.map_or(Some(1), |last| Some(last + 1)), "{at}: {found:?} after {last:?}");
             seen += u32::from(found.is_some());

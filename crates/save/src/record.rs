@@ -350,8 +350,11 @@ impl UnderWay {
         files::replace(directory, NEW_UNDER_WAY, UNDER_WAY)
     }
 
+    /// Removes the note durably. If it came back after a power cut, the next save would let a machine go on that its user
+    /// has stopped.
     pub(crate) fn remove(directory: &Path) -> Result<()> {
-        files::remove(&directory.join(UNDER_WAY))
+        files::remove(&directory.join(UNDER_WAY))?;
+        files::sync_directory(directory)
     }
 }
 

@@ -166,7 +166,9 @@ fn serve_disks(
         restore.record.publish(&machine.state)?;
     }
     restore.record.is_being_restored = false;
-    restore.record.publish(&machine.state)
+    restore.record.publish(&machine.state)?;
+    // A machine that a broken-off save has stopped has lost its disks, and nobody lets it go on.
+    UnderWay::remove(&machine.state)
 }
 
 /// Locks the directory, and checks that the machine may be given its disks.

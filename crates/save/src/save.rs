@@ -235,7 +235,8 @@ impl Saving<'_> {
         let error = match (done, resumed) {
             (Ok(state_bytes), Ok(())) => {
                 if self.options.into_image.is_none() {
-                    self.record.remove_others(self.directory)?;
+                    let removed = self.record.remove_others(self.directory);
+                    removed.map_err(|error| error.in_context("the machine is saved; but"))?;
                 }
                 progress.end();
                 let total = paused;

@@ -81,7 +81,7 @@ impl Edit<'_, '_> {
         self.tell(bytes, bytes)
     }
 
-    /// Moves all tables that lie behind everything else; returns where the last of them lay.
+    /// Moves tables that lie behind everything else, but none that can stay; returns where the last of them lay.
     async fn move_tables(&mut self) -> Result<Option<u64>> {
         if !self.can_grow {
             return Ok(None);
@@ -89,11 +89,13 @@ impl Edit<'_, '_> {
         let mut l1 = self.active_l1().await.map_err(|error| self.failed(error))?;
         let tables = self.movable_tables(&l1).await?;
         let tail = self.tail_of(&tables).await?;
+        let tail = self.surplus(tail, &tables).await?;
         let Some(last) = tables.range(tail.clone()).next_back().copied() else {
             return Ok(None);
         };
         let is_behind = |cluster: u64| tail.contains(&cluster) && tables.contains(&cluster);
-        let mut moves = is_behind(self.geometry.cluster_of(self.header.l1_offset));
+        let l1_bytes = (l1.len() as u64).saturating_mul(8);
+        let mut moves = is_behind(self.geometry.cluster_of(last_byte(self.header.l1_offset, l1_bytes)));
         for raw in &mut l1 {
             if let Some(offset) = self.l2_offset(*raw).filter(|offset| is_behind(self.geometry.cluster_of(*offset))) {
                 *raw = self.moved_l2(offset).await.map_err(|error| self.failed(error))?;
@@ -108,6 +110,26 @@ impl Edit<'_, '_> {
         Ok(Some(last))
     }
 
+    /// Returns the part of the tail whose tables find room in front of it. Tables that lie close behind the data stay:
+    /// until the switch their space is not free, and those that move would have to go around them.
+    async fn surplus(&mut self, tail: Range<u64>, tables: &BTreeSet<u64>) -> Result<Range<u64>> {
+        // The refcount table gets another place in any case.
+        let moving = tables.range(tail.clone()).count() as u64;
+        let mut left = moving.saturating_add(u64::from(self.header.refcount_table_clusters));
+        let mut start = 1u64;
+        while left > 0 && start < tail.end {
+            let stays = start >= tail.start && tables.contains(&start);
+            if stays || self.refs.get(start).await.map_err(|error| self.failed(error))? == 0 {
+                left = left.saturating_sub(1);
+            }
+            if start.is_multiple_of(0x10000) {
+                self.listen()?;
+            }
+            start = start.saturating_add(1);
+        }
+        Ok(start.max(tail.start)..tail.end)
+    }
+
     async fn moved_l2(&mut self, offset: u64) -> IoResult<u64> {
         let l2 = self.read_l2(offset).await?;
         self.move_l2(offset, &l2).await
@@ -116,7 +138,9 @@ impl Edit<'_, '_> {
     /// Moves refcount blocks. If any of them moves, the refcount table moves too. If the table must move alone, the
     /// first block moves with it.
     async fn move_refcounts(&mut self, tail: &Range<u64>) -> Result<()> {
-        let mut table_moves = tail.contains(&self.geometry.cluster_of(self.header.refcount_table_offset));
+        let table_bytes = self.geometry.start_of(u64::from(self.header.refcount_table_clusters));
+        let table_end = last_byte(self.header.refcount_table_offset, table_bytes);
+        let mut table_moves = tail.contains(&self.geometry.cluster_of(table_end));
         for block in 0..self.refs.table_entries() {
             let moved = self.refs.move_block(block, tail, table_moves).await;
             table_moves &= !moved.map_err(|error| self.failed(error))?;
@@ -164,4 +188,8 @@ impl Edit<'_, '_> {
             }
         }
     }
+}
+
+fn last_byte(offset: u64, bytes: u64) -> u64 {
+    offset.saturating_add(bytes.saturating_sub(1))
 }

@@ -417,19 +417,21 @@ impl<'a> Refs<'a> {
         let first = self.old.cluster_of(self.old_table_offset);
         self.lower(first..first.saturating_add(old_clusters), 1).await?;
         let least = if self.changes_width() { 1 } else { old_clusters };
+        // The table needs clusters that lie together, so it takes its place before single blocks fill the holes.
         let (mut place, mut clusters) = (0u64, 0u64);
         loop {
-            self.find_homes().await?;
             let last = self.changed.last().copied().unwrap_or(0);
             let needed = self.old.clusters_for(last.saturating_add(1).saturating_mul(8)).max(least);
-            if needed <= clusters {
+            if needed > clusters {
+                // The space found before is too small. It is freed; nothing refers to it.
+                for cluster in place..place.saturating_add(clusters) {
+                    self.set(cluster, 0).await?;
+                }
+                (place, clusters) = (self.allocate(needed, 1).await?, needed);
+            } else if self.homeless.is_empty() {
                 break;
             }
-            // The space found before is too small. It is freed; nothing refers to it.
-            for cluster in place..place.saturating_add(clusters) {
-                self.set(cluster, 0).await?;
-            }
-            (place, clusters) = (self.allocate(needed, 1).await?, needed);
+            self.find_homes().await?;
         }
         if self.old.start_of(clusters) > MAX_REFCOUNT_TABLE_BYTES {
             return Err(IoError::new(IoErrorKind::NoSpace));
@@ -503,79 +505,5 @@ impl<'a> Refs<'a> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::edit::create::{CreateOptions, create};
-    use crate::layout::entry::entries;
-    use crate::layout::header::Header;
-    use block::{File, block_on};
-    use testkit::{SimFileOptions, SimStorage};
-
-    #[test]
-    fn looking_at_all_refcounts_of_a_large_file_takes_little_memory() {
-        let storage = SimStorage::new(1);
-        let (blocks, clusters) = (400u64, 512 / 2);
-        let file = storage.create("disk", 0, SimFileOptions::default());
-        let io = MetaIo::new(file.open_blocking().unwrap());
-        let options = CreateOptions { size_bytes: 1 << 20, cluster_size: 512, ..CreateOptions::default() };
-        block_on(async {
-            create(&io, &options).await.unwrap();
-            let header = Header::parse(&io.read(0, 512, PastEnd::Fails).await.unwrap(), "disk", true).unwrap();
-            // A sparse file whose blocks are all one and the same, but for every other one, which is missing.
-            let zeros = 512 * 1000;
-            io.write(zeros, AlignedBuf::zeroed(512)).await.unwrap();
-            let table = (0..blocks).map(|block| if block % 2 == 0 { 0 } else { zeros }).collect();
-            let mut refs =
-                Refs::new(&io, header.geometry(), table, header.refcount_table_offset, blocks * clusters * 512);
-            refs.clean_bytes = 0;
-            let mut end = refs.file_clusters;
-            let mut is_found = false;
-            while !is_found {
-                (end, is_found) = refs.skip_free(end).await.unwrap();
-            }
-            assert_eq!(end, 0);
-            assert!(refs.blocks.len() <= CLEAN_BLOCKS_MIN, "{} blocks are kept", refs.blocks.len());
-            for block in 0..blocks {
-                let looked_at = refs.require_kept(block * clusters..block * clusters + 1).await;
-                assert_eq!(looked_at.unwrap_err().kind(), IoErrorKind::Corrupt, "it counts nothing");
-                assert!(refs.blocks.len() <= CLEAN_BLOCKS_MIN, "{} blocks are kept", refs.blocks.len());
-            }
-            // What has changed is not dropped with them, and what was stored and read again has not changed.
-            for block in (0..blocks).step_by(2) {
-                refs.set(block * clusters + 5, 7).await.unwrap();
-            }
-            refs.blocks_bytes = 0;
-            refs.relieve().await.unwrap();
-            assert!(refs.blocks.is_empty());
-            for block in 0..blocks {
-                let expected = if block % 2 == 0 { 7 } else { 0 };
-                assert_eq!(refs.get(block * clusters + 5).await.unwrap(), expected, "block {block}");
-            }
-            assert!(refs.blocks.len() <= CLEAN_BLOCKS_MIN, "{} blocks are kept", refs.blocks.len());
-        });
-    }
-
-    #[test]
-    fn refcount_blocks_that_move_while_a_long_run_is_counted_do_not_move_into_it() {
-        let storage = SimStorage::new(1);
-        let file = storage.create("disk", 0, SimFileOptions::default());
-        let io = MetaIo::new(file.open_blocking().unwrap());
-        let options = CreateOptions { size_bytes: 1 << 20, cluster_size: 512, ..CreateOptions::default() };
-        block_on(async {
-            create(&io, &options).await.unwrap();
-            let header = Header::parse(&io.read(0, 512, PastEnd::Fails).await.unwrap(), "disk", true).unwrap();
-            let table = io.read(header.refcount_table_offset, 512, PastEnd::Fails).await.unwrap();
-            let table: Vec<u64> = entries(&table).collect();
-            let bytes = file.length_bytes().unwrap();
-            let mut refs = Refs::new(&io, header.geometry(), table, header.refcount_table_offset, bytes);
-            refs.blocks_bytes = 4096;
-            let count = 70_000;
-            let first = refs.allocate_at_end(count).await.unwrap();
-            assert!(refs.homes.len() > 200, "nothing moved meanwhile, so this shows nothing");
-            refs.finish().await.unwrap();
-            let run = first..first + count;
-            let inside = refs.homes.values().filter(|home| run.contains(&(**home / 512))).count();
-            assert_eq!(inside, 0, "refcount blocks lie in space that was given out for something else");
-        });
-    }
-}
+#[path = "refcounts_tests.rs"]
+mod tests;

@@ -98,6 +98,14 @@ impl Layer {
         self.mapping.close(io).await.map_err(|error| self.failed(what, error))
     }
 
+    /// Call it when another mapping takes this one's place, before anything changes, while no request is in flight. Whoever
+    /// still looks at the layer without a request fails, or asks the next chain.
+    pub(crate) fn end_promises(&self) {
+        if let Some(epochs) = self.mapping.epochs() {
+            epochs.close();
+        }
+    }
+
     /// Makes what was written durable, with calls that block.
     pub(crate) async fn flush(&self) -> Result<()> {
         self.flush_by(&self.open_blocking()?).await

@@ -86,6 +86,7 @@ impl Chain {
         let Some(top) = self.layers.first() else {
             return Grown { layer: None, result: Err(Error::new(ErrorKind::Io, "an image without layers")) };
         };
+        top.end_promises();
         let result = self.grow_top(top, size_bytes).await;
         match self.reopened(top) {
             Ok(layer) => Grown { layer: Some(layer), result },

@@ -52,6 +52,7 @@ pub(super) async fn rest_on(
         }
         return Err(error);
     }
+    layers.get(index).into_iter().for_each(|layer| layer.end_promises());
     let result = writer.set_backing(backing.as_ref()).await;
     let stays;
     let lower = Chain::plain(layers.get(index..).unwrap_or_default().to_vec(), &disk.disk);

@@ -287,6 +287,58 @@ fn runs_full(does: Does, file: &str, stride: u64) {
     assert!(moments > 5 && failed > 5 && done > 0);
 }
 
+/// One operation on the top layer's file fails once while the disk changes, and guests go on. Requests may fail, or all of
+/// them from then on. What was flushed is there, and the image is sound.
+fn fails_once(does: Does, chain: &Chain, stride: u64) {
+    let eio = IoError::EIO;
+    let kinds = [
+        (OpKind::Read, FaultAction::Fail(eio)),
+        (OpKind::Write, FaultAction::Scatter(eio)),
+        (OpKind::Flush, FaultAction::Fail(eio)),
+        (OpKind::Discard, FaultAction::Scatter(eio)),
+        (OpKind::SetLength, FaultAction::Fail(eio)),
+    ];
+    let (mut moments, mut failed) = (0, 0);
+    for (seed, (kind, action)) in common::seeds(1).flat_map(|seed| kinds.map(|kind| (seed, kind))) {
+        let case = Case::new(chain, does, seed);
+        let summary = FaultTest {
+            storage: &|| case.storage(),
+            open: &|storage| case.open(storage),
+            check: &|storage| case.check(storage),
+            file: &name(0),
+            kind,
+            action,
+            persistent: false,
+            workload: case.workload(),
+            queues: 2,
+            stride,
+        }
+        .run();
+        let summary = summary.unwrap_or_else(|wrong| panic!("{does:?}, RINGDISK_SEED={seed}: {wrong}"));
+        moments += summary.moments;
+        failed += case.failed.load(Ordering::Relaxed);
+    }
+    eprintln!("{does:?}: {moments} faults, {failed} changes failed");
+    assert!(moments > 5 && failed > 0, "{does:?}: {moments} faults, {failed} changes failed");
+}
+
+#[test]
+fn a_fault_while_clusters_move_breaks_the_compaction_and_not_the_disk() {
+    for chain in compactable() {
+        fails_once(Does::Compact, &chain, 5);
+    }
+}
+
+#[test]
+fn a_fault_while_layers_change_breaks_the_change_and_not_the_disk() {
+    let over = |below| Chain::of(std::iter::once(Layer::qcow2(128 << 10, 4096)).chain(below).collect());
+    fails_once(Does::Stream, &over(vec![Layer::Raw(100 << 10)]), 4);
+    fails_once(Does::Rebase, &over(vec![Layer::Raw(100 << 10)]), 5);
+    fails_once(Does::Commit, &over(Vec::new()), 4);
+    fails_once(Does::Snapshot, &over(Vec::new()), 5);
+    fails_once(Does::Backup, &over(Vec::new()), 5);
+}
+
 #[test]
 fn a_full_target_breaks_the_copy_and_not_the_disk() {
     runs_full(Does::Copy, "target0", 1);
