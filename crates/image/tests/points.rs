@@ -84,6 +84,14 @@ fn a_chain_of_backups_has_a_raw_disk_at_each_moment() {
 }
 
 #[test]
+fn a_backup_of_a_raw_disk_has_no_clusters_for_its_holes() {
+    let bench = Bench::new(&Shape::raw(SIZE));
+    let target = back_up(&bench, None, None);
+    let length = std::fs::metadata(&target).unwrap().len();
+    assert!(length < SIZE / 2, "{length} bytes for an empty disk");
+}
+
+#[test]
 fn a_raw_disk_does_not_grow_beyond_what_its_bitmaps_can_note() {
     let bench = Bench::new(&Shape::raw(SIZE));
     bench.image.edit_online(&bitmap("b", BitmapAction::Add { granularity_bytes: Some(512) })).unwrap();
