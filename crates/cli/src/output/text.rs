@@ -20,15 +20,19 @@ pub(crate) fn print(text: &str) -> anyhow::Result<()> {
 
 /// Prints an error for a person.
 pub(crate) fn error(error: &anyhow::Error) {
-    let program = program::name();
     let message = match () {
         () if signals::has_interrupted() => interrupted(error),
         () if program::is_qemu_img() && is_locked(error) => with_lock_words(&format!("{error:#}")),
         () => format!("{error:#}"),
     };
-    let message = without_numbers(&message).split('\n').map(printable).collect::<Vec<_>>().join("\n");
+    tell(&message);
+}
+
+/// Prints a message for a person, after the program's name.
+fn tell(message: &str) {
+    let message = without_numbers(message).split('\n').map(printable).collect::<Vec<_>>().join("\n");
     // If standard error is gone, the message is lost.
-    let _ = writeln!(io::stderr(), "{program}: {message}");
+    let _ = writeln!(io::stderr(), "{}: {message}", program::name());
 }
 
 /// Returns the message of an interrupted command: the interruption comes first, and only once.
@@ -71,9 +75,9 @@ pub(crate) fn printable(text: &str) -> String {
         .collect()
 }
 
-/// Prints a warning for a person.
+/// Prints a warning for a person. The error at the end says that the program was interrupted.
 pub(crate) fn warn(message: &str) {
-    error(&anyhow::anyhow!("{message}"));
+    tell(message);
 }
 
 /// Makes an error for wrong usage.

@@ -281,7 +281,7 @@ impl Board {
         let name = state.chain.layers.first().map(|top| top.name.to_string()).unwrap_or_default();
         let busy = |what: &str| Err(Error::new(ErrorKind::Locked, format!("'{name}': {what}; try again later")));
         if state.is_taken {
-            return busy("the chain of this disk is being changed already");
+            return busy("the chain of this disk is being changed by a job (see 'ringdisk ctl jobs') or another call");
         }
         if state.writers > 0 {
             return busy("a job is writing to this disk past its queues");
