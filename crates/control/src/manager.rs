@@ -153,7 +153,11 @@ impl Manager {
         // The next start serves it again. Until it is off the record, nobody may write below its layers.
         let error = error.in_context("it is closed, but stays on record until it is removed again");
         self.away.fails(name, error.to_string());
-        Err(error.in_context(format!("the disk '{name}'")))
+        let error = error.in_context(format!("the disk '{name}'"));
+        Err(match closed {
+            Ok(()) => error,
+            Err(closed) => error.in_context(closed.to_string()),
+        })
     }
 
     /// Logs what a disk leaves behind that is about to be forgotten.

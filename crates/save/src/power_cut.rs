@@ -15,15 +15,13 @@ use control::Options;
 use control::api::{FormerTop, InternalSnapshot};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::{Value, json};
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{IoSliceMut, Write};
 use std::mem::MaybeUninit;
-use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
@@ -76,13 +74,7 @@ fn shown(view: &View, file: &Path) -> Held {
 struct MadeUp {
     saved: PathBuf,
     state: RefCell<(Vec<Layer>, View)>,
-    /// In how many moments the save that uses it is killed; never if there are none.
-    moments_left: Cell<Option<u32>>,
 }
-
-/// What a killed save leaves for its caller.
-#[derive(Debug)]
-struct Killed;
 
 impl MadeUp {
     fn new(directory: &Path, saved: &Path) -> Self {
@@ -90,16 +82,7 @@ impl MadeUp {
         std::fs::write(&image, "").unwrap();
         let view = BTreeMap::from([(image.clone(), (Held::All(0), None))]);
         let layers = vec![Layer { format: "qcow2".to_owned(), file: image }];
-        Self { saved: saved.to_owned(), state: RefCell::new((layers, view)), moments_left: Cell::new(None) }
-    }
-
-    /// A moment in which a save may be killed.
-    fn moment(&self) {
-        let left = self.moments_left.get().map(|left| left.saturating_sub(1));
-        self.moments_left.set(left);
-        if left == Some(0) {
-            resume_unwind(Box::new(Killed));
-        }
+        Self { saved: saved.to_owned(), state: RefCell::new((layers, view)) }
     }
 
     fn change(&self, change: impl FnOnce(&mut Vec<Layer>, &mut View)) {
@@ -123,12 +106,10 @@ impl Disks for MadeUp {
     }
 
     fn layers(&self, _name: &str) -> Result<Vec<Layer>> {
-        self.moment();
         Ok(self.state.borrow().0.clone())
     }
 
     fn freeze(&self, overlays: Vec<(String, PathBuf)>) -> Result<()> {
-        self.moment();
         for (_, file) in overlays {
             std::fs::write(&file, "").unwrap();
             self.change(|layers, view| {
@@ -136,7 +117,6 @@ impl Disks for MadeUp {
                 layers.insert(0, Layer { format: "qcow2".to_owned(), file });
             });
         }
-        self.moment();
         Ok(())
     }
 
@@ -153,7 +133,6 @@ impl Disks for MadeUp {
     }
 
     fn commit(&self, _name: &str, count: usize, _: &AtomicBool, told: &mut dyn FnMut(u64, u64)) -> Result<()> {
-        self.moment();
         for index in 0..count {
             let (top, below) = {
                 let layers = &self.state.borrow().0;
@@ -168,7 +147,6 @@ impl Disks for MadeUp {
             self.change(|layers, _| drop(layers.remove(0)));
             told(index as u64 + 1, count as u64);
         }
-        self.moment();
         Ok(())
     }
 
@@ -182,8 +160,8 @@ impl Disks for MadeUp {
 }
 
 /// Answers as a simulated monitor, whose machine's state is `state`. Returns when its client has gone.
-fn answer(mut stream: UnixStream, state: &[u8], status: &mut &'static str) {
-    let (mut passed, mut text): (Option<OwnedFd>, _) = (None, Vec::new());
+fn answer(mut stream: UnixStream, state: &[u8]) {
+    let (mut passed, mut status, mut text): (Option<OwnedFd>, _, _) = (None, "running", Vec::new());
     stream.write_all(b"{\"QMP\": {}}\n").unwrap();
     loop {
         let mut bytes = [0; 4096];
@@ -204,13 +182,13 @@ fn answer(mut stream: UnixStream, state: &[u8], status: &mut &'static str) {
             let message: Value = serde_json::from_slice(&line).unwrap();
             let mut said = json!({});
             match message["execute"].as_str().unwrap() {
-                "query-status" => said = json!({ "running": *status == "running", "status": *status }),
-                "query-migrate" if *status == "postmigrate" => said = json!({ "status": "completed" }),
-                "stop" => *status = "paused",
-                "cont" => *status = "running",
+                "query-status" => said = json!({ "running": status == "running", "status": status }),
+                "query-migrate" if status == "postmigrate" => said = json!({ "status": "completed" }),
+                "stop" => status = "paused",
+                "cont" => status = "running",
                 "migrate" => {
                     File::from(passed.take().unwrap()).write_all(state).unwrap();
-                    *status = "postmigrate";
+                    status = "postmigrate";
                 }
                 _ => {}
             }
@@ -221,31 +199,14 @@ fn answer(mut stream: UnixStream, state: &[u8], status: &mut &'static str) {
 
 /// Saves with the simulated monitor and disks.
 fn saved(machine: &Machine, disks: &MadeUp, keep: bool, state: &[u8]) -> Saved {
-    saved_or_killed(machine, disks, keep, state, &mut "running").unwrap()
-}
-
-/// As `saved`, for a machine with this status, which it keeps if the save is killed.
-fn saved_or_killed(
-    machine: &Machine,
-    disks: &MadeUp,
-    keep: bool,
-    state: &[u8],
-    status: &mut &'static str,
-) -> std::result::Result<Saved, Killed> {
     let _ = std::fs::remove_file(&machine.qmp);
     let monitor = UnixListener::bind(&machine.qmp).unwrap();
-    // Ends the monitor if the save is killed before it has connected.
-    let mut idle = None;
     std::thread::scope(|scope| {
-        scope.spawn(|| answer(monitor.accept().unwrap().0, state, status));
-        let options = SaveOptions::new(keep);
-        let run = || save_with(machine, disks, &options, &AtomicBool::new(false), &mut |_| {});
-        let ended = catch_unwind(AssertUnwindSafe(run));
-        let stream = idle.insert(UnixStream::connect(&machine.qmp).unwrap());
-        stream.shutdown(Shutdown::Write).unwrap();
-        let saved = ended.map_err(|killed| *killed.downcast::<Killed>().expect("it was killed"))?.unwrap();
+        scope.spawn(|| answer(monitor.accept().unwrap().0, state));
+        let saved = save_with(machine, disks, &SaveOptions::new(keep), &AtomicBool::new(false), &mut |_| {});
+        let saved = saved.unwrap();
         with_journal(&machine.state, Moment::Saved(saved.record.number));
-        Ok(saved)
+        saved
     })
 }
 
@@ -393,43 +354,6 @@ fn a_power_cut_at_any_moment_of_a_save_leaves_the_old_pair_or_the_new_one() {
         }
     }
     assert!(journal.len() > 60 && seen > 0, "{} moments", journal.len());
-}
-
-/// Kills a save whenever it asks for something of the disks, and saves again.
-#[test]
-fn layers_that_a_killed_save_has_taken_back_are_removed_by_the_next_one() {
-    let dir = tempfile::tempdir().unwrap();
-    let machine = Machine { state: dir.path().join("saved"), qmp: dir.path().join("qmp"), ..Machine::nothing() };
-    let disks = MadeUp::new(dir.path(), &machine.state);
-    let (mut status, mut written, mut moments) = ("running", 0, 0);
-    let mut save = |written: u64, moment| {
-        disks.moments_left.set(moment);
-        let next = Record::read(&machine.state).unwrap().map_or(1, |record| record.number + 1);
-        disks.guest_writes(written);
-        let ended = saved_or_killed(&machine, &disks, false, &state_of(next), &mut status);
-        disks.moments_left.set(None);
-        ended
-    };
-    save(1, None).unwrap();
-    for moment in 1.. {
-        written += 10;
-        let was_killed = save(written, Some(moment)).is_err();
-        let saved = save(written, None).unwrap();
-        let wanted = BTreeMap::from([(saved.record.number, written)]);
-        assert_eq!(whole_pair(&machine.state, &disks.state.borrow().1, &wanted), Some(saved.record.number));
-        let mut chain: Vec<_> = disks.layers("root").unwrap().into_iter().map(|layer| layer.file).collect();
-        chain.sort();
-        let entries = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
-        let mut files: Vec<_> =
-            entries.filter(|file| !["saved", "qmp"].iter().any(|name| file.ends_with(name))).collect();
-        files.sort();
-        assert_eq!(files, chain, "killed at moment {moment}");
-        if !was_killed {
-            break;
-        }
-        moments = moment;
-    }
-    assert!(moments >= 10, "{moments} moments");
 }
 
 #[test]

@@ -131,10 +131,6 @@ fn serve_disks(
     progress.begin(Step::Serve);
     let disks = Daemon::new(&machine.control)?;
     let mut own_layers = OwnLayers::read(&machine.state)?;
-    if !restore.record.is_finished() {
-        // Whether they were taken back is not known, and the disks that could tell it are closed here.
-        own_layers.keep_taken_back(&machine.state, |_| false)?;
-    }
     let present = disks.names()?;
     if machine.qmp.as_os_str().is_empty() && !force {
         let saved = restore.record.disks.iter().map(|disk| &disk.name).filter(|name| present.contains(name));

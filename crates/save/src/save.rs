@@ -167,28 +167,11 @@ fn freeze_again(disks: &dyn Disks, record: &mut Record, directory: &Path, own_la
     for (disk, layers) in record.disks.iter_mut().zip(&chains) {
         disk.look(layers)?;
     }
-    let is_there = |file: &Path| chains.iter().flatten().any(|layer| layer.file == file);
-    own_layers.keep_taken_back(directory, |file| !is_there(file))?;
     record.publish(directory)
 }
 
-/// Removes the layers that were taken back. The record must be finished. Files in use stay; a file that cannot be
-/// removed does no harm, and the next save tries again.
-fn remove_taken_back(disks: &dyn Disks, record: &Record, own_layers: &OwnLayers) {
-    if own_layers.taken_back().next().is_none() {
-        return;
-    }
-    let chains: Result<Vec<_>> = record.disks.iter().map(|disk| disks.layers(&disk.name)).collect();
-    let Ok(chains) = chains else { return };
-    for file in own_layers.taken_back() {
-        if chains.iter().flatten().all(|layer| layer.file != file) {
-            let _ = std::fs::remove_file(file);
-        }
-    }
-}
-
-/// Finishes a save that was killed while layers were taken back or removed, before the machine may go on. The daemon
-/// has gone on with its part.
+/// Finishes a save that was killed while layers were taken back, before the machine may go on. The daemon has gone on
+/// with its part.
 fn finish_commit(
     disks: &dyn Disks,
     qmp: &mut Qmp,
@@ -196,18 +179,15 @@ fn finish_commit(
     directory: &Path,
     own_layers: &mut OwnLayers,
 ) -> Result<()> {
-    let Some(before) = before else { return Ok(()) };
-    if !before.is_finished() {
-        before.disks.iter().try_for_each(|disk| disks.wait_for_jobs(&disk.name))?;
-        if !stands_since_saved(qmp)? {
-            // The machine's writes may be in the saved files, so these never count as whole. It may have other disks by
-            // now: a layer that is not there may not have been taken back.
-            return own_layers.keep_taken_back(directory, |_| false);
-        }
-        freeze_again(disks, before, directory, own_layers)?;
+    let Some(before) = before.filter(|before| !before.is_finished()) else {
+        return Ok(());
+    };
+    before.disks.iter().try_for_each(|disk| disks.wait_for_jobs(&disk.name))?;
+    if !stands_since_saved(qmp)? {
+        // The machine's writes may be in the saved files, so these never count as whole.
+        return Ok(());
     }
-    remove_taken_back(disks, before, own_layers);
-    Ok(())
+    freeze_again(disks, before, directory, own_layers)
 }
 
 /// Whether the machine has stood still since its state was written. QEMU leaves this status when it runs, for good.
@@ -366,11 +346,9 @@ impl Saving<'_> {
         // From here on, the layers and the image show the same contents, however far taking back has come.
         self.record.disks.iter_mut().for_each(SavedDisk::is_taken_back);
         self.record.publish(self.directory)?;
-        let going = counts.iter().filter(|(_, count)| *count >= 2);
-        let going = going.flat_map(|(layers, count)| layers.iter().take(*count).map(|layer| layer.file.clone()));
-        self.own_layers.note_taking_back(self.directory, going)?;
         let all = counts.iter().filter(|(_, count)| *count >= 2).count() as u64;
-        for (index, (disk, (_, count))) in
+        let mut gone = Vec::new();
+        for (index, (disk, (layers, count))) in
             self.record.disks.iter().zip(&counts).filter(|(_, (_, count))| *count >= 2).enumerate()
         {
             let mut told = |done: u64, total: u64| {
@@ -380,9 +358,15 @@ impl Saving<'_> {
             if let Err(error) = self.disks.commit(&disk.name, *count, self.cancel, &mut told) {
                 self.notes.push(format!("disk '{}' keeps its layers: {error}", disk.name));
             }
+            gone.extend(layers.iter().take(*count).map(|layer| (disk.name.clone(), layer.file.clone())));
         }
         freeze_again(self.disks, &mut self.record, self.directory, &mut self.own_layers)?;
-        remove_taken_back(self.disks, &self.record, &self.own_layers);
+        for (name, file) in gone {
+            // Files in use stay. A file that cannot be removed does no harm.
+            if self.disks.layers(&name)?.iter().all(|layer| layer.file != file) {
+                let _ = std::fs::remove_file(file);
+            }
+        }
         Ok(())
     }
 

@@ -244,7 +244,8 @@ pub(super) fn refuse_forgetting_fleece(disk: &RecordedDisk) -> Result<()> {
     let name = &disk.name;
     let message = format!(
         "the disk '{name}' is not given, but '{fleece}' holds what its guest wrote during a backup or a change of its \
-         snapshots: both are kept. Give the disk as before, and that is taken back. To forget both, use 'ctl remove {name}'"
+         snapshots: both are kept. Give the disk as before, and that is taken back. To forget both, start without this \
+         image and this name, and use 'ctl remove {name}'"
     );
     Err(Error::new(ErrorKind::Locked, message))
 }

@@ -153,13 +153,10 @@ impl Pieces for Copying {
                 let data = self.read(place).await.map_err(|error| failed(&self.from, "read", at, error))?;
                 drop(in_from);
                 // A raw file's holes count as data until they are read.
-                let is_zero = data.is_zero();
-                if !is_zero {
+                if !(self.is_blank && data.is_zero()) {
                     self.to.write(at, data, Priority::NONE).await.map_err(write_failed)?;
-                } else if !self.is_blank {
-                    self.to.write_zeroes(at, length_bytes, true).await.map_err(write_failed)?;
                 }
-                Ok(if is_zero { 0 } else { length_bytes })
+                Ok(length_bytes)
             }
         }
     }
