@@ -234,16 +234,6 @@ fn is_remote(file: &Path) -> bool {
     FileName::parse(file).is_ok_and(|name| name.is_remote())
 }
 
-/// Refuses a disk whose writes go into a temporary file without a name.
-pub(crate) fn check_has_name(name: &str, options: &Options) -> Result<()> {
-    if options.get("snapshot") != Some("on") || options.get("keep").is_some() {
-        return Ok(());
-    }
-    let what = "it has snapshot=on without keep=, so its writes are in a file that has no name";
-    let remedy = "give it keep=FILE, or name the other disks with --disk";
-    Err(Error::new(ErrorKind::Unsupported, format!("disk '{name}' cannot be saved: {what}; {remedy}")))
-}
-
 /// Checks that this program can compare the files of a disk with the record, as a restore does. Fails if it sees a file
 /// and may not open it. Apart from the top, files that it does not see are not compared.
 pub(crate) fn check_files(name: &str, layers: &[Layer]) -> Result<()> {
@@ -544,15 +534,6 @@ mod tests {
                 assert!(record.check_disks(true).is_err(), "it is no device any more");
             }
         }
-    }
-
-    #[test]
-    fn a_disk_whose_writes_have_no_name_is_refused_with_the_reason() {
-        let of = |text: &str| check_has_name("tmp", &Options::parse(text).unwrap());
-        let error = of("file=image,format=raw,snapshot=on").unwrap_err().to_string();
-        assert!(["'tmp'", "snapshot=on", "--disk"].iter().all(|part| error.contains(part)), "{error}");
-        of("file=image,format=raw,snapshot=on,keep=image.scratch").unwrap();
-        of("file=image,format=raw,snapshot=off").unwrap();
     }
 
     #[test]

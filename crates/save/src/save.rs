@@ -8,9 +8,10 @@ use crate::machine::Machine;
 use crate::own_layers::OwnLayers;
 use crate::progress::{Moment, Progress, Step};
 use crate::qmp::Qmp;
-use crate::record::{Record, SavedDisk, UnderWay, check_files, check_has_name, lock_directory, remove_states};
+use crate::record::{Record, SavedDisk, UnderWay, check_files, lock_directory, remove_states};
 use crate::state_file::StateFile;
 use block::{Error, ErrorKind, Result};
+use control::Options;
 use rustix::pipe::{PipeFlags, pipe_with};
 use serde_json::{Value, json};
 use std::fs::File;
@@ -188,6 +189,16 @@ fn finish_commit(
         return Ok(());
     }
     freeze_again(disks, before, directory, own_layers)
+}
+
+/// Refuses a disk whose writes go into a temporary file without a name.
+fn check_has_name(name: &str, options: &Options) -> Result<()> {
+    if options.get("snapshot") != Some("on") || options.get("keep").is_some() {
+        return Ok(());
+    }
+    let what = "it has snapshot=on without keep=, so its writes are in a file that has no name";
+    let remedy = "give it keep=FILE, or name the other disks with --disk";
+    Err(Error::new(ErrorKind::Unsupported, format!("disk '{name}' cannot be saved: {what}; {remedy}")))
 }
 
 /// Whether the machine has stood still since its state was written. QEMU leaves this status when it runs, for good.
@@ -441,4 +452,18 @@ fn prepare(qmp: &mut Qmp) -> Result<Value> {
         tracing::warn!("{error}; a QEMU before 9.0 may refuse to save a machine with vhost-user disks");
     }
     Ok(before.get("max-bandwidth").cloned().unwrap_or_else(|| json!(128 << 20)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_whose_writes_have_no_name_is_refused_with_the_reason() {
+        let of = |text: &str| check_has_name("tmp", &Options::parse(text).unwrap());
+        let error = of("file=image,format=raw,snapshot=on").unwrap_err().to_string();
+        assert!(["'tmp'", "snapshot=on", "--disk"].iter().all(|part| error.contains(part)), "{error}");
+        of("file=image,format=raw,snapshot=on,keep=image.scratch").unwrap();
+        of("file=image,format=raw,snapshot=off").unwrap();
+    }
 }
