@@ -3,18 +3,25 @@ use crate::edit::create::{CreateOptions, create};
 use crate::layout::entry::entries;
 use crate::layout::header::Header;
 use block::{File, block_on};
-use testkit::{SimFileOptions, SimStorage};
+use std::sync::Arc;
+use testkit::{SimFile, SimFileOptions, SimStorage};
+
+/// An image with clusters of 512 bytes.
+fn new_image(storage: &SimStorage) -> (Arc<SimFile>, MetaIo, Header) {
+    let file = storage.create("disk", 0, SimFileOptions::default());
+    let io = MetaIo::new(file.open_blocking().unwrap());
+    let options = CreateOptions { size_bytes: 1 << 20, cluster_size: 512, ..CreateOptions::default() };
+    block_on(create(&io, &options)).unwrap();
+    let bytes = block_on(io.read(0, 512, PastEnd::Fails)).unwrap();
+    (file, io, Header::parse(&bytes, "disk", true).unwrap())
+}
 
 #[test]
 fn looking_at_all_refcounts_of_a_large_file_takes_little_memory() {
     let storage = SimStorage::new(1);
     let (blocks, clusters) = (400u64, 512 / 2);
-    let file = storage.create("disk", 0, SimFileOptions::default());
-    let io = MetaIo::new(file.open_blocking().unwrap());
-    let options = CreateOptions { size_bytes: 1 << 20, cluster_size: 512, ..CreateOptions::default() };
+    let (_file, io, header) = new_image(&storage);
     block_on(async {
-        create(&io, &options).await.unwrap();
-        let header = Header::parse(&io.read(0, 512, PastEnd::Fails).await.unwrap(), "disk", true).unwrap();
         // A sparse file whose blocks are all one and the same, but for every other one, which is missing.
         let zeros = 512 * 1000;
         io.write(zeros, AlignedBuf::zeroed(512)).await.unwrap();
@@ -88,12 +95,8 @@ fn the_table_takes_its_place_before_single_blocks_fill_the_holes() {
 #[test]
 fn refcount_blocks_that_move_while_a_long_run_is_counted_do_not_move_into_it() {
     let storage = SimStorage::new(1);
-    let file = storage.create("disk", 0, SimFileOptions::default());
-    let io = MetaIo::new(file.open_blocking().unwrap());
-    let options = CreateOptions { size_bytes: 1 << 20, cluster_size: 512, ..CreateOptions::default() };
+    let (file, io, header) = new_image(&storage);
     block_on(async {
-        create(&io, &options).await.unwrap();
-        let header = Header::parse(&io.read(0, 512, PastEnd::Fails).await.unwrap(), "disk", true).unwrap();
         let table = io.read(header.refcount_table_offset, 512, PastEnd::Fails).await.unwrap();
         let table: Vec<u64> = entries(&table).collect();
         let bytes = file.length_bytes().unwrap();
