@@ -389,6 +389,8 @@ fn a_file_gets_shorter_while_guests_work() {
     bench.ctl(&["compact", "root"]);
     guests.wait_for_more(1000);
     assert_eq!(guests.finish(), [""; 0]);
+    // How much they filled again meanwhile depends on how fast they were.
+    bench.discard(0..SIZE / 512 / 4 * 3);
     let outcome = bench.json(&["compact", "root"])["outcome"].as_str().expect("an outcome").to_owned();
     let (after, held) = file_bytes(&image);
     println!("{before} bytes became {after}, of which {held} are held; {outcome}");
