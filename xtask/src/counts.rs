@@ -6,18 +6,21 @@ pub(crate) struct Counts {
     pub(crate) passed: u64,
     pub(crate) failed: u64,
     pub(crate) skipped: u64,
+    /// How many of those that passed had failed first.
+    pub(crate) flaky: u64,
 }
 
 impl Counts {
     /// Counts one check.
     pub(crate) fn one(passed: bool) -> Self {
-        Self { passed: passed.into(), failed: (!passed).into(), skipped: 0 }
+        Self { passed: passed.into(), failed: (!passed).into(), ..Self::default() }
     }
 
     pub(crate) fn add(&mut self, other: Self) {
         self.passed += other.passed;
         self.failed += other.failed;
         self.skipped += other.skipped;
+        self.flaky += other.flaky;
     }
 
     /// So many of the tests that passed were skipped.
@@ -37,7 +40,7 @@ impl Counts {
             } else if line.trim_start().starts_with("Summary [")
                 && let Some((_, rest)) = line.split_once("run:")
             {
-                counts.add(Self::parse_list(rest.split(',')));
+                counts.add(Self::parse_list(rest.split([',', '('])));
             }
         }
         counts
@@ -47,13 +50,13 @@ impl Counts {
     fn parse_list<'a>(items: impl Iterator<Item = &'a str>) -> Self {
         let mut counts = Self::default();
         for item in items {
-            let item = item.split('(').next().unwrap_or(item).trim();
-            let Some((number, what)) = item.split_once(' ') else { continue };
+            let Some((number, what)) = item.trim_matches([' ', ')']).split_once(' ') else { continue };
             let Ok(number) = number.parse::<u64>() else { continue };
             match what.trim() {
                 "passed" => counts.passed += number,
                 "failed" | "timed out" | "exec failed" => counts.failed += number,
                 "ignored" | "skipped" => counts.skipped += number,
+                "flaky" => counts.flaky += number,
                 _ => {}
             }
         }
@@ -72,20 +75,22 @@ mod tests {
             "test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 5 filtered out; finished in 0.00s",
             "test result: FAILED. 1 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s",
         ];
-        assert_eq!(Counts::parse(lines), Counts { passed: 4, failed: 2, skipped: 1 });
+        assert_eq!(Counts::parse(lines), Counts { passed: 4, failed: 2, skipped: 1, flaky: 0 });
     }
 
     #[test]
     fn what_was_skipped_has_not_passed() {
-        let mut counts = Counts { passed: 4, failed: 1, skipped: 2 };
+        let mut counts = Counts { passed: 4, failed: 1, skipped: 2, flaky: 0 };
         counts.skip(3);
-        assert_eq!(counts, Counts { passed: 1, failed: 1, skipped: 5 });
+        assert_eq!(counts, Counts { passed: 1, failed: 1, skipped: 5, flaky: 0 });
     }
 
     #[test]
     fn nextest_summary_is_understood() {
         let line =
             "     Summary [   1.020s] 12 tests run: 8 passed (2 slow, 1 leaky), 3 failed, 1 timed out, 7 skipped";
-        assert_eq!(Counts::parse([line]), Counts { passed: 8, failed: 4, skipped: 7 });
+        assert_eq!(Counts::parse([line]), Counts { passed: 8, failed: 4, skipped: 7, flaky: 0 });
+        let line = "     Summary [   1.020s] 12 tests run: 12 passed (2 slow, 3 flaky), 0 skipped";
+        assert_eq!(Counts::parse([line]), Counts { passed: 12, failed: 0, skipped: 0, flaky: 3 });
     }
 }
