@@ -6,10 +6,10 @@
 //!
 //! * [`Device`]: a disk as its guest sees it: features, configuration space, cache type. Its queues share it.
 //! * `DeviceQueue`: one virtqueue on one reactor, the data path; generic over the layout of the ring.
-//! * [`Transport`]: connects a queue with its driver.
+//! * [`Transport`]: connects a queue with its driver; [`EventFds`] is the one for KVM.
 //! * [`RunningQueue`]: starts, changes and stops a queue from a thread other than its reactor's.
 //!
-//! `examples/monitor.rs` is the shortest use of all four.
+//! `examples/monitor` is the shortest use of them.
 
 #![forbid(unsafe_code)]
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
@@ -30,4 +30,4 @@ pub use device::{Device, DeviceOptions, MAX_QUEUE_SIZE, MAX_QUEUES};
 pub use queue::{Halt, QueueSetup, StoppedQueue, open_poller};
 pub use running::{RunningQueue, StoppingQueue};
 pub use shown::Overrides;
-pub use transport::Transport;
+pub use transport::{EventFds, Transport};

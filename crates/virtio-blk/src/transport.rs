@@ -1,6 +1,6 @@
 //! The interface between a queue and its transport.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use virtio::RingFault;
 
 /// Connects one queue with its driver and the front end. Called on the queue's reactor, so nothing here may wait.
@@ -22,4 +22,23 @@ pub trait Transport: Send + 'static {
     /// Tells that the file behind the guest's memory was shrunk. The queue takes no more requests, and ends those in
     /// flight without telling the driver.
     fn memory_lost(&self) {}
+}
+
+/// A transport of two event descriptors, as monitors have them from KVM.
+#[derive(Debug)]
+pub struct EventFds {
+    /// The driver's kicks (KVM: ioeventfd).
+    pub kick: OwnedFd,
+    /// The driver's interrupt (KVM: irqfd).
+    pub interrupt: OwnedFd,
+}
+
+impl Transport for EventFds {
+    fn notify(&self) -> bool {
+        rustix::io::write(&self.interrupt, &1_u64.to_ne_bytes()).is_ok()
+    }
+
+    fn kick_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.kick.as_fd())
+    }
 }

@@ -58,6 +58,13 @@ pub trait Opener {
     }
 }
 
+/// A function that opens files is enough for images that nobody creates, and that need no temporary files.
+impl<F: Fn(&FileName, Role) -> Result<Arc<dyn File>>> Opener for F {
+    fn open(&self, name: &FileName, role: Role) -> Result<Arc<dyn File>> {
+        self(name, role)
+    }
+}
+
 /// Which files an image may name and have opened.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum BackingPolicy {
