@@ -190,7 +190,8 @@ fn who_shares_a_key_uses_a_disk_of_either_server() {
         run_ok(&["compare", "-f", "raw", "-F", "raw", &uri(&keys), &copy]);
         assert!(std::fs::read(&copy).unwrap() == std::fs::read(&raw).unwrap());
         assert!(!tool("nbdinfo", &[&uri(&other)]).status.success());
-        run_fails(1, &["info", "-f", "raw", &uri(&other)]);
+        let said = run_fails(1, &["info", "-f", "raw", &uri(&other)]);
+        assert!(said.contains("the shared keys do not match"), "{said}");
         run_fails(1, &["info", "-f", "raw", &format!("nbd+unix:///d?socket={socket}")]);
     };
     let (alone, serves, added) = (path("alone"), path("serves"), path("added"));

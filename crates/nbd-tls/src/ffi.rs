@@ -38,6 +38,13 @@ pub(crate) const WARNING_ALERT: Code = -16;
 /// The peer has sent a fatal alert.
 pub(crate) const FATAL_ALERT: Code = -12;
 
+/// For a name without a key, the library goes on with a random one. So nobody learns which names there are.
+const UNKNOWN_USER: c_int = 1;
+/// What a server answers to a client with another key: bad record, illegal parameter, failed decryption, unknown name.
+const ALERTS_OF_OTHER_KEYS: [c_int; 4] = [20, 47, 51, 115];
+/// What it finds itself: failed decryption, an illegal parameter, no credentials.
+const ERRORS_OF_OTHER_KEYS: [Code; 3] = [-24, -55, -32];
+
 /// An error number of GnuTLS.
 pub(crate) type Code = i32;
 
@@ -259,7 +266,7 @@ unsafe extern "C" fn find(session: Handle, user: *const c_char, key: *mut Datum)
     // SAFETY: the pointer of a session was set to its keys, which it holds. The name is a text, as the header says.
     let (keys, user) =
         unsafe { (&*(library.functions.gnutls_session_get_ptr)(session).cast::<SharedKeys>(), CStr::from_ptr(user)) };
-    let Some(found) = keys.of(user.to_bytes()) else { return -1 };
+    let Some(found) = keys.of(user.to_bytes()) else { return UNKNOWN_USER };
     let Ok(length) = c_uint::try_from(found.len()) else { return -1 };
     // SAFETY: the variable holds the function that the library frees such memory for.
     let copy = unsafe { (*library.functions.gnutls_malloc)(found.len()) }.cast::<u8>();
@@ -437,6 +444,16 @@ impl Session {
     pub(crate) fn is_fatal(&self, code: Code) -> bool {
         // SAFETY: it takes a number.
         unsafe { (self.library.functions.gnutls_error_is_fatal)(code) != 0 }
+    }
+
+    /// Whether a handshake has failed by this error because the peers have different keys, or different names for them.
+    pub(crate) fn is_of_other_keys(&self, code: Code) -> bool {
+        match code {
+            // SAFETY: the handle is live.
+            FATAL_ALERT => ALERTS_OF_OTHER_KEYS
+                .contains(&unsafe { (self.library.functions.gnutls_alert_get)(self.session.as_ptr()) }),
+            code => ERRORS_OF_OTHER_KEYS.contains(&code),
+        }
     }
 
     /// Puts an error into words.

@@ -8,6 +8,8 @@ use std::ffi::CString;
 use std::io::{self, IoSlice, Read, Write};
 use std::sync::Arc;
 
+/// What a failed handshake means, which the library calls an illegal parameter.
+const OTHER_KEYS: &str = "the shared keys do not match: the user's name or the key differs on the two sides (keys.psk)";
 /// What is read from the socket at once in the handshake.
 const HANDSHAKE_BYTES: usize = 4096;
 /// Warnings of a peer that are passed over.
@@ -76,7 +78,11 @@ impl Shared {
             {
                 let error = self.ends(code);
                 let _ = self.flush(socket);
-                return Err(error);
+                return Err(if self.session.is_of_other_keys(code) {
+                    io::Error::new(error.kind(), OTHER_KEYS)
+                } else {
+                    error
+                });
             }
             self.flush(socket)?;
             match went {

@@ -146,6 +146,26 @@ fn with_a_shared_key_aes_is_chosen() {
     assert_eq!(hello[suite..suite + 2], [0x13, 0x01], "TLS_AES_128_GCM_SHA256");
 }
 
+#[test]
+fn keys_or_names_that_differ_are_said_to_on_both_sides() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = directory.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    };
+    file("keys.psk", "me:00112233445566778899aabbccddeeff\n");
+    let server = ServerTls::of(&Credentials::in_directory(directory.path()), true).unwrap();
+    for other in ["me:00112233445566778899aabbccddee00\n", "you:00112233445566778899aabbccddeeff\n"] {
+        let client = ClientTls::Keys(file("other.psk", other), None);
+        let ends = meet(client.begin("anybody").unwrap(), server.begin().unwrap());
+        for end in ends {
+            let said = end.map(drop).unwrap_err().to_string();
+            assert!(said.contains("the shared keys do not match"), "{other}: {said}");
+        }
+    }
+}
+
 /// A pair of each kind.
 fn pairs() -> [[End; 2]; 2] {
     [connected(), connected_by_keys()]
