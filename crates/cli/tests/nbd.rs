@@ -53,11 +53,18 @@ fn a_server_without_a_place_or_without_a_disk_says_so() {
     assert!(run_fails(2, &["nbd", "disk.raw"]).contains("--socket"));
     assert!(run_fails(2, &["nbd", "--socket", "x"]).contains("IMAGE"));
     // What is said of IMAGE does nothing to another disk.
-    for (option, instead) in [(&["--export-name", "x"][..], "name="), (&["--read-only"], "readonly=on")] {
+    for (option, instead) in [
+        (&["--export-name", "x"][..], "name="),
+        (&["--read-only"], "readonly=on"),
+        (&["--description", "x"], "description="),
+        (&["--bitmap", "x"], "bitmap="),
+    ] {
         let drive = ["nbd", "--socket", "x", "--drive", "format=null,size=1M"];
         let said = run_fails(2, &[&drive[..], option].concat());
         assert!(said.contains(option[0]) && said.contains(instead), "{said}");
     }
+    let said = run_fails(2, &["nbd", "--listen", "127.0.0.1", "--drive", "format=null,size=1M"]);
+    assert!(said.contains("'127.0.0.1': the port is missing: write ADDRESS:PORT"), "{said}");
 }
 
 #[test]

@@ -261,7 +261,8 @@ fn what_cannot_be_exported_says_why() {
     let socket = daemon.path("nbd");
     assert!(refused(&["export", "a", "--nbd", &socket, "--bitmap", "none"]).contains("'none'"));
     assert!(refused(&["export", "a", "--nbd", &socket, "--tls-creds", "/nowhere"]).contains("/nowhere"));
-    assert!(refused(&["export", "a", "--nbd", "127.0.0.1:99999"]).contains("cannot listen"));
+    assert!(refused(&["export", "a", "--nbd", "127.0.0.1:99999"]).contains("'99999' is no port"));
+    assert!(refused(&["export", "a", "--nbd", "127.0.0.1:1x"]).contains("'1x' is no port"));
     assert!(refused(&["export", "a", "--nbd", "127.0.0.1:0"]).contains("port 0"));
     assert!(refused(&["export", "a", "--tls-creds", "/nowhere"]).contains("--nbd"));
     assert!(refused(&["export", "a", "--export-name", "x"]).contains("--nbd"));

@@ -156,7 +156,8 @@ fn asked(args: &Args, passed: &PassedDescriptors) -> anyhow::Result<Result<Vec<A
     }
 }
 
-/// Refuses options of IMAGE where none is given: a disk would be served under another name, or for writing.
+/// Refuses options of IMAGE where none is given: a disk would be served under another name, for writing, or without what
+/// clients are to see.
 fn refuse_what_is_for_the_image(args: &Args) -> anyhow::Result<()> {
     let message = match args.image {
         Some(_) => return Ok(()),
@@ -164,6 +165,10 @@ fn refuse_what_is_for_the_image(args: &Args) -> anyhow::Result<()> {
             "--export-name is for IMAGE: the export of a --drive has the disk's name (name=)"
         }
         None if args.read_only => "--read-only is for IMAGE: give the --drive readonly=on",
+        None if !args.description.is_empty() => {
+            "--description is for IMAGE: write --export disk=NAME,description=TEXT for a --drive"
+        }
+        None if !args.bitmap.is_empty() => "--bitmap is for IMAGE: write --export disk=NAME,bitmap=NAME for a --drive",
         None => return Ok(()),
     };
     Err(usage(message))
