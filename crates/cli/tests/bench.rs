@@ -228,6 +228,37 @@ fn two_disks_of_one_server_are_measured_together_and_the_report_counts_both() {
         pool["name"].is_string() && figures.iter().all(|name| pool[name].is_u64())
     };
     assert!(!pools.is_empty() && pools.iter().all(has_all), "{report}");
+    let said = common::run_fails(2, &["bench", "--serve", &served, "--queues", "1", "--count", "1"]);
+    assert!(said.contains("server.beside") && said.contains("--queues 2"), "{said}");
+}
+
+#[test]
+fn a_server_that_ends_a_run_is_said_to_and_nobody_is_said_to_have_interrupted_it() {
+    let dir = directory();
+    let [socket, control] = ["s", "control"].map(|name| at(&dir, name));
+    let drive = format!("format=null,size=1G,name=a,socket={}", socket.display());
+    let server = Server::start(&["--control", path_str(&control), "--drive", &drive]);
+    let mut bench = common::ringdisk();
+    bench.args(["bench", "--time", "60", "--socket", path_str(&socket)]);
+    let bench = bench.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap();
+    let ctl = |call: &[&str]| run_ok(&[&["ctl", "--control", path_str(&control)], call].concat());
+    let deadline = std::time::Instant::now() + common::PATIENCE;
+    let requests = || {
+        serde_json::from_str::<Value>(&ctl(&["stats", "--output=json"])).unwrap()["disks"][0]["latency"]
+            .as_array()
+            .map(Vec::len)
+    };
+    while requests() == Some(0) {
+        assert!(std::time::Instant::now() < deadline, "nothing is measured");
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    ctl(&["remove", "a", "--force"]);
+    let output = bench.wait_with_output().unwrap();
+    let (told, said) = (text(&output.stdout), text(&output.stderr));
+    assert_eq!(output.status.code(), Some(1), "{told}{said}");
+    assert!(told.contains("the server ended the connection: the figures") && !told.contains("interrupted"), "{told}");
+    assert!(said.contains("the server ended the connection"), "{said}");
+    server.stop();
 }
 
 /// Whether a write to a file's page cache is known to end in the system call that many writes share.

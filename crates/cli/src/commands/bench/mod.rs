@@ -298,7 +298,7 @@ fn run_single(args: &Args, target: &Target, spec: &BenchSpec, cancel: &Arc<Atomi
     match args.output {
         Output::Human => {
             let pools = pools.iter().map(|pool| pool.line() + "\n").collect::<String>();
-            output::print(&(text::single(&report, args.verbose) + &pools))?;
+            output::print(&(text::single(&report, args.verbose, server_gone) + &pools))?;
         }
         Output::Json => print_json(&WithPools { report: &report, pools })?,
     }

@@ -76,6 +76,9 @@ impl Served {
         if let Some(offered) = drive.export.queues.filter(|offered| *offered < guest.queues) {
             return Err(usage(format!("--queues {}: the drive says queues={offered}", guest.queues)));
         }
+        if server.beside.is_some() && guest.queues < 2 {
+            return Err(usage("server.beside: the second disk has every second queue: give --queues 2 or more"));
+        }
         let directory = scratch::socket_directory()?;
         let socket = drive.export.socket.clone().unwrap_or_else(|| directory.path().join("disk.sock"));
         let queues = guest.queues;

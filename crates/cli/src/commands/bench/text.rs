@@ -21,8 +21,8 @@ pub(super) fn workload(report: &BenchReport) -> String {
 const FIRST_FIGURES: [&str; 6] =
     ["iops", "mib_per_second", "p50_us", "p99_us", "client_us_per_request", "server_us_per_request"];
 
-/// Describes one run.
-pub(super) fn single(report: &BenchReport, verbose: bool) -> String {
+/// Describes one run. `server_gone` says that the server ended it.
+pub(super) fn single(report: &BenchReport, verbose: bool, server_gone: bool) -> String {
     let mib = report.bytes_per_second / f64::from(1 << 20);
     let mut text = format!(
         "{} {} bytes, {}% reads, depth {} x {} queues: {:.0} IOPS, {mib:.1} MiB/s ({} requests in {:.2} s)\n",
@@ -62,7 +62,8 @@ pub(super) fn single(report: &BenchReport, verbose: bool) -> String {
         text.push_str(&details(report));
     }
     if report.cancelled {
-        text.push_str("interrupted: the figures are of the time until then\n");
+        let why = if server_gone { "the server ended the connection" } else { "interrupted" };
+        let _ = writeln!(text, "{why}: the figures are of the time until then");
     }
     text
 }
