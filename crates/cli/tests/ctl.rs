@@ -182,13 +182,16 @@ fn the_rate_of_a_running_disk_is_bounded_and_the_bound_comes_back() {
 fn what_is_wrong_with_a_call_is_said() {
     let daemon = Daemon::new();
     let server = daemon.start(&[]);
-    assert!(run_fails(1, &daemon.arguments(&["show", "nothing"])).contains("there is no disk 'nothing'"));
+    assert!(run_fails(1, &daemon.arguments(&["show", "nothing"])).contains("no disk 'nothing' (there is none)"));
     assert!(run_fails(1, &daemon.arguments(&["remove", "nothing"])).contains("there is no disk 'nothing'"));
     let missing = daemon.path("missing.qcow2");
     let said = run_fails(1, &daemon.arguments(&["add", &format!("file={}", missing.display())]));
     assert!(said.contains("missing.qcow2"), "{said}");
     assert!(run_fails(2, &daemon.arguments(&["add", "format=null,sise=1G"])).contains("did you mean 'size'"));
     daemon.ctl(&["add", &format!("format=null,size=1G,name=a,socket={}", daemon.path("a.sock").display())]);
+    assert!(run_fails(1, &daemon.arguments(&["show", "b"])).contains("no disk 'b' (there is only 'a')"));
+    assert!(run_fails(2, &daemon.arguments(&["unexport", "a"])).contains("the number of an export"));
+    assert!(run_fails(2, &daemon.arguments(&["cancel", "a"])).contains("the number of a job"));
     let guest = Driver::connect(daemon.path("a.sock"), DriverOptions::default()).unwrap();
     let said = run_fails(1, &daemon.arguments(&["remove", "a"]));
     assert!(said.contains("where a guest is connected: end that first"), "{said}");

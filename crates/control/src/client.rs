@@ -28,13 +28,15 @@ pub enum CallError {
     Refused(ErrorDetail),
     /// The daemon cannot be reached, or does not answer as it should.
     NoAnswer(Error),
+    /// There is no daemon any more: it ended before it answered, or nobody is at its socket.
+    Ended(Error),
 }
 
 impl fmt::Display for CallError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Refused(detail) => f.write_str(&detail.message),
-            Self::NoAnswer(error) => error.fmt(f),
+            Self::NoAnswer(error) | Self::Ended(error) => error.fmt(f),
         }
     }
 }
@@ -147,7 +149,7 @@ impl Client {
 
     async fn send(&self, method: Method, path: &str, body: Bytes) -> Result<Bytes, CallError> {
         let response = self.request(method, path, body).await?;
-        let bytes = response.into_body().collect().await.map_err(|error| self.no_answer(error))?;
+        let bytes = response.into_body().collect().await.map_err(|error| self.hung_up(error))?;
         Ok(bytes.to_bytes())
     }
 
@@ -155,7 +157,7 @@ impl Client {
     async fn request(&self, method: Method, path: &str, body: Bytes) -> Result<Response<Incoming>, CallError> {
         let stream = self.connect().await.map_err(|error| self.no_connection(error))?;
         let (mut sender, connection) =
-            http1::handshake(TokioIo::new(stream)).await.map_err(|error| self.no_answer(error))?;
+            http1::handshake(TokioIo::new(stream)).await.map_err(|error| self.hung_up(error))?;
         tokio::spawn(async move {
             // The answer says what is wrong with the request.
             let _ = connection.await;
@@ -170,13 +172,13 @@ impl Client {
         let response = sender.send_request(request).await.map_err(|error| match self.is_of_another_user() {
             // It hangs up on them.
             true => CallError::NoAnswer(Error::with_source(ErrorKind::Denied, self.not_for_this_user(), error)),
-            false => self.no_answer(error),
+            false => self.hung_up(error),
         })?;
         if response.status().is_success() {
             return Ok(response);
         }
         let status = response.status();
-        let bytes = response.into_body().collect().await.map_err(|error| self.no_answer(error))?.to_bytes();
+        let bytes = response.into_body().collect().await.map_err(|error| self.hung_up(error))?.to_bytes();
         match serde_json::from_slice::<ErrorBody>(&bytes) {
             Ok(body) => Err(CallError::Refused(body.error)),
             Err(_) => Err(self.no_answer(format!("status {status}"))),
@@ -196,14 +198,24 @@ impl Client {
         }
     }
 
-    fn no_connection(&self, error: std::io::Error) -> Error {
-        match error.kind() {
-            std::io::ErrorKind::PermissionDenied => Error::io(self.not_for_this_user(), error),
-            _ => {
-                let what = "cannot reach a daemon at";
-                Error::io(format!("{what} '{}' (is it served with --control?)", self.socket.display()), error)
-            }
+    fn no_connection(&self, error: std::io::Error) -> CallError {
+        use std::io::ErrorKind as Why;
+        let why = error.kind();
+        let what = format!("cannot reach a daemon at '{}' (is it served with --control?)", self.socket.display());
+        match why {
+            Why::PermissionDenied => CallError::NoAnswer(Error::io(self.not_for_this_user(), error)),
+            Why::NotFound | Why::ConnectionRefused => CallError::Ended(Error::io(what, error)),
+            _ => CallError::NoAnswer(Error::io(what, error)),
         }
+    }
+
+    /// Returns the error of a connection that the daemon closed, or on which it sent nonsense.
+    fn hung_up(&self, error: hyper::Error) -> CallError {
+        if error.is_parse() || error.is_user() {
+            return self.no_answer(error);
+        }
+        let what = format!("the daemon at '{}' ended before it answered", self.socket.display());
+        CallError::Ended(Error::new(ErrorKind::Protocol, what))
     }
 
     /// Whether the socket belongs to somebody who does not answer this user.

@@ -36,12 +36,15 @@ use block::{Error, ErrorKind, Result};
 use daemon::{Daemon, DaemonConfig, DiskStatus, ExportId, JobId, NodeId};
 use drive::absolute;
 use image::FileName;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use tokio::sync::broadcast;
+
+/// How many names of disks a message lists.
+const NAMES_SHOWN: usize = 20;
 
 /// A daemon with a record of what it serves.
 ///
@@ -327,11 +330,24 @@ impl Manager {
 
     /// Says why a disk cannot be used now.
     fn absence_of(&self, name: &str) -> Error {
-        let none = || Error::new(ErrorKind::BadOption, format!("there is no disk '{name}'"));
+        let none = || Error::new(ErrorKind::BadOption, self.no_disk(name));
         match self.daemon.disk_named(name) {
             Some(_) => Error::new(ErrorKind::Locked, format!("the disk '{name}' is being added or removed just now")),
             None => self.away.absence(name).unwrap_or_else(none),
         }
+    }
+
+    /// Says that there is no disk of this name, and which there are.
+    pub(crate) fn no_disk(&self, name: &str) -> String {
+        let names: BTreeSet<String> = self.daemon.disk_names().into_iter().chain(self.away.names()).collect();
+        let shown: Vec<&str> = names.iter().map(String::as_str).take(NAMES_SHOWN).collect();
+        let there_are = match (shown.as_slice(), names.len().saturating_sub(shown.len())) {
+            ([], _) => "there is none".to_owned(),
+            ([only], _) => format!("there is only '{only}'"),
+            (shown, 0) => format!("there are {}", shown.join(", ")),
+            (shown, more) => format!("there are {} and {more} more", shown.join(", ")),
+        };
+        format!("there is no disk '{name}' ({there_are})")
     }
 
     fn name_of(&self, node: NodeId) -> Result<String> {

@@ -149,7 +149,7 @@ async fn beside<T: Send + 'static>(
 fn known(manager: &Manager, name: &str) -> Result<(), Failure> {
     match manager.knows(name) {
         true => Ok(()),
-        false => Err(Failure::not_found(format!("there is no disk '{name}'"))),
+        false => Err(Failure::not_found(manager.no_disk(name))),
     }
 }
 

@@ -337,6 +337,12 @@ impl Daemon {
         self.table.id_of(name)
     }
 
+    /// Returns the names of the disks. Unlike [`Daemon::disks`], it asks no disk.
+    #[must_use]
+    pub fn disk_names(&self) -> Vec<String> {
+        self.table.nodes().into_iter().map(|found| found.name).collect()
+    }
+
     /// Returns the disks, in the order in which they were added.
     #[must_use]
     pub fn disks(&self) -> Vec<DiskStatus> {

@@ -64,7 +64,7 @@ pub(crate) struct Layer {
 
 fn refused(error: CallError) -> Error {
     match error {
-        CallError::NoAnswer(error) => error,
+        CallError::NoAnswer(error) | CallError::Ended(error) => error,
         other => Error::new(ErrorKind::Io, other.to_string()),
     }
 }

@@ -87,3 +87,36 @@ fn an_interrupt_while_a_job_begins_cancels_it() {
     assert!(!ctl.wait().unwrap().success());
     assert!(said.contains("job 7 was cancelled"), "{said}");
 }
+
+/// A daemon that ends closes its connections without an answer.
+#[test]
+fn who_waits_when_the_daemon_ends_learns_it_in_plain_words_and_what_becomes_of_the_job() {
+    let dir = directory();
+    let control = at(&dir, "control");
+    let listener = UnixListener::bind(&control).unwrap();
+    let call = |call: &[&str]| {
+        let mut command = ringdisk();
+        command.args(["ctl", "--control", path_str(&control)]).args(call);
+        command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let accept = || {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        request(&mut stream);
+        stream
+    };
+    let list = call(&["list"]);
+    drop(accept());
+    let output = list.wait_with_output().unwrap();
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(said.contains("ended before it answered") && !said.contains("cancel"), "{said}");
+    let commit = call(&["commit", "disk"]);
+    answer(&mut accept(), "running");
+    drop(accept());
+    let output = commit.wait_with_output().unwrap();
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(said.contains("the daemon ended, and with it job 7"), "{said}");
+    assert!(said.contains("the same command starts the job again"), "{said}");
+}

@@ -80,7 +80,7 @@ impl Away {
         self.not_now(name)
     }
 
-    fn names(&self) -> Vec<String> {
+    pub(super) fn names(&self) -> Vec<String> {
         let state = lock(&self.0);
         state.failed.keys().chain(&state.changing).cloned().collect()
     }

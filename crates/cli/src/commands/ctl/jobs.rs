@@ -4,7 +4,7 @@ use super::duration::parse_ms;
 use super::{Ctl, Output, tables, whole_target};
 use crate::output::{self, ProgressArgs, Watch};
 use control::api::{CommitDisk, CompactDisk, Job, JobState, LimitJob, MirrorDisk, RebaseDisk, StreamDisk};
-use control::path_segment;
+use control::{CallError, path_segment};
 use jobs::{Control, Progress};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -95,6 +95,18 @@ impl How {
     }
 }
 
+/// Returns the error of who waited for a job when the daemon did not answer any more.
+fn without_end(job: &Job, error: CallError) -> anyhow::Error {
+    let id = job.id;
+    match error {
+        CallError::Ended(_) => anyhow::anyhow!(
+            "the daemon ended, and with it job {id}, which its next start does not continue: the disk's contents are as \
+             they were, and the same command starts the job again"
+        ),
+        error => error.into(),
+    }
+}
+
 impl Ctl {
     pub(super) fn commit(&self, commit: &Commit) -> anyhow::Result<()> {
         let Commit { name, layers, top, base, aim, how } = commit;
@@ -166,7 +178,7 @@ impl Ctl {
             let total_bytes = job.total_bytes;
             (control.progress)(Progress { done_bytes: job.done_bytes.min(total_bytes), total_bytes });
             std::thread::sleep(Duration::from_millis(100));
-            job = self.client.get(&format!("/v1/jobs/{}", job.id))?;
+            job = self.client.get(&format!("/v1/jobs/{}", job.id)).map_err(|error| without_end(&job, error))?;
         }
         if job.state == JobState::Done {
             let total_bytes = job.total_bytes.max(job.done_bytes);

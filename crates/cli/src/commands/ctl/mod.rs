@@ -152,6 +152,7 @@ enum Verb {
     /// Remove an export.
     Unexport {
         /// The export's number, as "ctl exports" lists it.
+        #[arg(value_parser = export_number)]
         id: u64,
     },
     /// List the jobs.
@@ -159,6 +160,7 @@ enum Verb {
     /// Pause a job.
     Pause {
         /// The job's number, as "ctl jobs" lists it.
+        #[arg(value_parser = job_number)]
         job: u64,
     },
     /// Continue a paused job, or retry a disk's requests that wait because the storage failed them (on-error=hold).
@@ -170,6 +172,7 @@ enum Verb {
     /// Limit how fast a job works while guests go on.
     Limit {
         /// The job's number, as "ctl jobs" lists it.
+        #[arg(value_parser = job_number)]
         job: u64,
         /// Bytes a second, such as 50M; 0 lifts the limit.
         rate: String,
@@ -177,6 +180,7 @@ enum Verb {
     /// Ask a job to stop.
     Cancel {
         /// The job's number, as "ctl jobs" lists it.
+        #[arg(value_parser = job_number)]
         job: u64,
     },
     /// Show figures of disks and reactors, and how long requests take.
@@ -202,6 +206,14 @@ enum Verb {
     Reload,
     /// End the daemon cleanly.
     Shutdown,
+}
+
+fn export_number(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| "takes the number of an export, as 'ringdisk ctl exports' lists it".to_owned())
+}
+
+fn job_number(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| "takes the number of a job, as 'ringdisk ctl jobs' lists it".to_owned())
 }
 
 /// Carries the command out. With `--output=json`, a refusal is printed as the daemon gave it, for scripts.
