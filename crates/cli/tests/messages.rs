@@ -196,3 +196,20 @@ fn the_help_of_drives_explains_each_key_that_an_unknown_one_lists() {
         assert!(page.contains(&format!("`{key}")), "{key} is not in docs/drive-options.md");
     }
 }
+
+#[test]
+fn what_is_not_there_is_a_failure_and_no_wrong_usage() {
+    let dir = directory();
+    let [image, target] = ["disk.qcow2", "state"].map(|name| at(&dir, name));
+    qcow2(&image);
+    run_ok(&["snapshot", "-c", "bare", path_str(&image)]);
+    for (line, why) in [
+        (&["state", "extract", "-l", "bare", path_str(&image), path_str(&target)][..], "keeps no machine's state"),
+        (&["restore", "--state", path_str(dir.path())], "no machine was saved"),
+        (&["bitmap", "--clear", path_str(&image), "daily"], "'daily' not found"),
+        (&["snapshot", "-d", "other", path_str(&image)], "other"),
+    ] {
+        let said = run_fails(1, line);
+        assert!(said.contains(why), "{line:?}: {said}");
+    }
+}

@@ -44,9 +44,8 @@ const START_PATIENCE: Duration = Duration::from_secs(30);
 /// `cancel` ends it.
 pub fn find(machine: &Machine, force: bool, cancel: &AtomicBool, tell: &mut dyn FnMut(Moment)) -> Result<Restore> {
     let directory = &machine.state;
-    let record = Record::read(directory)?.ok_or_else(|| {
-        Error::new(ErrorKind::BadOption, format!("no machine was saved in '{}'", directory.display()))
-    })?;
+    let record = Record::read(directory)?
+        .ok_or_else(|| Error::new(ErrorKind::NotFound, format!("no machine was saved in '{}'", directory.display())))?;
     let state_path = record.state_path(directory);
     let state = StateFile::open(&state_path)?;
     let mut progress = Progress::new(Step::RESTORE, tell);

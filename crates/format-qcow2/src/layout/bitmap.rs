@@ -203,7 +203,7 @@ pub async fn read_bitmap(io: &MetaIo, name: &str, bitmap: &str) -> Result<Bitmap
 }
 
 pub(crate) fn not_found(bitmap: &str) -> Error {
-    Error::new(ErrorKind::BadOption, format!("Dirty bitmap '{bitmap}' not found"))
+    Error::new(ErrorKind::NotFound, format!("Dirty bitmap '{bitmap}' not found"))
 }
 
 pub(crate) fn in_use(bitmap: &str) -> Error {

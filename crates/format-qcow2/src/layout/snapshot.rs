@@ -273,7 +273,7 @@ fn of_state(header: Header, name: &str, row: &Row) -> Result<Header> {
     let bad = |what: &str| Error::new(ErrorKind::BadImage, format!("'{name}': {what}"));
     let Snapshot { disk_bytes, vm_state_bytes, .. } = row.snapshot;
     if vm_state_bytes == 0 {
-        return Err(Error::new(ErrorKind::BadOption, format!("'{name}': that snapshot keeps no machine's state")));
+        return Err(Error::new(ErrorKind::NotFound, format!("'{name}': that snapshot keeps no machine's state")));
     }
     let then = Header { l1_offset: row.l1_offset, l1_entries: row.l1_entries, size_bytes: disk_bytes, ..header };
     let of_disk = then.geometry().l1_entries();

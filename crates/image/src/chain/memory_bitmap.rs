@@ -178,7 +178,7 @@ impl MemoryBitmaps {
             self.0.push(MemoryBitmap::new(name, granularity_bits(name, *granularity_bytes, size_bytes)?, size_bytes));
             return Ok(());
         }
-        let not_found = |name: &str| Error::new(ErrorKind::BadOption, format!("Dirty bitmap '{name}' not found"));
+        let not_found = |name: &str| Error::new(ErrorKind::NotFound, format!("Dirty bitmap '{name}' not found"));
         let place = place.ok_or_else(|| not_found(name))?;
         if *action == BitmapAction::Remove {
             self.0.remove(place);

@@ -171,7 +171,7 @@ impl Image {
             let (granularity_bits, size_bytes) = (bits.granularity_bits, bits.size_bytes);
             return Ok(DirtyMap::new(granularity_bits, size_bytes, bits.into_bytes(), is_recording));
         }
-        Err(Error::new(ErrorKind::BadOption, format!("no layer of the disk has a bitmap '{name}'")))
+        Err(Error::new(ErrorKind::NotFound, format!("no layer of the disk has a bitmap '{name}'")))
     }
 
     /// The internal snapshots of the top layer, as they are now. Blocks.

@@ -50,11 +50,11 @@ impl LogReader {
     pub fn new(file: File) -> Result<Self> {
         let mut bytes = [0; LOG_SECTOR_BYTES];
         file.read_exact_at(&mut bytes, 0).map_err(|error| match error.kind() {
-            std::io::ErrorKind::UnexpectedEof => Error::new(ErrorKind::BadOption, "it is no write log"),
+            std::io::ErrorKind::UnexpectedEof => Error::new(ErrorKind::BadImage, "it is no write log"),
             _ => Error::io("cannot read the write log", error),
         })?;
         let (entries, sector_bytes) =
-            read_superblock(&bytes).map_err(|reason| Error::new(ErrorKind::BadOption, reason))?;
+            read_superblock(&bytes).map_err(|reason| Error::new(ErrorKind::BadImage, reason))?;
         Ok(Self { file: Arc::new(file), entries, sector_bytes, next: 0, at: sector_bytes })
     }
 
