@@ -86,8 +86,12 @@ pub fn rebase(
     let file = opener.open(&options.top, Role::Writable)?;
     let description = image::inspect(options.top.clone(), &file, options.format)?;
     if !description.format.can_have_backing() {
-        let what = format!("'{}': a {} image cannot have a backing file", options.top, description.format);
-        return Err(Error::new(ErrorKind::Unsupported, what));
+        let what = match (description.format, &options.backing) {
+            (Format::Scratch, _) => "a scratch overlay keeps its backing file: convert it to qcow2 for another one",
+            (_, Some(_)) => "a raw image cannot have a backing file",
+            (_, None) => "a raw image cannot have a backing file, so there is none to take away",
+        };
+        return Err(Error::new(ErrorKind::Unsupported, format!("'{}': {what}", options.top)));
     }
     if !options.name_only {
         if !options.change_snapshots {

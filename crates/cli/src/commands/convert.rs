@@ -2,10 +2,10 @@
 
 use crate::arguments::{integer, name_text};
 use crate::images::{
-    OpenArgs, asks_for_help, backing_name, beside_image, copy_bitmaps, create_target, file_name, files,
+    INCOMPLETE, OpenArgs, asks_for_help, backing_name, beside_image, copy_bitmaps, create_target, file_name, files,
     holds_old_bytes, image_name, leave_page_cache, open_to_overwrite, open_writable, opened_name, options_help,
     parse_format, path_of, refuse_misfits, refuse_same_file, refuse_without_bitmaps, remote_name, remove_target,
-    sync_directory,
+    sync_directory, with_fate,
 };
 use crate::output::{self, ProgressArgs, Watch, usage};
 use crate::threads::Reactors;
@@ -305,7 +305,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Err(match args.no_create {
         true => {
             let what = if watch.was_interrupted() { error.context("interrupted") } else { error };
-            what.context(format!("'{}' is incomplete", opened_name(&target.path)))
+            with_fate(what, &target.path, INCOMPLETE)
         }
         false => {
             // Without the image, the data file is useless.

@@ -4,7 +4,7 @@ use super::name::{backing_name, beside_image, cluster_image, is_socket, opened_n
 use super::new_image::{self, NewImage};
 use super::open::files;
 use super::own_backing;
-use super::target::{behind_links, remove_file};
+use super::target::{INCOMPLETE, REMOVED, behind_links, remove_file, with_fate};
 use crate::output::{self, Watch, usage};
 use anyhow::{Context, bail};
 use block::{File, FileOp, SECTOR_BYTES, block_on};
@@ -88,8 +88,7 @@ pub(crate) fn create(
     if let Err(error) = made {
         // The files are closed before they are removed.
         drop(opened);
-        let files = emptied.iter().map(|(path, is_new)| given_up(path, *is_new));
-        return Err(error.context(files.collect::<Vec<_>>().join(", ")));
+        return Err(emptied.iter().rev().fold(error, |error, (path, is_new)| given_up(error, path, *is_new)));
     }
     Ok(emptied.into_iter().nth(1).filter(|(_, is_new)| *is_new).map(|(path, _)| path))
 }
@@ -111,13 +110,11 @@ fn check_served(socket: &Path, wanted: &NewImage) -> anyhow::Result<()> {
     }
 }
 
-/// Removes an incomplete image if it is new, so that its name is free for the next attempt. Returns a text that says
-/// what happened to it.
-fn given_up(path: &Path, is_new: bool) -> String {
-    match is_new && remove_file(path).is_ok() {
-        true => format!("'{}' was removed again", opened_name(path)),
-        false => format!("'{}' is incomplete", opened_name(path)),
-    }
+/// Removes an incomplete image if it is new, so that its name is free for the next attempt. The error then says what
+/// happened to it.
+fn given_up(error: anyhow::Error, path: &Path, is_new: bool) -> anyhow::Error {
+    let fate = if is_new && remove_file(path).is_ok() { REMOVED } else { INCOMPLETE };
+    with_fate(error, path, fate)
 }
 
 /// Returns an empty, locked file: a new one, or an existing one that nobody uses.
@@ -125,7 +122,7 @@ fn empty_file(path: &Path, is_new: bool) -> anyhow::Result<Arc<dyn File>> {
     if let Some(image) = cluster_image(path)? {
         file_rbd::create(&image, 0)?;
         let opened = files().open(&opened_name(path), Role::Writable);
-        return opened.map_err(|error| anyhow::Error::from(error).context(given_up(path, true)));
+        return opened.map_err(|error| given_up(error.into(), path, true));
     }
     if is_new {
         engine::create(path, 0)?;
@@ -214,9 +211,7 @@ impl NewImage {
                 };
                 CreateOptions::Raw { size_bytes, space }
             }
-            Format::Scratch => {
-                return Err(usage("a scratch overlay is made by a drive with snapshot=on,keep=DIRECTORY"));
-            }
+            Format::Scratch => return Err(new_image::scratch_is_not_made()),
             Format::Qcow2 => {
                 let mut options = format_qcow2::CreateOptions::default();
                 options.size_bytes = size_bytes;

@@ -19,4 +19,6 @@ pub(crate) use open::{
     BackingArgs, LOCK_TIMEOUT_VARIABLE, OpenArgs, files, name_force_share, open_to_overwrite, open_writable, opener,
     set_lock_timeout,
 };
-pub(crate) use target::{holds_old_bytes, leave_page_cache, refuse_same_file, remove_target, sync_directory};
+pub(crate) use target::{
+    INCOMPLETE, holds_old_bytes, leave_page_cache, refuse_same_file, remove_target, sync_directory, with_fate,
+};

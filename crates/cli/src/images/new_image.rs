@@ -84,6 +84,10 @@ pub(crate) fn switch(key: &str, value: &str) -> anyhow::Result<bool> {
     }
 }
 
+pub(super) fn scratch_is_not_made() -> anyhow::Error {
+    usage("a scratch overlay is made by a drive with snapshot=on,keep=DIRECTORY")
+}
+
 /// Whether -o asks for the list of options.
 pub(crate) fn asks_for_help(options: &[String]) -> bool {
     options.iter().any(|text| drive::asks_for_help(text))
@@ -132,6 +136,9 @@ pub(crate) struct NewImage {
 impl NewImage {
     /// Reads the options of every -o.
     pub(crate) fn parse(format: Format, options: &[String]) -> anyhow::Result<Self> {
+        if format == Format::Scratch {
+            return Err(scratch_is_not_made());
+        }
         let mut wanted = Self {
             format,
             size_bytes: None,

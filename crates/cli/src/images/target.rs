@@ -67,13 +67,24 @@ pub(super) fn remove_file(path: &Path) -> anyhow::Result<()> {
 pub(crate) fn remove_target(target: &Path, error: anyhow::Error, interrupted: bool) -> anyhow::Error {
     let what = if interrupted { error.context("interrupted") } else { error };
     let is_in_cluster = cluster_image(target).is_ok_and(|image| image.is_some());
-    match is_in_cluster || std::fs::metadata(target).is_ok_and(|meta| meta.is_file()) {
-        false => what.context(format!("'{}' is incomplete", opened_name(target))),
-        true => match remove_file(&behind_links(target.to_owned())) {
-            Ok(()) => what.context(format!("'{}' was removed again", opened_name(target))),
-            Err(_) => what.context(format!("'{}' is incomplete and could not be removed", opened_name(target))),
-        },
-    }
+    let fate = match is_in_cluster || std::fs::metadata(target).is_ok_and(|meta| meta.is_file()) {
+        false => INCOMPLETE,
+        true if remove_file(&behind_links(target.to_owned())).is_ok() => REMOVED,
+        true => "is incomplete and could not be removed",
+    };
+    with_fate(what, target, fate)
+}
+
+/// The fate of a target that was new.
+pub(super) const REMOVED: &str = "was removed again";
+/// The fate of a target that was there before.
+pub(crate) const INCOMPLETE: &str = "is incomplete";
+
+/// Says before an error what has become of a target. If the error names the target, it is not named twice.
+pub(crate) fn with_fate(error: anyhow::Error, target: &Path, fate: &str) -> anyhow::Error {
+    let name = format!("'{}'", opened_name(target));
+    let is_named = format!("{error:#}").contains(&name);
+    error.context(format!("{} {fate}", if is_named { "the target" } else { &name }))
 }
 
 /// With a direct cache mode, drops the file's pages from the page cache: the new image was created through it. Call it

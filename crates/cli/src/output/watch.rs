@@ -103,9 +103,13 @@ impl Watch {
 
     /// Ends a job that changes `file` in place. If it was interrupted, the error says to run it again.
     pub(crate) fn resumable<E: Into<anyhow::Error>>(&self, done: Result<(), E>, file: &Path) -> anyhow::Result<()> {
-        let how = "its contents are as they were: run the same command again to finish";
+        let how = "contents are as they were: run the same command again to finish";
+        let name = format!("'{}'", image::shown(file));
         match done.map_err(Into::into) {
-            Err(error) if self.was_interrupted() => Err(error.context(format!("'{}': {how}", image::shown(file)))),
+            Err(error) if self.was_interrupted() => Err(match format!("{error:#}").contains(&name) {
+                true => error.context(format!("the image's {how}")),
+                false => error.context(format!("{name}: its {how}")),
+            }),
             done => done,
         }
     }

@@ -259,6 +259,7 @@ fn a_failed_convert_removes_its_target_and_one_onto_its_source_is_refused() {
     std::fs::write(&source, bytes).unwrap();
     let said = run_fails(1, &["convert", "-O", "raw", path_str(&source), path_str(&target)]);
     assert!(said.contains("was removed again"), "{said}");
+    assert!(said.matches(path_str(&target)).count() <= 1, "it is named once: {said}");
     assert!(!target.exists());
     let said = run_fails(1, &["convert", "-O", "qcow2", path_str(&source), path_str(&source)]);
     assert!(said.contains("is the source"), "{said}");
