@@ -4,6 +4,7 @@
 mod common;
 
 use common::{Server, at, directory, has_tool, numbered, path_str, run, run_fails, run_ok, text, tool_ok};
+use serde_json::Value;
 use std::path::Path;
 
 const SIZE: usize = 6 << 20;
@@ -56,6 +57,9 @@ fn a_kept_overlay_outlives_its_daemon_and_goes_wherever_its_user_wants() {
 
         let info = run_ok(&["info", path_str(&index)]);
         assert!(info.contains("file format: scratch") && info.contains(path_str(&base)), "{info}");
+        assert!(info.contains("data file: ") && info.contains(".scratch.data\n"), "{info}");
+        let info = serde_json::from_str::<Value>(&run_ok(&["info", "--output=json", path_str(&index)])).unwrap();
+        assert!(info["actual-size"].as_u64().unwrap() >= 5 << 20, "the data count, too: {info}");
         // The overlay lies elsewhere than its image: the gate asks for the user's word.
         assert!(run_fails(1, &["convert", "-O", "raw", path_str(&index), path_str(&out)]).contains("--allow-backing"));
         let is_same = |image: &Path, format: &str| {

@@ -98,6 +98,10 @@ fn look(name: ImageName, force_share: bool) -> anyhow::Result<Layer> {
         _ => file.length_bytes()?,
     };
     let file = ImageFile::new(name.to_string(), meta.as_ref(), length_bytes, disk_bytes);
+    // A kept overlay has nearly all of its bytes beside its index.
+    let data = name.path().and_then(|path| description.format.data_file_of(path)).map(std::fs::metadata);
+    let data_bytes = data.and_then(Result::ok).map_or(0, |data| data.blocks() * 512);
+    let disk_bytes = disk_bytes.map(|bytes| bytes + data_bytes);
     let shown = part.map_or_else(|| name.to_string(), |part| description_of(&name, &part));
     Ok(Layer { name, shown, description, disk_bytes, file })
 }
@@ -227,6 +231,9 @@ fn human(layer: &Layer) -> String {
             line(format!("    corrupt: {}", flags.corrupt));
             line(format!("    extended l2: {}", flags.extended_l2));
         }
+    }
+    if let Some(header) = &description.scratch {
+        line(format!("Format specific information:\n    data file: {}", printable(&header.data_file)));
     }
     if !is_qemu_img() {
         if description.guessed && !description.format.has_tables() {
