@@ -1,6 +1,7 @@
-//! A progress bar for people: on standard error, and only if that is a terminal.
+//! A progress bar for people, on standard error. A bar is drawn only on a terminal.
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::io::Write as _;
 
 const STEPS: u64 = 1000;
 
@@ -27,6 +28,20 @@ impl Bar {
     /// Shows the current step.
     pub(crate) fn say(&self, message: &str) {
         self.0.set_message(message.to_owned());
+    }
+
+    /// Shows the current step; where no bar can be drawn, as a line of its own.
+    pub(crate) fn step(&self, message: &str) {
+        match self.0.is_hidden() {
+            // If standard error is gone, the message is lost.
+            true => drop(writeln!(std::io::stderr(), "{message}")),
+            false => self.say(message),
+        }
+    }
+
+    /// Tells something that stays on the terminal.
+    pub(crate) fn note(&self, message: &str) {
+        self.0.suspend(|| super::warn(message));
     }
 
     /// Removes it from the terminal.

@@ -97,8 +97,11 @@ fn served_to(plan: &Plan, kind: GuestKind, bar: &Bar) -> anyhow::Result<GuestRep
     (null.export.queues, null.export.socket) = (drive.export.queues, Some(null_socket));
     null.export.guest_memory = drive.export.guest_memory;
     daemon.add(&null)?;
-    bar.say("booting the guest");
-    let ended = guestlab::run(&options, &mut |step| bar.say(step));
+    if kind == GuestKind::Qemu && !options.kvm {
+        bar.note("/dev/kvm cannot be opened: QEMU emulates the processor, which takes some minutes");
+    }
+    bar.step("booting the guest");
+    let ended = guestlab::run(&options, &mut |step| bar.step(step));
     // A guest that was killed on cancellation has no report.
     plan.check_cancelled()?;
     let report = ended?;
