@@ -16,6 +16,7 @@ fn wrong_drive_options_list_the_valid_keys_and_values_and_exit_with_2() {
         ("format=null", &["size=4G"]),
         ("format=null,size=12Q", &["'12Q' is not a size"]),
         ("file=x,serial=abcdefghijklmnopqrstu", &["20 bytes"]),
+        ("file=x,queue-size=1", &["from 2 to 1024"]),
     ] {
         let said = run_fails(2, &["serve", "--drive", option]);
         for part in parts {
@@ -50,6 +51,9 @@ fn wrong_arguments_exit_with_2_and_missing_files_with_1() {
         let said = run_fails(2, arguments);
         assert!(!said.trim().is_empty(), "{arguments:?} says nothing");
     }
+    // Nothing is announced that is then refused.
+    let refused = run(&["create", "-f", "scratch", "x", "1M"]);
+    assert_eq!((refused.status.code(), text(&refused.stdout).as_str()), (Some(2), ""), "{}", text(&refused.stderr));
     let missing = run_fails(1, &["info", "/nonexistent/disk.qcow2"]);
     assert!(missing.contains("/nonexistent/disk.qcow2"), "{missing}");
     run_fails(1, &["serve", "/nonexistent/disk.qcow2"]);

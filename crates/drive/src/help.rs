@@ -35,7 +35,7 @@ const KEYS: [(&str, &str); 42] = [
         "queues",
         "how many request queues the guest may use. By default one for each CPU of the host, at most 16; `num-queues` means the same",
     ),
-    ("queue-size", "how long a queue may be: a power of two up to 1024"),
+    ("queue-size", "how long a queue may be: a power of two from 2 to 1024"),
     (
         "l2-cache-size",
         "memory for the tables of an image and its whole chain (`1M`, `256k`). By default what covers the disk, up to 32 MiB",

@@ -20,8 +20,8 @@ use memory::Placement;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 use values::{
-    FORMATS, QUEUE_SIZE_MAX, QUEUES_MAX, bad, count, delay_ms, given_twice, group, is_question, lock_timeout_s, media,
-    mode, name, non_empty_path, parsed, poll_max_us, power_of_two, serial, size, values_of,
+    FORMATS, QUEUES_MAX, bad, count, delay_ms, given_twice, group, is_question, lock_timeout_s, media, mode, name,
+    non_empty_path, parsed, poll_max_us, queue_size, serial, size, values_of,
 };
 
 /// The format of a drive.
@@ -313,7 +313,7 @@ impl DriveOptions {
                 disk.l2_cache_bytes = Some(parse_size(value).map_err(|error| error.in_context(key.as_str()))?);
             }
             "lock-timeout-s" => disk.lock_timeout_s = Some(lock_timeout_s(key, value)?),
-            "queue-size" => export.queue_size = Some(power_of_two(key, value, QUEUE_SIZE_MAX)?),
+            "queue-size" => export.queue_size = Some(queue_size(key, value)?),
             _ if disk.shown.set(key, value)? => {}
             _ => return Err(keyval::unknown("drive key", key, &help::key_names())),
         }

@@ -39,7 +39,7 @@ impl RbdName {
         };
         let text_of = |part: &str| CString::new(unescaped(part)).map_err(|_| bad("a name has no zero bytes"));
         let (pool, image) = split(place, '/');
-        let image = image.ok_or_else(|| bad("the pool is missing"))?;
+        let image = image.ok_or_else(|| bad("a pool and an image belong there, with a '/' between them"))?;
         let (image, snapshot) = split(image, '@');
         let (namespace, image) = match split(image, '/') {
             (namespace, Some(image)) => (Some(namespace), image),
@@ -160,7 +160,7 @@ mod tests {
     #[test]
     fn names_that_lead_nowhere_say_what_is_right_and_show_no_secret() {
         for (name, hint) in [
-            ("rbd:image", "the pool is missing"),
+            ("rbd:image", "a pool and an image"),
             ("rbd:/image", "empty"),
             ("rbd:pool/", "empty"),
             ("rbd:pool/image@", "empty"),

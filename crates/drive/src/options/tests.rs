@@ -167,6 +167,8 @@ fn impossible_values_and_combinations_are_refused() {
         "file=x,queues=0",
         "file=x,queues=257",
         "file=x,queue-size=100",
+        "file=x,queue-size=1",
+        "file=x,queue-size=2048",
         "file=x,queues=2,num-queues=2",
         "file=x,media=cdrom",
         "file=x,cyls=0",

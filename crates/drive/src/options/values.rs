@@ -19,7 +19,7 @@ const NAME_MAX_BYTES: usize = 32;
 /// The most queues: no guest has more CPUs.
 pub(super) const QUEUES_MAX: u16 = 256;
 /// The largest ring that exports serve.
-pub(super) const QUEUE_SIZE_MAX: u16 = 1024;
+const QUEUE_SIZE_MAX: u16 = 1024;
 /// The longest poll: a second. Beyond that, a reactor that never sleeps is better.
 const POLL_MAX_US: u32 = 1_000_000;
 /// The longest wait: an hour. Storage that takes longer for a write needs a person.
@@ -152,10 +152,9 @@ pub(super) fn lock_timeout_s(key: &str, value: &str) -> Result<u32> {
     number.ok_or_else(|| bad(format!("{key}={value}: takes seconds, from 0 (do not wait) to {LOCK_TIMEOUT_MAX_S}")))
 }
 
-pub(super) fn power_of_two(key: &str, value: &str, most: u16) -> Result<u16> {
-    let number = count(key, value, most)?;
-    if !number.is_power_of_two() {
-        return Err(bad(format!("{key}={value}: takes a power of two up to {most}")));
-    }
-    Ok(number)
+/// Reads the length of a ring.
+pub(super) fn queue_size(key: &str, value: &str) -> Result<u16> {
+    let is_size = |number: &u16| number.is_power_of_two() && (2..=QUEUE_SIZE_MAX).contains(number);
+    let what = || bad(format!("{key}={value}: takes a power of two from 2 to {QUEUE_SIZE_MAX}"));
+    value.parse().ok().filter(is_size).ok_or_else(what)
 }
