@@ -41,14 +41,14 @@ impl TlsArgs {
 }
 
 /// Reads where NBD clients connect: a Unix socket, a passed socket (`fd:NAME`), or an address to listen at.
-pub(crate) fn place(word: &str) -> (Option<PathBuf>, Option<String>) {
+pub(crate) fn place(word: &str) -> block::Result<(Option<PathBuf>, Option<String>)> {
     if word.starts_with(PASSED) {
-        return (Some(word.into()), None);
+        return Ok((Some(word.into()), None));
     }
-    match NbdAddress::parse(word) {
+    Ok(match NbdAddress::parse(word)? {
         NbdAddress::Tcp(address) => (None, Some(address)),
         _ => (Some(drive::absolute(Path::new(word))), None),
-    }
+    })
 }
 
 /// How a passed socket is named.

@@ -330,7 +330,7 @@ impl Manager {
 
     /// Says why a disk cannot be used now.
     fn absence_of(&self, name: &str) -> Error {
-        let none = || Error::new(ErrorKind::BadOption, self.no_disk(name));
+        let none = || Error::new(ErrorKind::NotFound, self.no_disk(name));
         match self.daemon.disk_named(name) {
             Some(_) => Error::new(ErrorKind::Locked, format!("the disk '{name}' is being added or removed just now")),
             None => self.away.absence(name).unwrap_or_else(none),

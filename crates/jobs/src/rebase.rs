@@ -86,10 +86,10 @@ pub fn rebase(
     let file = opener.open(&options.top, Role::Writable)?;
     let description = image::inspect(options.top.clone(), &file, options.format)?;
     if !description.format.can_have_backing() {
-        let what = match (description.format, &options.backing) {
-            (Format::Scratch, _) => "a scratch overlay keeps its backing file: convert it to qcow2 for another one",
-            (_, Some(_)) => "a raw image cannot have a backing file",
-            (_, None) => "a raw image cannot have a backing file, so there is none to take away",
+        let what = match (&description.backing_file, &options.backing) {
+            (Some(_), _) => "a scratch overlay keeps its backing file: convert it to qcow2 for another one",
+            (None, Some(_)) => "a raw image cannot have a backing file",
+            (None, None) => "a raw image cannot have a backing file, so there is none to take away",
         };
         return Err(Error::new(ErrorKind::Unsupported, format!("'{}': {what}", options.top)));
     }

@@ -24,7 +24,8 @@ pub trait Transport: Send + 'static {
     fn memory_lost(&self) {}
 }
 
-/// A transport of two event descriptors, as monitors have them from KVM.
+/// A transport of two event descriptors, as monitors have them from KVM. Both must be non-blocking (`EFD_NONBLOCK`):
+/// nothing may wait on the queue's reactor.
 #[derive(Debug)]
 pub struct EventFds {
     /// The driver's kicks (KVM: ioeventfd).

@@ -305,12 +305,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Err(match args.no_create {
         true => {
             let what = if watch.was_interrupted() { error.context("interrupted") } else { error };
-            with_fate(what, &target.path, INCOMPLETE)
+            with_fate(what, &target.path, INCOMPLETE, true)
         }
         false => {
             // Without the image, the data file is useless.
+            let is_only = new_data_file.is_none();
             new_data_file.into_iter().for_each(|path| drop(std::fs::remove_file(path)));
-            remove_target(&target.path, error, watch.was_interrupted())
+            remove_target(&target.path, error, watch.was_interrupted(), is_only)
         }
     })
 }

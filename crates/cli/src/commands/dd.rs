@@ -97,7 +97,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut watch = Watch::start(&args.progress)?;
     create_target(&operands.target, format, &[], None, None, size, &mut watch.before())?;
     if let Err(error) = copy(args, &operands.target, format, &source, part, &mut watch) {
-        return Err(remove_target(&operands.target, error, watch.was_interrupted()));
+        return Err(remove_target(&operands.target, error, watch.was_interrupted(), true));
     }
     sync_directory(&operands.target)
 }

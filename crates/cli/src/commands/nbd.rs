@@ -208,7 +208,7 @@ fn address(args: &Args, passed: &PassedDescriptors) -> anyhow::Result<NbdAddress
             Some(word) => Ok(NbdAddress::passed(passed.number_of(word)?)?),
             None => Ok(NbdAddress::Unix(drive::absolute(path))),
         },
-        (None, Some(address)) => Ok(NbdAddress::Tcp(address.clone())),
+        (None, Some(address)) => Ok(NbdAddress::parse_tcp(address)?),
         (None, None) => match passed.sockets().map(|(number, _)| number).collect::<Vec<_>>().as_slice() {
             [number] => Ok(NbdAddress::passed(*number)?),
             [] => Err(usage("where to serve? Give --socket PATH or --listen ADDRESS:PORT")),

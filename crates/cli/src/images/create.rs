@@ -88,7 +88,8 @@ pub(crate) fn create(
     if let Err(error) = made {
         // The files are closed before they are removed.
         drop(opened);
-        return Err(emptied.iter().rev().fold(error, |error, (path, is_new)| given_up(error, path, *is_new)));
+        let (files, is_only) = (emptied.iter().rev(), emptied.len() == 1);
+        return Err(files.fold(error, |error, (path, is_new)| given_up(error, path, *is_new, is_only)));
     }
     Ok(emptied.into_iter().nth(1).filter(|(_, is_new)| *is_new).map(|(path, _)| path))
 }
@@ -112,9 +113,9 @@ fn check_served(socket: &Path, wanted: &NewImage) -> anyhow::Result<()> {
 
 /// Removes an incomplete image if it is new, so that its name is free for the next attempt. The error then says what
 /// happened to it.
-fn given_up(error: anyhow::Error, path: &Path, is_new: bool) -> anyhow::Error {
+fn given_up(error: anyhow::Error, path: &Path, is_new: bool, is_only: bool) -> anyhow::Error {
     let fate = if is_new && remove_file(path).is_ok() { REMOVED } else { INCOMPLETE };
-    with_fate(error, path, fate)
+    with_fate(error, path, fate, is_only)
 }
 
 /// Returns an empty, locked file: a new one, or an existing one that nobody uses.
@@ -122,7 +123,7 @@ fn empty_file(path: &Path, is_new: bool) -> anyhow::Result<Arc<dyn File>> {
     if let Some(image) = cluster_image(path)? {
         file_rbd::create(&image, 0)?;
         let opened = files().open(&opened_name(path), Role::Writable);
-        return opened.map_err(|error| given_up(error.into(), path, true));
+        return opened.map_err(|error| given_up(error.into(), path, true, true));
     }
     if is_new {
         engine::create(path, 0)?;

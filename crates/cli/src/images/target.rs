@@ -64,7 +64,8 @@ pub(super) fn remove_file(path: &Path) -> anyhow::Result<()> {
 }
 
 /// Removes an incomplete target, and adds to the error what happened to it.
-pub(crate) fn remove_target(target: &Path, error: anyhow::Error, interrupted: bool) -> anyhow::Error {
+/// `is_only` says that it has no data file.
+pub(crate) fn remove_target(target: &Path, error: anyhow::Error, interrupted: bool, is_only: bool) -> anyhow::Error {
     let what = if interrupted { error.context("interrupted") } else { error };
     let is_in_cluster = cluster_image(target).is_ok_and(|image| image.is_some());
     let fate = match is_in_cluster || std::fs::metadata(target).is_ok_and(|meta| meta.is_file()) {
@@ -72,7 +73,7 @@ pub(crate) fn remove_target(target: &Path, error: anyhow::Error, interrupted: bo
         true if remove_file(&behind_links(target.to_owned())).is_ok() => REMOVED,
         true => "is incomplete and could not be removed",
     };
-    with_fate(what, target, fate)
+    with_fate(what, target, fate, is_only)
 }
 
 /// The fate of a target that was new.
@@ -80,10 +81,10 @@ pub(super) const REMOVED: &str = "was removed again";
 /// The fate of a target that was there before.
 pub(crate) const INCOMPLETE: &str = "is incomplete";
 
-/// Says before an error what has become of a target. If the error names the target, it is not named twice.
-pub(crate) fn with_fate(error: anyhow::Error, target: &Path, fate: &str) -> anyhow::Error {
+/// Says before an error what has become of a target. If the error names the only target, it is not named twice.
+pub(crate) fn with_fate(error: anyhow::Error, target: &Path, fate: &str, is_only: bool) -> anyhow::Error {
     let name = format!("'{}'", opened_name(target));
-    let is_named = format!("{error:#}").contains(&name);
+    let is_named = is_only && format!("{error:#}").contains(&name);
     error.context(format!("{} {fate}", if is_named { "the target" } else { &name }))
 }
 

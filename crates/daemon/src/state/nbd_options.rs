@@ -8,7 +8,7 @@ use export_nbd::{Limits, NbdListener};
 use export_vhost_user::ListenSocket;
 use std::cmp::Ordering;
 use std::fmt::{self, Write as _};
-use std::net::{IpAddr, TcpListener};
+use std::net::{IpAddr, Ipv6Addr, TcpListener};
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 
@@ -34,15 +34,29 @@ pub enum NbdAddress {
 }
 
 impl NbdAddress {
-    /// Reads a word of a command line: `ADDRESS:PORT`, or a path. A path that looks like an address has a `/` in it. An
-    /// address with a wrong port, or without one, stays an address: it is refused when it is listened at.
-    #[must_use]
-    pub fn parse(text: &str) -> Self {
+    /// Reads a word of a command line: `ADDRESS:PORT`, or a path. A path that looks like an address has a `/` in it.
+    pub fn parse(text: &str) -> Result<Self> {
         let looks_like_address = text.contains(':') || text.parse::<IpAddr>().is_ok();
         match looks_like_address && !text.contains('/') {
-            true => Self::Tcp(text.to_owned()),
-            false => Self::Unix(absolute(Path::new(text))),
+            true => Self::parse_tcp(text),
+            false => Ok(Self::Unix(absolute(Path::new(text)))),
         }
+    }
+
+    /// Reads a word of a command line that must be `ADDRESS:PORT`.
+    pub fn parse_tcp(text: &str) -> Result<Self> {
+        let is_ipv6 = |text: &str| text.parse::<Ipv6Addr>().is_ok();
+        let why = match text.rsplit_once(':') {
+            None => "the port is missing: write ADDRESS:PORT".to_owned(),
+            Some((before, _)) if text.ends_with(']') || is_ipv6(text) && !is_ipv6(before) => {
+                "the port is missing: write [ADDRESS]:PORT".to_owned()
+            }
+            Some((_, port)) if port.parse::<u16>().is_err() => {
+                format!("'{port}' is no port from 1 to 65535 (write a socket's path with a '/': './{text}')")
+            }
+            Some(_) => return Ok(Self::Tcp(text.to_owned())),
+        };
+        Err(Error::new(ErrorKind::BadOption, format!("'{text}': {why}")))
     }
 
     /// Returns the address of a listening socket that was passed to this program under a number.
@@ -103,27 +117,15 @@ impl NbdAddress {
                 Ok((NbdListener::Unix(listener), Some(socket)))
             }
             Self::Tcp(address) => {
-                check_port(address)?;
+                if address.rsplit_once(':').is_some_and(|(_, port)| port.parse() == Ok(0_u16)) {
+                    let what = format!("'{address}': port 0 would be another one at each start: name a port");
+                    return Err(Error::new(ErrorKind::BadOption, what));
+                }
                 let failed = |error| Error::io(format!("cannot listen at '{address}'"), error);
                 Ok((NbdListener::Tcp(TcpListener::bind(address).map_err(failed)?), None))
             }
         }
     }
-}
-
-/// Checks that an address names a port, which stays the same.
-fn check_port(address: &str) -> Result<()> {
-    let is_without = |address: &str| address.parse::<IpAddr>().is_ok() || address.ends_with(']');
-    let why = match address.rsplit_once(':') {
-        None => "the port is missing: write ADDRESS:PORT".to_owned(),
-        Some(_) if is_without(address) => "the port is missing: write [ADDRESS]:PORT".to_owned(),
-        Some((_, port)) => match port.parse::<u16>() {
-            Ok(0) => "port 0 would be another one at each start: name a port".to_owned(),
-            Ok(_) => return Ok(()),
-            Err(_) => format!("'{port}' is no port from 1 to 65535 (write a socket's path with a '/': './{address}')"),
-        },
-    };
-    Err(Error::new(ErrorKind::BadOption, format!("'{address}': {why}")))
 }
 
 /// By what addresses are the same or differ.
@@ -258,30 +260,32 @@ mod tests {
 
     #[test]
     fn words_are_addresses_or_paths_and_uris_are_escaped() {
-        let tcp = |text: &str| NbdAddress::parse(text) == NbdAddress::Tcp(text.to_owned());
-        assert!(tcp("127.0.0.1:10809") && tcp("[::1]:10809") && tcp("host:1"));
-        assert!(tcp("a:x") && tcp("a:") && tcp("127.0.0.1") && tcp("::1"), "they are no sockets' names");
-        assert!(!tcp("/run/a:1") && !tcp("nbd.sock") && !tcp("./a:x"));
+        let is = |text: &str, address: NbdAddress| NbdAddress::parse(text).unwrap() == address;
+        for text in ["127.0.0.1:10809", "[::1]:10809", "::1:8080", "host:1"] {
+            assert!(is(text, NbdAddress::Tcp(text.to_owned())), "{text}");
+        }
+        for text in ["/run/a:1", "nbd.sock", "./a:x"] {
+            assert!(is(text, NbdAddress::Unix(absolute(Path::new(text)))), "{text}");
+        }
         let unix = NbdAddress::Unix("/run/a b?.nbd".into());
         assert_eq!(unix.uri("c&d/e", false), "nbd+unix:///c%26d/e?socket=/run/a%20b%3F.nbd");
-        assert_eq!(NbdAddress::parse("[::1]:9").uri("", true), "nbds://[::1]:9/");
+        assert_eq!(NbdAddress::parse("[::1]:9").unwrap().uri("", true), "nbds://[::1]:9/");
     }
 
     #[test]
     fn an_address_without_a_port_or_with_a_wrong_one_is_refused_with_what_to_write() {
         for (address, why) in [
             ("127.0.0.1", "write ADDRESS:PORT"),
-            ("localhost", "write ADDRESS:PORT"),
             ("::1", "write [ADDRESS]:PORT"),
             ("[::1]", "write [ADDRESS]:PORT"),
             ("127.0.0.1:", "'' is no port"),
             ("127.0.0.1:1x", "'1x' is no port"),
             ("127.0.0.1:65536", "'65536' is no port"),
-            ("127.0.0.1:0", "port 0"),
         ] {
-            let refused = NbdAddress::Tcp(address.to_owned()).listen(SocketAccess::default()).err().unwrap();
+            let refused = NbdAddress::parse(address).unwrap_err();
             assert_eq!(refused.kind(), ErrorKind::BadOption);
             assert!(refused.to_string().contains(why), "{refused}");
         }
+        assert!(NbdAddress::parse_tcp("localhost").unwrap_err().to_string().contains("write ADDRESS:PORT"));
     }
 }

@@ -2,7 +2,7 @@
 //! calls of the ring's driver half.
 
 use memory::{GuestMemory, GuestRegion, IoBuf, Mapping, RegionSpec};
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::{read, write};
 use std::{error::Error, os::fd::OwnedFd, sync::Arc};
 use virtio::blk::{RequestHeader, request_type};
@@ -41,7 +41,7 @@ impl Guest {
         let memory = Arc::new(GuestMemory::new(vec![region])?);
         let areas = SplitAreas::at_guest_addresses(Arc::clone(&memory), RING, RING_ENTRIES)?;
         let driver = DriverRing::new(areas, true, None)?;
-        let event = || eventfd(0, EventfdFlags::CLOEXEC);
+        let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         Ok(Self { mapping, memory, driver, kick: event()?, interrupt: event()? })
     }
 
@@ -60,6 +60,7 @@ impl Guest {
             write(&self.kick, &1_u64.to_ne_bytes())?;
         }
         if sleeps {
+            poll(&mut [PollFd::new(&self.interrupt, PollFlags::IN)], None)?;
             read(&self.interrupt, &mut [0; 8])?;
         }
         self.driver.pop_used()?.ok_or("the request has not ended")?;

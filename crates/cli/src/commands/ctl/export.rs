@@ -73,7 +73,7 @@ impl ExportArgs {
         };
         match &self.nbd {
             Some(address) => {
-                let (socket, listen) = place(address);
+                let (socket, listen) = place(address)?;
                 request.socket = socket;
                 request.nbd = Some(AddNbd {
                     listen,

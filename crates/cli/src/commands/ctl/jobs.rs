@@ -97,11 +97,11 @@ impl How {
 
 /// Returns the error of who waited for a job when the daemon did not answer any more.
 fn without_end(job: &Job, error: CallError) -> anyhow::Error {
-    let id = job.id;
+    let Job { id, disk, .. } = job;
     match error {
         CallError::Ended(_) => anyhow::anyhow!(
-            "the daemon ended, and with it job {id}, which its next start does not continue: the disk's contents are as \
-             they were, and the same command starts the job again"
+            "the daemon ended, and its next start does not continue job {id}: look at 'ringdisk ctl show {disk}' before \
+             you start it again"
         ),
         error => error.into(),
     }

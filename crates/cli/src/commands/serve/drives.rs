@@ -32,7 +32,7 @@ pub(super) fn drives(args: &Args, is_served_without: bool, others: &[Configured]
         return Err(usage("nothing to serve: name an IMAGE or give --drive file=PATH,..."));
     }
     drives.iter_mut().for_each(|drive| drive.export.queues = drive.export.queues.or(args.queues));
-    let exports: Vec<AddExport> = args.nbd.iter().map(|word| nbd_export(args, word)).collect();
+    let exports: Vec<AddExport> = args.nbd.iter().map(|word| nbd_export(args, word)).collect::<block::Result<_>>()?;
     let sockets = others.iter().flat_map(|other| &other.exports).chain(&exports).filter_map(|export| {
         let word = passed_word(export.socket.as_deref()?)?;
         Some(passed.number_of(word))
@@ -47,8 +47,8 @@ pub(super) fn drives(args: &Args, is_served_without: bool, others: &[Configured]
 }
 
 /// Returns an NBD export for any disk.
-fn nbd_export(args: &Args, word: &str) -> AddExport {
-    let (socket, listen) = place(word);
+fn nbd_export(args: &Args, word: &str) -> block::Result<AddExport> {
+    let (socket, listen) = place(word)?;
     let tls = args.nbd_tls_creds.as_deref().map(|credentials| AddTls {
         credentials: drive::absolute(credentials),
         required: true,
@@ -56,13 +56,13 @@ fn nbd_export(args: &Args, word: &str) -> AddExport {
     });
     let is_made_here = socket.as_deref().is_some_and(|socket| passed_word(socket).is_none());
     let of_socket = |setting: &Option<String>| setting.clone().filter(|_| is_made_here);
-    AddExport {
+    Ok(AddExport {
         socket_mode: of_socket(&args.nbd_socket_mode),
         socket_group: of_socket(&args.nbd_socket_group),
         socket,
         nbd: Some(AddNbd { listen, tls, ..AddNbd::default() }),
         ..AddExport::default()
-    }
+    })
 }
 
 /// Returns the words of the command line for each disk, by which the record of a state directory identifies it.
