@@ -126,6 +126,8 @@ pub(crate) struct Generator {
     writes_until_flush: u32,
     phase: Phase,
     started: Instant,
+    /// The last completion.
+    ended: Instant,
     /// Completions that the conductor has not been told of.
     untold: u64,
     result: Option<QueueResult>,
@@ -197,6 +199,7 @@ impl Generator {
             writes_until_flush: spec.flush_every.unwrap_or(0),
             phase: Phase::Warmup,
             started: now,
+            ended: now,
             untold: 0,
             result: Some(result),
             seen: 0,
@@ -214,6 +217,7 @@ impl Generator {
         let Some(result) = &mut self.result else { return };
         if self.phase < Phase::Measure {
             self.started = Instant::now();
+            self.ended = self.started;
             result.reads.clear();
             result.writes.clear();
             result.flushes.clear();
@@ -223,9 +227,6 @@ impl Generator {
             if let Some(moments) = &mut result.moments {
                 moments.clear();
             }
-        }
-        if phase >= Phase::Drain && self.phase < Phase::Drain {
-            result.elapsed_seconds = self.started.elapsed().as_secs_f64();
         }
         self.phase = phase;
     }
@@ -369,7 +370,7 @@ impl Generator {
                 Kind::Flush => (&mut result.flushes, 0),
             };
             timings.record(ns);
-            if let (Some(moments), Phase::Measure) = (&mut result.moments, self.phase) {
+            if let (Some(moments), true) = (&mut result.moments, self.phase >= Phase::Measure) {
                 moments.record(now.saturating_duration_since(self.started), ns);
             }
             result.bytes += bytes as u64;
@@ -429,9 +430,8 @@ impl Generator {
     fn finish(&mut self) {
         self.tell();
         let Some(mut result) = self.result.take() else { return };
-        if self.phase < Phase::Drain {
-            result.elapsed_seconds = self.started.elapsed().as_secs_f64();
-        }
+        // Requests that the drain awaited count, so their time does.
+        result.elapsed_seconds = self.ended.saturating_duration_since(self.started).as_secs_f64();
         result.abandoned = self.slots.len() - self.idle.len();
         result.blocks = self.parts.tracker.take().map(Tracker::into_blocks);
         // The queue is dropped first: the receiver of the result may use the disk at once.
@@ -470,8 +470,9 @@ impl Poller for Generator {
         }
         let now = Instant::now();
         if let (Some(result), true) = (&mut self.result, count > 0) {
+            self.ended = now;
             result.batches.record(count);
-            if self.phase == Phase::Measure {
+            if self.phase >= Phase::Measure {
                 result.evenness.record(now.saturating_duration_since(self.started), count as u64);
             }
         }

@@ -127,7 +127,7 @@ pub struct BenchReport {
     pub read_percent: u8,
     /// "random" or "sequential".
     pub pattern: String,
-    /// Measured time, the mean over the queues.
+    /// Time from the beginning to the last completion, the mean over the queues.
     pub elapsed_seconds: f64,
     /// Reads and writes completed.
     pub requests: u64,
@@ -143,7 +143,7 @@ pub struct BenchReport {
     pub iops: f64,
     /// Bytes a second of reads and writes.
     pub bytes_per_second: f64,
-    /// Requests of all kinds in each whole second.
+    /// Requests of all kinds in each whole second, up to the last completion.
     pub per_second: Vec<u64>,
     /// The longest time without a completion, on any queue.
     pub longest_gap_us: f64,

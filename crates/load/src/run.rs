@@ -68,8 +68,8 @@ pub fn run(
         };
         run.wait(limit);
     }
-    let after = Sample::take(spec, hooks);
     run.drain();
+    let after = Sample::take(spec, hooks);
     started?;
     run.outcome(&before, &after)
 }

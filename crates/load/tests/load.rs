@@ -31,6 +31,8 @@ enum Fault {
     Swallows,
     /// Acknowledges flushes without making anything durable.
     IgnoresFlush,
+    /// Completes nothing until it is let go.
+    Holds,
 }
 
 #[derive(Debug)]
@@ -45,12 +47,13 @@ struct RamDisk {
     state: Arc<Mutex<State>>,
     fault: Fault,
     requests: Arc<AtomicU64>,
+    let_go: Arc<AtomicBool>,
 }
 
 impl RamDisk {
     fn new(fault: Fault) -> Self {
         let state = State { bytes: vec![0; DISK_BYTES], durable: vec![0; DISK_BYTES] };
-        Self { state: Arc::new(Mutex::new(state)), fault, requests: Arc::default() }
+        Self { state: Arc::new(Mutex::new(state)), fault, requests: Arc::default(), let_go: Arc::default() }
     }
 
     fn crash(&self) {
@@ -130,6 +133,9 @@ impl DiskQueue for RamQueue {
 
     /// Some now, some later, the youngest first.
     fn harvest(&mut self, done: &mut Vec<Completion>) -> usize {
+        if self.disk.fault == Fault::Holds && !self.disk.let_go.load(Ordering::Relaxed) {
+            return 0;
+        }
         self.turn += 1;
         let count = if self.turn.is_multiple_of(3) { self.ready.len() } else { self.ready.len() / 2 };
         let count = count.max(self.ready.len().min(1));
@@ -271,6 +277,32 @@ fn a_run_can_be_cancelled_and_a_dead_disk_does_not_hold_it_for_ever() {
     });
     let error = run(&disk, &reactors(1).handles, &spec, &hooks).unwrap_err().to_string();
     assert!(error.contains("32 requests did not complete"), "{error}");
+}
+
+#[test]
+fn requests_that_outlast_the_run_count_with_their_time() {
+    let ram = RamDisk::new(Fault::Holds);
+    let (disk, reactors): (Arc<dyn Disk>, _) = (Arc::new(ram.clone()), reactors(1));
+    let spec = BenchSpec::default().with(|spec| {
+        (spec.queue_depth, spec.stop) = (1, Stop::Runtime(Duration::from_millis(1)));
+        spec.moments = Some(Duration::from_millis(10));
+    });
+    let Outcome { report, moments, .. } = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(300));
+            ram.let_go.store(true, Ordering::Relaxed);
+            reactors.handles[0].run(Box::new(|_| {})).unwrap();
+        });
+        run(&disk, &reactors.handles, &spec, &Hooks::default()).unwrap()
+    });
+    // One request follows the other, so their times together are no longer than the run.
+    let together_us = report.latency_us.mean * report.latency_us.count as f64;
+    let elapsed_us = report.elapsed_seconds * 1e6;
+    assert!(together_us <= elapsed_us * 1.01, "{together_us} us of requests in {elapsed_us} us");
+    assert!(report.requests > 0 && report.longest_gap_us <= elapsed_us * 1.01);
+    let gap_holds_the_request = report.longest_gap_us * 1.01 >= report.latency_us.max;
+    assert!(gap_holds_the_request, "a gap of {} us, a request of {} us", report.longest_gap_us, report.latency_us.max);
+    assert_eq!(moments.iter().map(|moment| moment.requests).sum::<u64>(), report.requests);
 }
 
 #[test]
