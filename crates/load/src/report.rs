@@ -143,7 +143,8 @@ pub struct BenchReport {
     pub iops: f64,
     /// Bytes a second of reads and writes.
     pub bytes_per_second: f64,
-    /// Requests of all kinds in each whole second, up to the last completion.
+    /// Requests of all kinds in each whole second, up to the last completion of any queue. Later seconds may cover only
+    /// some of the queues.
     pub per_second: Vec<u64>,
     /// The longest time without a completion, on any queue.
     pub longest_gap_us: f64,

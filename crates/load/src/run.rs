@@ -232,6 +232,7 @@ impl Run<'_> {
             totals.iops += (result.reads.count() + result.writes.count()) as f64 / seconds;
             totals.bytes_per_second += result.bytes as f64 / seconds;
             totals.elapsed_seconds += seconds / self.finished.len() as f64;
+            totals.longest_seconds = totals.longest_seconds.max(seconds);
             totals.reads.merge(&result.reads);
             totals.writes.merge(&result.writes);
             totals.flushes.merge(&result.flushes);
@@ -265,7 +266,7 @@ impl Run<'_> {
             by_maps: self.spec.maps.then(|| self.finished.iter().map(|result| result.by_maps).sum()),
             iops: totals.iops,
             bytes_per_second: totals.bytes_per_second,
-            per_second: totals.evenness.whole_seconds(totals.elapsed_seconds),
+            per_second: totals.evenness.whole_seconds(totals.longest_seconds),
             longest_gap_us: totals.evenness.longest_gap_us(),
             latency_us: all.summary(),
             read_latency_us: totals.reads.summary(),
@@ -303,6 +304,8 @@ struct Totals {
     bytes_per_second: f64,
     /// The mean of the queues' times.
     elapsed_seconds: f64,
+    /// The longest of them.
+    longest_seconds: f64,
 }
 
 impl Default for Totals {
@@ -316,6 +319,7 @@ impl Default for Totals {
             iops: 0.0,
             bytes_per_second: 0.0,
             elapsed_seconds: 0.0,
+            longest_seconds: 0.0,
         }
     }
 }
