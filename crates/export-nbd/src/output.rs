@@ -3,6 +3,7 @@
 use crate::limits::Grant;
 use memory::{IoBuf, OutOfMemory, SocketPart, Window, send_parts};
 use nbd_wire::reply::Head;
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -33,9 +34,9 @@ impl Item {
     /// Makes the data this item's alone, so that they can be borrowed. Usually they are.
     fn own(&mut self) -> Result<(), OutOfMemory> {
         if let Self::Reply(_, Some((window, _))) = self
-            && window.own_bytes().is_none()
+            && window.own_parts().is_none()
         {
-            let copy = IoBuf::from_pool(window.length_bytes())?;
+            let copy = IoBuf::from_pool_in_pieces(window.length_bytes())?;
             window.copy_to(&copy.whole());
             *window = copy.whole();
         }
@@ -43,14 +44,12 @@ impl Item {
     }
 
     /// Returns the header and the data, which are this item's alone.
-    fn parts(&mut self) -> (&[u8], &[u8]) {
-        match self {
-            Self::Reply(head, data) => {
-                let data = data.as_mut().and_then(|(window, _)| window.own_bytes());
-                (head.as_bytes(), data.unwrap_or_default())
-            }
-            Self::Bytes(bytes, _) => (bytes, &[]),
-        }
+    fn parts(&mut self) -> impl Iterator<Item = &[u8]> {
+        let (head, data) = match self {
+            Self::Reply(head, data) => (head.as_bytes(), data.as_mut().and_then(|(window, _)| window.own_parts())),
+            Self::Bytes(bytes, _) => (bytes.as_slice(), None),
+        };
+        std::iter::once(head).chain(data.into_iter().flatten())
     }
 
     fn length_bytes(&self) -> usize {
@@ -118,12 +117,11 @@ impl Output {
             item.own().map_err(io::Error::other)?;
             (count, bytes) = (count.saturating_add(1), bytes.saturating_add(item.length_bytes()));
         }
-        let mut skip = self.sent;
-        let sealed = seal(&mut self.items.iter_mut().take(count).flat_map(|item| {
-            let skipped = std::mem::take(&mut skip);
-            let (head, data) = item.parts();
-            let in_data = skipped.saturating_sub(head.len());
-            [head.get(skipped..).unwrap_or_default(), data.get(in_data..).unwrap_or_default()]
+        let skip = Cell::new(self.sent);
+        let sealed = seal(&mut self.items.iter_mut().take(count).flat_map(Item::parts).map(|part| {
+            let skipped = skip.get().min(part.len());
+            skip.set(skip.get().saturating_sub(skipped));
+            part.get(skipped..).unwrap_or_default()
         }))?;
         self.sent = self.sent.saturating_add(sealed);
         self.forget_sent();

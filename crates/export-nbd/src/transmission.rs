@@ -259,7 +259,7 @@ impl Transmission {
     fn buffer(&self, length_bytes: u64) -> Option<Result<(IoBuf, Option<Grant>), u32>> {
         let length = usize::try_from(length_bytes).unwrap_or(usize::MAX);
         let grant = self.account.take(length)?;
-        Some(IoBuf::from_pool(length).map(|buffer| (buffer, Some(grant))).map_err(|_| error::ENOMEM))
+        Some(IoBuf::from_pool_in_pieces(length).map(|buffer| (buffer, Some(grant))).map_err(|_| error::ENOMEM))
     }
 
     fn whole_blocks_around(&self, offset: u64, length_bytes: u64) -> (u64, u64) {

@@ -9,8 +9,9 @@ use thiserror::Error;
 pub const PAGE_BYTES: usize = 4096;
 
 /// Longer buffers are mappings of their own, whose pages are zero when they are first touched. The allocator would write
-/// zeros to all of them at once, which keeps a reactor for milliseconds.
-const ALLOCATED_BYTES_MAX: usize = 1 << 20;
+/// zeros to all of them at once. The pool makes several of a mebibyte in one turn, which would keep a reactor for
+/// milliseconds.
+const ALLOCATED_BYTES_MAX: usize = 512 << 10;
 
 /// The allocator has no memory for a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]

@@ -63,6 +63,8 @@ enum Kept {
     Whole(AlignedBuf),
     /// Memory from the pool, with its part of a budget.
     FromPool(#[allow(dead_code)] PooledPages, #[allow(dead_code)] BufferGrant),
+    /// Memory from the pool, a piece for each segment.
+    InPieces(#[allow(dead_code)] Vec<PooledPages>),
     /// The buffers whose memory a gathered list names.
     Parts(#[allow(dead_code)] Vec<Window>),
     /// The mapping that the segments lie in, and a value to drop with the last handle.
@@ -129,6 +131,27 @@ impl IoBuf {
     /// nothing is allocated once the pool is warm. Guests' requests take theirs from a [`BufferGrant`] instead.
     pub fn from_pool(length_bytes: usize) -> Result<Self, OutOfMemory> {
         Self::from_pool_with(length_bytes, BufferGrant::default())
+    }
+
+    /// As [`IoBuf::from_pool`], but a long buffer is made of pieces of a mebibyte. So its memory is used again, too.
+    /// Otherwise each one would be mapped, touched page by page and unmapped, which keeps a reactor for milliseconds.
+    pub fn from_pool_in_pieces(length_bytes: usize) -> Result<Self, OutOfMemory> {
+        if length_bytes <= PooledPages::LONGEST_BYTES {
+            return Self::from_pool(length_bytes);
+        }
+        let count = length_bytes.div_ceil(PooledPages::LONGEST_BYTES);
+        let (mut segments, mut pieces) = (Vec::with_capacity(count), Vec::with_capacity(count));
+        let mut left = length_bytes;
+        while left > 0 {
+            let length = left.min(PooledPages::LONGEST_BYTES);
+            let (pages, start) = PooledPages::take(length)?;
+            segments.push(Segment::new(start, length));
+            pieces.push(pages);
+            left -= length;
+        }
+        Ok(Self {
+            inner: PoolRc::new(Inner { segments, length_bytes, kept: Kept::InPieces(pieces), ..Inner::default() }),
+        })
     }
 
     /// As [`IoBuf::from_pool`]; the buffer keeps `grant`.

@@ -1,7 +1,7 @@
 //! A part of a buffer, and the copies into it and out of it.
 //!
 //! The bytes may be shared with a guest that changes them at any time, so they are copied in or out, not borrowed as
-//! slices. The exception is memory of the pool with one handle ([`Window::own_bytes`]).
+//! slices. The exception is memory of the pool with one handle ([`Window::own_parts`]).
 
 use super::{IoBuf, Kept, Segment};
 use std::cell::Cell;
@@ -123,13 +123,21 @@ impl Window {
     }
 
     /// Borrows the bytes if they lie in memory of the pool, and this is the only handle to it: then neither a guest nor
-    /// the kernel changes them.
-    pub fn own_bytes(&mut self) -> Option<&[u8]> {
-        let is_own = matches!(self.buf.inner.kept, Kept::FromPool(..)) && self.buf.is_unique();
-        let segment = self.single_segment().filter(|_| is_own)?;
-        // SAFETY: the pool's pages are valid, and were zeroed when they were allocated. Whoever reads or writes them has
-        // a handle. This is the only one, and as it is borrowed exclusively, no other is made meanwhile.
-        Some(unsafe { std::slice::from_raw_parts(segment.as_ptr(), segment.length_bytes()) })
+    /// the kernel changes them. Gives them in order, a part for each segment.
+    pub fn own_parts(&mut self) -> Option<impl Iterator<Item = &[u8]>> {
+        let is_of_pool = matches!(self.buf.inner.kept, Kept::FromPool(..) | Kept::InPieces(_));
+        if !is_of_pool || !self.buf.is_unique() {
+            return None;
+        }
+        let (mut skip, mut left) = (self.offset, self.length_bytes);
+        Some(self.buf.segments().iter().filter_map(move |segment| {
+            let start = skip.min(segment.length_bytes());
+            let length = left.min(segment.length_bytes() - start);
+            (skip, left) = (skip - start, left - length);
+            // SAFETY: the pool's pages are valid, and were zeroed when they were allocated. Whoever reads or writes them
+            // has a handle. This is the only one, and as it is borrowed exclusively, no other is made meanwhile.
+            (length > 0).then(|| unsafe { std::slice::from_raw_parts(segment.slice(start, length).as_ptr(), length) })
+        }))
     }
 
     /// Copies `source` into the window from `skip_bytes` on. Returns how many bytes fitted.
@@ -276,10 +284,30 @@ mod tests {
         let mut window = IoBuf::from_pool(100).unwrap().whole();
         window.fill(3);
         let mut part = window.slice(10, 5);
-        assert!(window.own_bytes().is_none() && part.own_bytes().is_none(), "two handles");
+        assert!(window.own_parts().is_none() && part.own_parts().is_none(), "two handles");
         drop(window);
-        assert_eq!(part.own_bytes(), Some(&[3; 5][..]));
-        assert!(IoBuf::gather(vec![part]).whole().own_bytes().is_none(), "of another buffer");
+        assert_eq!(part.own_parts().unwrap().collect::<Vec<_>>(), [&[3; 5]]);
+        assert!(IoBuf::gather(vec![part]).whole().own_parts().is_none(), "of another buffer");
+    }
+
+    #[test]
+    fn a_long_buffer_of_the_pool_is_one_of_pieces_and_gives_its_bytes_in_order() {
+        const PIECE: usize = 1 << 20;
+        let length = 2 * PIECE + 1000;
+        let bytes: Vec<u8> = (0..length).map(|index| (index % 251) as u8).collect();
+        let mut window = IoBuf::from_pool_in_pieces(length).unwrap().whole();
+        assert_eq!((window.segment_count(), window.length_bytes()), (3, length));
+        let mut starts_at_pages = true;
+        window.for_each_segment(|segment| starts_at_pages &= segment.as_ptr().addr().is_multiple_of(crate::PAGE_BYTES));
+        assert!(starts_at_pages && window.copy_from_slice(0, &bytes) == length);
+        assert!(window.own_parts().unwrap().flatten().eq(&bytes));
+        for range in [0..1, PIECE - 3..PIECE, PIECE - 3..2 * PIECE + 5, 2 * PIECE..length, PIECE..PIECE] {
+            let mut part = window.slice(range.start, range.len());
+            drop(window);
+            assert!(part.own_parts().unwrap().flatten().eq(&bytes[range]));
+            window = part.into_buf().whole();
+        }
+        assert_eq!(IoBuf::from_pool_in_pieces(PIECE).unwrap().segments().len(), 1);
     }
 
     #[test]

@@ -40,6 +40,12 @@ macro_rules! sizes {
         }
 
         impl PooledPages {
+            /// The largest size of the pool.
+            pub(crate) const LONGEST_BYTES: usize = {
+                let sizes = [$($bytes),*];
+                sizes[sizes.len() - 1]
+            };
+
             /// Takes at least `length_bytes`, and returns where they are. The old contents are still there.
             pub(crate) fn take(length_bytes: usize) -> Result<(Self, NonNull<u8>), OutOfMemory> {
                 // In this crate's own unit tests the pool's atomics are the model checker's, which work only in a
