@@ -2,8 +2,8 @@
 
 use block::{Error, ErrorKind, Result};
 use control::api::{
-    AddDisk, CommitDisk, CreateSnapshot, Disk, Disks as AllDisks, FormerTop, InternalSnapshot, InternalSnapshots, Job,
-    JobState, Jobs, Overlay, Snapshot, VmState,
+    AddDisk, CommitDisk, CreateSnapshot, Disk, Disks as AllDisks, ErrorKind as CallErrorKind, FormerTop,
+    InternalSnapshot, InternalSnapshots, Job, JobState, Jobs, Overlay, Snapshot, VmState,
 };
 use control::{CallError, Client, Options, path_segment};
 use std::path::{Path, PathBuf};
@@ -39,8 +39,8 @@ pub(crate) trait Disks {
     /// Waits until no job changes the disk.
     fn wait_for_jobs(&self, name: &str) -> Result<()>;
 
-    /// Serves a disk with these options under a new layer, and replaces the disk of that name. The layer is in place
-    /// before any write is possible. Later, layers may be taken back into `former_tops`. The disk may rest on `bases`.
+    /// Serves a disk with these options under a new layer, and replaces the disk of that name, also one that could not
+    /// be opened or taken off the record. The layer is in place before any write is possible. Later, layers may be taken back into `former_tops`. The disk may rest on `bases`.
     fn replace(
         &self,
         name: &str,
@@ -172,8 +172,10 @@ impl Disks for Daemon {
         bases: Vec<PathBuf>,
         overlay: PathBuf,
     ) -> Result<()> {
-        if self.names()?.iter().any(|own| own == name) {
-            self.0.delete(&format!("/v1/disks/{}?force=true", path_segment(name))).map_err(refused)?;
+        let is_served = self.names()?.iter().any(|own| own == name);
+        match self.0.delete(&format!("/v1/disks/{}?force=true", path_segment(name))) {
+            Err(CallError::Refused(why)) if !is_served && why.kind == CallErrorKind::NotFound => {}
+            removed => removed.map_err(refused)?,
         }
         self.0
             .post::<Disk>("/v1/disks", &AddDisk { options, export: true, overlay: Some(overlay), former_tops, bases })
@@ -184,6 +186,35 @@ impl Disks for Daemon {
 
 #[cfg(test)]
 mod tests {
+    use control::{ControlServer, Manager};
+    use std::sync::Arc;
+
+    /// The disk is closed, and its name stays taken, because the daemon could not write that it is gone.
+    #[test]
+    fn a_restore_is_tried_again_after_the_daemon_could_not_record_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let [control, state, file] = ["control", "state", "disk"].map(|name| directory.path().join(name));
+        std::fs::write(&file, vec![0; 1 << 20]).unwrap();
+        let manager = Arc::new(Manager::start(Default::default(), Some(&state)).unwrap());
+        let mut server = ControlServer::listen(&control, Arc::clone(&manager)).unwrap();
+        let daemon = Daemon::new(&control).unwrap();
+        let options = Options::parse(&format!("file={},format=raw,name=root", file.display())).unwrap();
+        let replace =
+            |layer: &str| daemon.replace("root", options.clone(), Vec::new(), Vec::new(), directory.path().join(layer));
+        let tops = || manager.disks().into_iter().map(|disk| disk.file).collect::<Vec<_>>();
+        let top = |layer: &str| vec![directory.path().join(layer).display().to_string()];
+        replace("one").unwrap();
+        assert_eq!(tops(), top("one"));
+        let full = state.join("disks.json.new");
+        std::fs::create_dir(&full).unwrap();
+        replace("two").unwrap_err();
+        assert!(tops().is_empty() && manager.failed_disks().len() == 1);
+        std::fs::remove_dir(full).unwrap();
+        replace("three").unwrap();
+        assert_eq!(tops(), top("three"));
+        assert!(manager.failed_disks().is_empty());
+        server.close();
+    }
     use super::*;
 
     #[test]
