@@ -269,6 +269,10 @@ pub struct Export {
     /// Whether a guest's monitor or an NBD client is connected.
     #[serde(default)]
     pub connected: bool,
+    /// For how long its guest has waited until what a former process wrote is durable, in microseconds. The guest is in
+    /// write-through, and no request of it is taken before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub first_flush_us: Option<u64>,
     /// The counters of all its queues together.
     pub counters: Counters,
     /// Its properties for NBD clients, if it is an NBD export.

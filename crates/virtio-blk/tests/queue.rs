@@ -6,7 +6,7 @@ mod model;
 #[path = "../../export-vhost-user/tests/support/reactor.rs"]
 mod reactor;
 
-use block::{Completion, Disk, DiskInfo, DiskQueue, IoError, Op, Poller, ReactorCtx, Tag, run_and_wait};
+use block::{Completion, Disk, DiskInfo, DiskQueue, IoError, Op, Part, Poller, ReactorCtx, Tag, run_and_wait};
 use model::any::AnyDriver;
 use model::{Driver, Guest};
 use reactor::TestReactor;
@@ -307,8 +307,14 @@ fn a_queue_of_a_guest_in_write_through_takes_nothing_before_a_flush_of_its_own_h
         let mut queue = Served::new(ctx, &guests[0], &device, 0);
         queue.send(request_type::IN);
         assert_eq!((held(0).as_str(), queue.ended()), ("f", 0), "the read waits");
+        assert!(device.latency().oldest_ns > 0 && device.stats()[0].own_flush_ns > 0, "nobody sees what it waits for");
+        assert_eq!(device.latency().kinds[2].whole.count(), 0);
         end(0, Ok(()), |_| true);
         assert_eq!((queue.ended(), held(0).as_str()), (0, "r"));
+        let flushes = &device.latency().kinds[2];
+        assert_eq!((flushes.kind, flushes.whole.count()), ("flush", 1));
+        assert_eq!(flushes.parts[Part::Metadata as usize].count(), 1);
+        assert_eq!(device.stats()[0].own_flush_ns, 0);
         end(0, Ok(()), |_| true);
         assert_eq!(queue.ended(), 1);
         queue.send(request_type::OUT);

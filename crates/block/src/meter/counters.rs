@@ -49,6 +49,8 @@ pub struct RingStats {
     pub io_errors: u64,
     /// Requests that the storage had no space for.
     pub no_space: u64,
+    /// No count: for how long the queue's own flush has been in flight, in nanoseconds; zero if it is not.
+    pub own_flush_ns: u64,
 }
 
 impl RingCounters {
@@ -76,6 +78,7 @@ impl RingCounters {
             faults: self.faults.get(),
             io_errors: self.io_errors.get(),
             no_space: self.no_space.get(),
+            own_flush_ns: self.latency_if_any().map_or(0, Latency::own_flush_ns),
         }
     }
 }
@@ -95,5 +98,6 @@ impl RingStats {
         ] {
             *sum = sum.wrapping_add(more);
         }
+        self.own_flush_ns = self.own_flush_ns.max(other.own_flush_ns);
     }
 }

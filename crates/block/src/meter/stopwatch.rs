@@ -53,6 +53,14 @@ fn now_ns() -> u64 {
     u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX).saturating_add(2) & (u64::MAX >> KEY_SHIFT)
 }
 
+/// Returns how long ago a moment was; zero if there is none.
+fn age_ns(since_ns: &AtomicU64) -> u64 {
+    match since_ns.load(Ordering::Relaxed) {
+        0 => 0,
+        since_ns => now_ns().saturating_sub(since_ns).max(1),
+    }
+}
+
 /// A histogram of times, with one writer.
 #[derive(Debug, Default)]
 struct Histogram {
@@ -165,6 +173,8 @@ pub struct Latency {
     /// Since when the oldest request has been in flight; zero for none. Right while the queue sleeps, and shortly after
     /// `is_asked` was set.
     oldest_since_ns: AtomicU64,
+    /// Since when the queue's own flush has been in flight; zero if it is not.
+    own_flush_since_ns: AtomicU64,
     is_asked: AtomicBool,
 }
 
@@ -177,10 +187,15 @@ impl Latency {
     /// Returns a copy of the figures.
     #[must_use]
     pub fn snapshot(&self) -> QueueLatency {
-        let since_ns = self.oldest_since_ns.load(Ordering::Relaxed);
-        let oldest_ns = if since_ns == 0 { 0 } else { now_ns().saturating_sub(since_ns).max(1) };
+        let oldest_ns = age_ns(&self.oldest_since_ns).max(self.own_flush_ns());
         let kinds = NAMES.iter().enumerate().map(|(kind, name)| self.of_kind(kind, name)).collect();
         QueueLatency { kinds, oldest_ns }
+    }
+
+    /// Returns for how long the queue's own flush has been in flight, in nanoseconds; zero if it is not.
+    #[must_use]
+    pub fn own_flush_ns(&self) -> u64 {
+        age_ns(&self.own_flush_since_ns)
     }
 
     fn of_kind(&self, kind: usize, name: &'static str) -> KindLatency {
@@ -492,6 +507,20 @@ impl Stopwatch {
         }
     }
 
+    /// Notes that the queue's own flush begins ([`crate::OWN_FLUSH`]). Until it has ended, it is the oldest request.
+    pub fn own_flush_begins(&self) {
+        self.latency.own_flush_since_ns.store(now_ns(), Ordering::Relaxed);
+    }
+
+    /// Counts the queue's own flush, which has ended. It belongs to no request: its time counts as one of metadata.
+    pub fn own_flush_ended(&self) {
+        let ns = self.latency.own_flush_ns();
+        let mut parts = Parts::ZERO;
+        parts.add(Part::Metadata, ns);
+        self.add_parts(FLUSH as usize, parts, (ns, 0), 1);
+        self.latency.own_flush_since_ns.store(0, Ordering::Relaxed);
+    }
+
     /// Whether [`Latency::ask`] was called since the oldest request was last noted.
     #[inline]
     #[must_use]
@@ -515,5 +544,6 @@ impl Stopwatch {
 impl Drop for Stopwatch {
     fn drop(&mut self) {
         self.note_oldest(std::iter::empty());
+        self.latency.own_flush_since_ns.store(0, Ordering::Relaxed);
     }
 }

@@ -226,6 +226,7 @@ pub(super) fn to_export(status: &ExportStatus, disk: String) -> Export {
         tls: nbd.has_tls,
         connections: nbd.connections as u64,
     });
+    let first_flush_ns = status.rings.iter().map(|ring| ring.own_flush_ns).max().filter(|ns| *ns > 0);
     Export {
         id: status.id.number(),
         disk,
@@ -234,6 +235,7 @@ pub(super) fn to_export(status: &ExportStatus, disk: String) -> Export {
         queues: status.attachment.queues,
         queue_size: status.attachment.queue_size,
         connected: status.connected,
+        first_flush_us: first_flush_ns.map(|ns| ns / 1000),
         counters: counters_of(status),
         nbd,
     }

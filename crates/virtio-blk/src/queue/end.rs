@@ -76,6 +76,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
     #[cold]
     fn first_flush_ended(&mut self, result: IoResult) {
         let Some((begun, since)) = self.first_flush.take() else { return };
+        self.stopwatch.own_flush_ended();
         let (disk, queue, seconds) = (self.device.name(), self.index, since.elapsed().as_secs());
         if seconds > 0 {
             tracing::info!(disk, queue, seconds, "the guest has waited until what was written before is durable");

@@ -47,7 +47,10 @@ pub(super) fn disk(disk: &Disk) -> String {
             Some(nbd) => format!("{} NBD clients", nbd.connections),
             None => format!("{} queues", export.queues),
         };
-        line(&format!("export {}", export.id), &format!("{} ({who}{mode})", place(export)));
+        let waits = export.first_flush_us.map_or_else(String::new, |us| {
+            format!(", its guest has waited {} until what was written before is durable", latency::time(us as f64))
+        });
+        line(&format!("export {}", export.id), &format!("{} ({who}{mode}){waits}", place(export)));
     }
     text
 }
