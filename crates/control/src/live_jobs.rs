@@ -1,6 +1,6 @@
 //! Long work on running disks, which calls of the control interface start and steer.
 
-use crate::api::{CommitDisk, CompactDisk, EventKind, Job, JobState, RebaseDisk, StreamDisk};
+use crate::api::{CommitDisk, CompactDisk, EventKind, Job, RebaseDisk, StreamDisk};
 use crate::failure::Failure;
 use crate::manager::Manager;
 use crate::record::{DiskRecord, RecordedDisk, recorded_name};
@@ -152,7 +152,7 @@ impl Manager {
             let (mut was_throttled, mut was_late) = (false, false);
             while let Some(manager) = manager.upgrade() {
                 let Ok(job) = manager.job(id.number()) else { return };
-                let is_over = !matches!(job.state, JobState::Running | JobState::Paused);
+                let is_over = !job.state.is_under_way();
                 if let Some(rounds) = job.rounds {
                     let say = |what: String| {
                         let message = format!("{what}; {} bytes are left", rounds.left_bytes);

@@ -18,7 +18,8 @@ impl Manager {
         let target = target_name(&request.target)?;
         let text = recorded_name(&target);
         if !request.existing && target.path().is_some_and(Path::exists) {
-            let message = format!("'{target}' exists: choose another name, or say that it is to be written over");
+            let message =
+                format!("'{target}' exists: choose another name, or say that it is to be written over (--existing)");
             return Err(Error::new(ErrorKind::BadOption, message));
         }
         self.refuse_writing_below(None, std::slice::from_ref(&text))?;

@@ -253,7 +253,7 @@ impl Caller<'_> {
             if job["state"] == wanted {
                 return;
             }
-            let goes_on = job["state"] == "running" || job["state"] == "paused";
+            let goes_on = ["running", "paused", "cancelling"].iter().any(|state| job["state"] == *state);
             assert!(goes_on && Instant::now() < deadline, "not {wanted}: {job}");
             std::thread::sleep(Duration::from_millis(10));
         }

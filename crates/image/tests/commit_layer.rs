@@ -155,6 +155,18 @@ fn a_base_that_somebody_else_uses_takes_no_layer_and_is_locked_as_before_afterwa
 }
 
 #[test]
+fn a_layer_that_goes_and_cannot_be_emptied_is_named_by_the_outcome() {
+    let bench = Bench::new(&Shape::qcow2(SIZE, &[4096, 65536, 16384]));
+    let (gone, watch) = (layer(&bench, 1), CopyWatch::default());
+    let reader = HostOpener.open_path(gone.path().unwrap(), true).unwrap();
+    commit_layer(&bench.image, &gone, OPENERS, &watch, &mut Told::default()).unwrap();
+    drop(reader);
+    let outcome = watch.outcome().unwrap();
+    assert!(outcome.contains(&gone.to_string()) && outcome.contains("check -r leaks"), "{outcome}");
+    bench.assert_sound_and_as_written();
+}
+
+#[test]
 fn a_commit_that_is_cancelled_or_not_recorded_leaves_the_chain_as_it_is() {
     let bench = Bench::new(&Shape::qcow2(SIZE, &[4096, 65536, 16384]));
     let (before, gone) = (bench.files(), layer(&bench, 1));

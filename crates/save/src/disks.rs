@@ -137,7 +137,7 @@ impl Disks for Daemon {
         let mut job: Job =
             self.0.post(&format!("/v1/disks/{}/commit", path_segment(name)), &request).map_err(refused)?;
         let mut is_cancelled = false;
-        while matches!(job.state, JobState::Running | JobState::Paused) {
+        while job.state.is_under_way() {
             if cancel.load(Ordering::Relaxed) && !is_cancelled {
                 is_cancelled = true;
                 self.0.post_nothing::<Job>(&format!("/v1/jobs/{}/cancel", job.id)).map_err(refused)?;
@@ -156,8 +156,7 @@ impl Disks for Daemon {
     fn wait_for_jobs(&self, name: &str) -> Result<()> {
         loop {
             let jobs: Jobs = self.0.get("/v1/jobs").map_err(refused)?;
-            let is_under_way = |job: &Job| matches!(job.state, JobState::Running | JobState::Paused);
-            if !jobs.jobs.iter().any(|job| job.disk == name && is_under_way(job)) {
+            if !jobs.jobs.iter().any(|job| job.disk == name && job.state.is_under_way()) {
                 return Ok(());
             }
             std::thread::sleep(Duration::from_millis(20));
@@ -186,6 +185,7 @@ impl Disks for Daemon {
 
 #[cfg(test)]
 mod tests {
+    use super::*;
     use control::{ControlServer, Manager};
     use std::sync::Arc;
 
@@ -215,7 +215,6 @@ mod tests {
         assert!(manager.failed_disks().is_empty());
         server.close();
     }
-    use super::*;
 
     #[test]
     fn layers_are_read_from_their_lines() {

@@ -397,10 +397,10 @@ fn a_commit_into_a_layer_that_hangs_ends_when_it_is_cancelled_and_the_guest_goes
         if rate != "1M" {
             // It may have been about to be done: then it is when the storage answers.
             let deadline = Instant::now() + Duration::from_secs(10);
-            while daemon.job_is(&id, "running") && Instant::now() < deadline {
+            while daemon.job_is(&id, "cancelling") && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(20));
             }
-            if daemon.job_is(&id, "running") {
+            if daemon.job_is(&id, "cancelling") {
                 below.signal("CONT");
             }
         }

@@ -181,6 +181,8 @@ pub enum JobKind {
     Commit,
     /// Copies the data of lower layers into the top layer, which then rests on others, or on none.
     Stream,
+    /// Gives the top layer another backing file, and copies what the guest would else see changed.
+    Rebase,
     /// Copies a disk to another image, which may take its place.
     Mirror,
     /// Copies the disk as it was at one moment to another image.
@@ -200,10 +202,20 @@ pub enum JobState {
     Running,
     /// It waits until it is resumed.
     Paused,
+    /// It was asked to stop, and has not ended. If it is nearly done, it may still finish.
+    Cancelling,
     /// It has finished.
     Done,
     /// It failed. The disk keeps its layers.
     Failed,
     /// It was cancelled. The disk keeps its layers.
     Cancelled,
+}
+
+impl JobState {
+    /// Whether the job has not ended.
+    #[must_use]
+    pub fn is_under_way(self) -> bool {
+        matches!(self, Self::Running | Self::Paused | Self::Cancelling)
+    }
 }

@@ -60,6 +60,7 @@ pub(super) fn to_job(status: JobStatus) -> Job {
     let (state, error) = match status.state {
         daemon::JobState::Running => (JobState::Running, None),
         daemon::JobState::Paused => (JobState::Paused, None),
+        daemon::JobState::Cancelling => (JobState::Cancelling, None),
         daemon::JobState::Done => (JobState::Done, None),
         daemon::JobState::Cancelled => (JobState::Cancelled, None),
         daemon::JobState::Failed(error) => (JobState::Failed, Some(error)),
@@ -68,6 +69,7 @@ pub(super) fn to_job(status: JobStatus) -> Job {
     let kind = match status.kind {
         daemon::JobKind::TakeOverlayBack => JobKind::Commit,
         daemon::JobKind::MoveOnto => JobKind::Stream,
+        daemon::JobKind::Rebase => JobKind::Rebase,
         daemon::JobKind::Compact => JobKind::Compact,
         daemon::JobKind::Mirror => JobKind::Mirror,
         daemon::JobKind::Backup => JobKind::Backup,

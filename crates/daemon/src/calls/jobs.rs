@@ -95,18 +95,19 @@ impl Daemon {
                 (NewBelow::Layer(index), index - 1)
             }
         };
-        self.start_move(node, below, gone, bytes_per_second, record)
+        self.start_move(JobKind::MoveOnto, node, below, gone, bytes_per_second, record)
     }
 
     fn start_move(
         &self,
+        kind: JobKind,
         node: NodeId,
         below: NewBelow,
         gone: usize,
         bytes_per_second: Option<u64>,
         record: impl BaseRecord + 'static,
     ) -> Result<JobId> {
-        self.start_job(JobKind::MoveOnto, node, bytes_per_second, move |image, watch, _| {
+        self.start_job(kind, node, bytes_per_second, move |image, watch, _| {
             let record = RefCell::new(record);
             let moved = move_onto_or_stay(
                 image,
@@ -132,8 +133,10 @@ impl Daemon {
         record: impl BaseRecord + 'static,
     ) -> Result<JobId> {
         let (_work, found, image) = self.image_for("a look at its layers".to_owned(), node, None)?;
-        if layer_named(&image, base).is_some() {
-            return self.start_stream_with(node, Some(base), bytes_per_second, record);
+        if let Some(index) = layer_named(&image, base) {
+            drop((found, image));
+            let below = NewBelow::Layer(index);
+            return self.start_move(JobKind::Rebase, node, below, index - 1, bytes_per_second, record);
         }
         let options = ImageOptions::new(base).with(|options| {
             options.format = format;
@@ -143,7 +146,7 @@ impl Daemon {
         let opener = EngineOpener::of_disk(&found.options).with_buffers(image.buffers());
         let below = NewBelow::Base(OpenedBase::open(&options, &opener)?);
         drop((found, image));
-        self.start_move(node, below, usize::MAX, bytes_per_second, record)
+        self.start_move(JobKind::Rebase, node, below, usize::MAX, bytes_per_second, record)
     }
 
     /// Starts to make the file of a disk's top layer shorter. Clusters at its end move down into holes while guests go
@@ -151,7 +154,7 @@ impl Daemon {
     pub fn start_compact(&self, node: NodeId, bytes_per_second: Option<u64>) -> Result<JobId> {
         self.start_job(JobKind::Compact, node, bytes_per_second, move |image, watch, _| {
             let compacted = compact(image, watch)?;
-            watch.set_outcome(compacted.to_string());
+            watch.add_outcome(compacted.to_string());
             Ok(())
         })
     }

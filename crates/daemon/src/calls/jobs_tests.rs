@@ -1,6 +1,7 @@
 use super::*;
 use crate::daemon::DaemonConfig;
 use crate::jobs::commit::CommitOptions;
+use crate::state::status::JobState;
 use drive::DiskOptions;
 use image::{CreateOptions, Opener as _, Role, take_back};
 use load::{BenchSpec, Hooks, Pattern, Stop, run};
@@ -79,6 +80,7 @@ fn one_thread_waits_for_a_job_however_often_it_is_cancelled() {
     let id = daemon.start_job(JobKind::Compact, node, None, wait).unwrap();
     let job = daemon.jobs.find(id).unwrap();
     daemon.cancel_job(id).unwrap();
+    assert_eq!(job.status().state, JobState::Cancelling, "it has not ended");
     let users = Arc::strong_count(&job);
     (0..50).for_each(|_| daemon.cancel_job(id).unwrap());
     assert!(Arc::strong_count(&job) <= users, "{} users of the job, which had {users}", Arc::strong_count(&job));

@@ -1,7 +1,7 @@
 //! Copies a disk in use to another image, by a job.
 
 use crate::daemon::Daemon;
-use crate::jobs::made::{Made, name_until_whole, refuse_existing, refuse_part};
+use crate::jobs::made::{Made, name_until_whole, refuse_existing_target, refuse_part};
 use crate::state::status::{JobId, JobKind, NodeId};
 use block::{Disk, Error, ErrorKind, File, Result};
 use drive::{EngineOpener, check_room};
@@ -124,26 +124,31 @@ impl Daemon {
         let bad = |what: &str| Err(Error::new(ErrorKind::BadOption, format!("'{target}': {what}")));
         let format = match (format, scope, existing) {
             (Some(format), ..) if format.can_be_made() => *format,
-            (Some(_), ..) => return bad("a disk is copied to a raw or a qcow2 image"),
+            (Some(_), ..) => return bad("a disk is copied to a raw or a qcow2 image (--format)"),
             (None, MirrorScope::Top, false) => Format::OF_OVERLAYS,
             (None, _, false) => image.format().filter(|format| format.can_be_made()).unwrap_or(Format::OF_OVERLAYS),
-            (None, _, true) => return bad("say the format of an image that exists, which is written over"),
+            (None, _, true) => {
+                return bad("say the format (--format) of an image that exists, which is written over (--existing)");
+            }
         };
         let below = if *scope == MirrorScope::Top { image.layer_in_header(1)? } else { None };
         if *scope == MirrorScope::Top && (below.is_none() || !format.can_have_backing()) {
-            return bad("only the top layer of a disk with several is copied so, to a qcow2 image");
+            return bad("--top copies the top layer of a disk with several, to a qcow2 image (--format qcow2)");
         }
         if *scope == MirrorScope::Top && *existing {
             return bad(
-                "only a new image takes the top layer alone: an existing one may hold data, or rest on another",
+                "only a new image takes the top layer alone (--top): an existing one (--existing) may hold data, or rest on \
+                 another",
             );
         }
         if !existing && !format.has_tables() && matches!(target, FileName::Nbd(_)) {
-            return bad("a raw image is all of a server's disk, which exists: say that it is to be written over");
+            return bad(
+                "a raw image is all of a server's disk, which exists: say that it is to be written over (--existing)",
+            );
         }
         let mut opened = target.clone();
         if !existing {
-            refuse_existing(target)?;
+            refuse_existing_target(target)?;
             opened = name_until_whole(target);
             refuse_part(&opened)?;
             let length_bytes = if format.has_tables() { 0 } else { image.info().size_bytes };

@@ -6,7 +6,7 @@
 
 use super::fleece::{self, Fleece, FleeceRecord};
 use super::layers::top_of;
-use super::made::{MadeFile, name_until_whole, refuse_existing, refuse_part};
+use super::made::{MadeFile, name_until_whole, refuse_existing_target, refuse_part};
 use crate::table::Found;
 use block::{Disk as _, Error, ErrorKind, File, Result};
 use drive::{DiskOptions, EngineOpener, check_room};
@@ -199,7 +199,7 @@ impl Backup {
             Some(gone) => format!("a full backup: the last one, '{}', is not there any more", gone.path.display()),
         };
         tracing::info!(disk = %self.found.name, "{outcome}");
-        watch.set_outcome(outcome);
+        watch.add_outcome(outcome);
         match last.filter(|base| base.is_there) {
             None => self.options.mode = BackupMode::Full,
             Some(base) => {
@@ -359,9 +359,10 @@ impl Target {
         let name = &name;
         let create = if options.existing { None } else { Some(new_target(backup, image)?) };
         if create.is_some() {
-            refuse_existing(&options.target)?;
+            refuse_existing_target(&options.target)?;
             if !options.format.has_tables() && matches!(name, FileName::Nbd(_)) {
-                let what = format!("'{name}' exists: a raw image is all of a server's disk (--existing)");
+                let what =
+                    format!("'{name}' exists, as a raw image is all of a server's disk: write over it (--existing)");
                 return Err(Error::new(ErrorKind::BadOption, what));
             }
             self.make(name, record)?;

@@ -81,6 +81,7 @@ impl Job {
 
     pub(crate) fn status(&self) -> JobStatus {
         let state = match self.end.get() {
+            None if self.watch.is_cancelled() => JobState::Cancelling,
             None if self.watch.is_paused() => JobState::Paused,
             None => JobState::Running,
             Some(Ok(())) => JobState::Done,
@@ -100,7 +101,7 @@ impl Job {
             total_bytes,
             time_left: self.watch.time_left().filter(|_| self.runs()),
             rounds: self.watch.rounds(),
-            outcome: self.watch.outcome().map(str::to_owned),
+            outcome: self.watch.outcome(),
         }
     }
 }

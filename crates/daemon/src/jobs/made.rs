@@ -28,6 +28,11 @@ pub(crate) fn refuse_existing(target: &FileName) -> Result<()> {
     refuse_if_there(target, "remove it first, or choose another name")
 }
 
+/// As [`refuse_existing`], for the target of a copy, which may be written over.
+pub(crate) fn refuse_existing_target(target: &FileName) -> Result<()> {
+    refuse_if_there(target, "remove it, choose another name, or write over it (--existing)")
+}
+
 /// Refuses a file that a job is going to make for a copy, and that exists already.
 pub fn refuse_part(part: &FileName) -> Result<()> {
     refuse_if_there(part, "another job may be making it; if none is, remove it")

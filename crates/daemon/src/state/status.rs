@@ -135,6 +135,8 @@ pub enum JobKind {
     TakeOverlayBack,
     /// It copies what lower layers hold into the top layer, which then rests on other layers or on none.
     MoveOnto,
+    /// It gives the top layer another backing file, and what the guest sees stays the same.
+    Rebase,
     /// It copies a disk to another image, which may take its place.
     Mirror,
     /// It copies a disk as it was at one moment to another image.
@@ -147,7 +149,7 @@ impl fmt::Display for JobKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::TakeOverlayBack => f.write_str("taking its overlay back"),
-            Self::MoveOnto => f.write_str("changing what its top layer rests on"),
+            Self::MoveOnto | Self::Rebase => f.write_str("changing what its top layer rests on"),
             Self::Mirror => f.write_str("copying it to another image"),
             Self::Backup => f.write_str("its backup"),
             Self::Compact => f.write_str("making its file shorter"),
@@ -163,6 +165,8 @@ pub enum JobState {
     Running,
     /// It waits until it is resumed.
     Paused,
+    /// It was asked to stop, and has not ended. If it is nearly done, it may still finish.
+    Cancelling,
     /// It has done all its work.
     Done,
     /// It failed with this message. The disk keeps its layers.

@@ -89,7 +89,7 @@ pub async fn commit_layer_async(
         Err(error) => Err(Error::new(error.kind(), error.to_string())),
     };
     if let Err(error) = emptied {
-        tracing::warn!("'{}' is no layer of its disk any more, and keeps its space: {error}", layer.name);
+        watch.keeps_space(&layer.name, &error);
     }
     Ok(())
 }

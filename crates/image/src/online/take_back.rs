@@ -60,7 +60,7 @@ async fn take_back_then_async(
     // The disk does not need the rest: storage that hangs can be left.
     watch.set_decided(false);
     if let Err(error) = empty(&former, watch).await {
-        tracing::warn!("'{}' was taken off its disk, and keeps its space: {error}", former.name);
+        watch.keeps_space(&former.name, &error);
     }
     Ok(())
 }

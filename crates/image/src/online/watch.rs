@@ -2,6 +2,7 @@
 
 use super::recent_rate::RecentRate;
 use crate::chain::give_up::GiveUp;
+use crate::file_name::FileName;
 use block::{Error, ErrorKind, Result};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -23,7 +24,7 @@ pub struct CopyWatch {
     throttled_us: AtomicU64,
     is_late: AtomicBool,
     begun: OnceLock<Instant>,
-    outcome: OnceLock<String>,
+    outcome: Mutex<Vec<String>>,
     pace: Mutex<Pace>,
     rate: Mutex<RecentRate>,
     /// The pace has changed, or the copy is cancelled.
@@ -165,15 +166,24 @@ impl CopyWatch {
         self.rate.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets the result, once, in words for people.
-    pub fn set_outcome(&self, outcome: String) {
-        let _ = self.outcome.set(outcome);
+    /// Adds to the result, in words for people.
+    pub fn add_outcome(&self, outcome: String) {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner).push(outcome);
+    }
+
+    /// Notes that a layer has gone, and that its file keeps its space. That is no failure: the disk does not need it.
+    pub(super) fn keeps_space(&self, file: &FileName, error: &Error) {
+        tracing::warn!("'{file}' is no layer of its disk any more, and keeps its space: {error}");
+        self.add_outcome(format!(
+            "'{file}' is no longer needed, but keeps its space: remove it, or run 'ringdisk check -r leaks' on it ({error})"
+        ));
     }
 
     /// Returns the result, if there is more to say than that it is done.
     #[must_use]
-    pub fn outcome(&self) -> Option<&str> {
-        self.outcome.get().map(String::as_str)
+    pub fn outcome(&self) -> Option<String> {
+        let said = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        Some(said.join("; ")).filter(|said| !said.is_empty())
     }
 
     /// Sets what the copy has to keep to.

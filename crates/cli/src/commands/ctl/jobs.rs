@@ -166,7 +166,7 @@ impl Ctl {
     /// has become of it.
     fn end_of(&self, mut job: Job, control: &mut Control<'_>) -> anyhow::Result<Job> {
         let mut is_asked = false;
-        while matches!(job.state, JobState::Running | JobState::Paused) {
+        while job.state.is_under_way() {
             if control.cancel.load(Ordering::Relaxed) && !is_asked {
                 is_asked = true;
                 output::warn(&format!("interrupted: job {} is cancelled", job.id));

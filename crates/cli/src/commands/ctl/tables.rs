@@ -135,7 +135,7 @@ fn rounds(rounds: &Rounds) -> String {
     let ms = |us: u64| us as f64 / 1e3;
     let mut text = format!("round {}, stall {:.1} ms", rounds.rounds, ms(rounds.longest_stall_us));
     if rounds.throttled_us > 0 {
-        let _ = write!(text, ", throttled {:.0} ms", ms(rounds.throttled_us));
+        let _ = write!(text, ", writes slowed by {:.0} ms in all", ms(rounds.throttled_us));
     }
     if rounds.late {
         text.push_str(", late");

@@ -1,7 +1,7 @@
 //! Layers that are committed, and internal snapshots of large images.
 
 use super::*;
-use crate::api::MirrorDisk;
+use crate::api::{JobKind, MirrorDisk, RebaseDisk};
 use crate::backups::RecordOfBackup;
 use daemon::{FleeceRecord, TakenOff};
 use image::{ClosedEdit, NewSnapshot};
@@ -54,6 +54,42 @@ fn a_layer_between_others_is_committed_and_a_daemon_that_died_in_it_looks_what_i
     manager.daemon.wait_job(manager.job_id(job.id).unwrap()).unwrap();
     assert_eq!(manager.disk("web").unwrap().file, root.display().to_string());
     assert!(manager.records.current().disk("web").unwrap().has_layers_on(first.to_str()));
+}
+
+#[test]
+fn a_rebase_is_listed_by_its_name_whatever_its_new_base_is() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    let (middle, other) = (managed.image("middle", Some(&root)), managed.image("other", None));
+    let top = managed.image("top", Some(&middle));
+    managed.add(&top, &[]).unwrap();
+    let manager = Arc::new(managed.manager);
+    for base in [&root, &other] {
+        let job =
+            manager.rebase("web", &RebaseDisk { base: base.clone(), format: None, bytes_per_second: None }).unwrap();
+        assert_eq!(job.kind, JobKind::Rebase, "{}", base.display());
+        manager.daemon.wait_job(manager.job_id(job.id).unwrap()).unwrap();
+    }
+}
+
+#[test]
+fn a_refused_copy_names_the_option_that_is_missing() {
+    let managed = Managed::new();
+    let root = managed.image("root", None);
+    managed.add(&root, &[]).unwrap();
+    let there = managed.image("there", None);
+    let manager = Arc::new(managed.manager);
+    let mirror = |request: serde_json::Value| {
+        manager.mirror("web", &serde_json::from_value(request).unwrap()).unwrap_err().to_string()
+    };
+    let said = mirror(serde_json::json!({ "target": there }));
+    assert!(said.contains("--existing"), "{said}");
+    let said = mirror(serde_json::json!({ "target": there, "existing": true }));
+    assert!(said.contains("--format"), "{said}");
+    let backup = serde_json::json!({ "target": there });
+    let job = manager.backup("web", serde_json::from_value(backup).unwrap()).unwrap();
+    let said = manager.daemon.wait_job(manager.job_id(job.id).unwrap()).unwrap_err().to_string();
+    assert!(said.contains("--existing"), "{said}");
 }
 
 /// Asks for a second snapshot at each step of the first one.
