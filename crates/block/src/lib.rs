@@ -91,7 +91,7 @@ pub use listeners::Listeners;
 pub use log_limit::{LogLimit, WAITING};
 pub use map::{Claim, Keep, MapPiece, ReadMap, WriteMap};
 pub use meta::MetaIo;
-pub use op::{Completion, OWN_FLUSH, Op, SECTOR_BYTES, Tag};
+pub use op::{Completion, Op, SECTOR_BYTES, Tag};
 pub use pieces::in_pieces;
 pub use plain_words::in_plain_words;
 pub use range_lock::{RangeGuard, RangeLocks};

@@ -9,10 +9,6 @@ pub const SECTOR_BYTES: u64 = 512;
 /// Chosen by the submitter; comes back with the completion. A front end uses the descriptor head.
 pub type Tag = u64;
 
-/// The tag of a flush that a queue sends for itself before its first request, and no tag of a request. It makes durable
-/// what a killed process may have left. No write was acknowledged that relies on it.
-pub const OWN_FLUSH: Tag = Tag::MAX;
-
 /// One request. It owns (or pins) the memory it touches until its completion.
 ///
 /// Offsets and lengths are bytes of the disk. The front end checks them against the guest's idea of the disk; the disk

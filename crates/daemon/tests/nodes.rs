@@ -93,39 +93,6 @@ fn a_guest_whose_request_is_held_waits_while_other_exports_of_the_disk_go() {
     daemon.shutdown().unwrap();
 }
 
-/// It waits as it would for storage that hangs, and everybody sees for what.
-#[test]
-fn a_guest_in_write_through_whose_first_flush_fails_is_held_until_the_files_are_opened_anew() {
-    /// VIRTIO_BLK_F_FLUSH and VIRTIO_BLK_F_CONFIG_WCE.
-    const FLUSHES: u64 = 1 << 9 | 1 << 11;
-    let dir = tempfile::tempdir().unwrap();
-    let [socket, image] = ["one", "disk.raw"].map(|name| dir.path().join(name));
-    create(&image, DriveFormat::Raw);
-    let words = format!("file={},format=raw,on-error=hold,filter=error:kinds=flush:count=1", image.display());
-    let ParsedDrive::Drive(drive) = DriveOptions::parse(&words).unwrap() else { panic!("no drive") };
-    let daemon = start(1);
-    let disk = daemon.add_disk(&drive.disk).unwrap();
-    daemon.add_export(disk, &at(&socket)).unwrap();
-    let guest = Driver::connect(&socket, DriverOptions::default().with(|options| options.without_features = FLUSHES));
-    let waits_ns = || daemon.exports()[0].rings.iter().map(|ring| ring.own_flush_ns).max().unwrap();
-    let begun = Instant::now();
-    while daemon.disks()[0].held.is_none() {
-        assert!(begun.elapsed() < PATIENCE, "nothing is held");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    assert!(waits_ns() > 0 && daemon.latencies()[&disk].oldest_ns > 0);
-    daemon.reopen(disk, true).unwrap();
-    assert_eq!(daemon.disks()[0].held.map(|held| held.requests), Some(1));
-    daemon.hold(disk).unwrap().unwrap().try_again();
-    while waits_ns() > 0 {
-        assert!(begun.elapsed() < PATIENCE, "it is held for ever");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    assert!(daemon.disks()[0].held.is_none());
-    drop(guest.unwrap());
-    daemon.shutdown().unwrap();
-}
-
 #[test]
 fn status_lists_disks_and_the_exports_of_each() {
     let dir = tempfile::tempdir().unwrap();

@@ -3,8 +3,7 @@
 mod common;
 
 use block::{
-    Completion, Disk, DiskInfo, DiskListener, DiskQueue, IoError, IoErrorKind, OWN_FLUSH, Op, OpFlags, Poller,
-    ReactorCtx, Result,
+    Completion, Disk, DiskInfo, DiskListener, DiskQueue, IoError, IoErrorKind, Op, OpFlags, Poller, ReactorCtx, Result,
 };
 use common::{Chain, Layer};
 use engine::{Reactor, ReactorConfig};
@@ -300,21 +299,6 @@ fn what_storage_fails_waits_until_it_is_tried_again_or_given_up() {
     );
     assert_eq!((control.held(), queue.in_flight()), (None, 0));
     assert_eq!(told.lock().unwrap().len(), 2, "told when the first fails, and when it fails again");
-}
-
-/// All writes that rely on it would fail, and the guest takes no request back.
-#[test]
-fn the_flush_by_which_a_queue_begins_is_held_and_tried_again() {
-    let reactor = SimReactor::new(1);
-    let (control, hold) = holding();
-    let fails_once = errors(|options| (options.kinds, options.count) = (vec![RequestKind::Flush], 1));
-    let mut queue = filtered(filtered(null(), fails_once), hold).open_queue(&reactor.ctx()).unwrap();
-    queue.submit(OWN_FLUSH, Op::Flush);
-    assert!(turn(&reactor, &mut queue).is_empty());
-    assert_eq!(control.held().map(|held| held.requests), Some(1));
-    control.try_again();
-    assert_eq!(turn(&reactor, &mut queue), [Completion { tag: OWN_FLUSH, result: Ok(()) }]);
-    assert_eq!(control.held(), None);
 }
 
 #[test]

@@ -507,7 +507,7 @@ impl Stopwatch {
         }
     }
 
-    /// Notes that the queue's own flush begins ([`crate::OWN_FLUSH`]). Until it has ended, it is the oldest request.
+    /// Notes that a flush begins which the queue sends before its first request. Until it has ended, it is the oldest one.
     pub fn own_flush_begins(&self) {
         self.latency.own_flush_since_ns.store(now_ns(), Ordering::Relaxed);
     }

@@ -2,13 +2,10 @@
 //! repaired the storage and lets the requests be tried again.
 //!
 //! Each request in flight is kept, so that it can be submitted again. A failed flush is always reported, and so is a
-//! write with a flush before it. The kernel reports lost data once: a second flush would succeed without them. But the
-//! flush by which a queue begins is held: no write of the guest relies on it yet, and all of them would fail with it.
+//! write with a flush before it. The kernel reports lost data once: a second flush would succeed without them.
 
 use crate::filters::Filter;
-use block::{
-    Completion, DiskQueue, IoError, IoErrorKind, OWN_FLUSH, Op, OpFlags, Parts, ReactorCtx, Result, Tag, Timer,
-};
+use block::{Completion, DiskQueue, IoError, IoErrorKind, Op, OpFlags, Parts, ReactorCtx, Result, Tag, Timer};
 use memory::to_usize;
 use std::fmt;
 use std::rc::Rc;
@@ -113,7 +110,7 @@ impl HoldControl {
         give_up(&self.ending)
     }
 
-    fn holds(&self, Kept { tag, op }: &Kept, error: IoError) -> bool {
+    fn holds(&self, op: &Op, error: IoError) -> bool {
         let policy = match error.kind() {
             IoErrorKind::NoSpace => &self.holds_no_space,
             IoErrorKind::Io => &self.holds_errors,
@@ -121,7 +118,7 @@ impl HoldControl {
             _ => return false,
         };
         let has_flush = matches!(op, Op::Flush) || op.flags().contains(OpFlags::PREFLUSH);
-        policy.load(Ordering::Relaxed) && (!has_flush || *tag == OWN_FLUSH)
+        policy.load(Ordering::Relaxed) && !has_flush
     }
 
     fn begins_to_hold(&self, error: IoError) {
@@ -240,8 +237,8 @@ impl HoldQueue {
     fn is_held(&self, completion: &Completion) -> Option<Held> {
         let error = completion.result.err()?;
         let slot = usize::try_from(completion.tag).ok()?;
-        let kept = self.slots.get(slot)?.as_ref()?;
-        (self.hold.control.holds(kept, error) && !self.hold.is_ending()).then_some(Held { slot, error })
+        let Kept { op, .. } = self.slots.get(slot)?.as_ref()?;
+        (self.hold.control.holds(op, error) && !self.hold.is_ending()).then_some(Held { slot, error })
     }
 
     /// Submits the held requests again, or ends them, if somebody asked for it.

@@ -3,11 +3,14 @@
 use super::{DeviceQueue, Pending};
 use crate::transport::Transport;
 use block::meter;
-use block::{OWN_FLUSH, Op, OpFlags, Priority, Tag};
+use block::{Op, OpFlags, Priority, Tag};
 use memory::Window;
 use std::time::Instant;
 use virtio::blk::{RangeSegment, SECTOR_SHIFT, Status};
 use virtio::{DeviceRing, Request};
+
+/// The tag of a queue's own flush. No request has it: they have the numbers of ring entries.
+const FIRST_FLUSH: Tag = Tag::MAX;
 
 impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
     /// Begins with a flush of its own, and takes no request before its end, if the guest is in write-through and no flush
@@ -19,7 +22,7 @@ impl<T: Transport, R: DeviceRing> DeviceQueue<T, R> {
             self.first_flush = Some((begun, Instant::now()));
             self.taking = false;
             self.stopwatch.own_flush_begins();
-            self.disk.submit(OWN_FLUSH, Op::Flush);
+            self.disk.submit(FIRST_FLUSH, Op::Flush);
         }
         self
     }
