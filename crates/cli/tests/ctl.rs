@@ -174,7 +174,8 @@ fn the_rate_of_a_running_disk_is_bounded_and_the_bound_comes_back() {
     daemon.ctl(&["set", "a", "throttling.iops-total=0", "throttling.bps-write=0"]);
     let before = throttled_us(&daemon);
     let free = rate(&daemon, 1);
-    assert!(free > 0.0 && throttled_us(&daemon) == before, "{free} requests a second without a bound");
+    let waited_us = throttled_us(&daemon) - before;
+    assert!(free > 0.0 && waited_us < 100_000, "{free} requests a second without a bound waited {waited_us} us");
     server.stop();
 }
 

@@ -382,7 +382,7 @@ fn a_file_gets_shorter_while_guests_work() {
     bench.ctl(&["resume", &job]);
     bench.ctl(&["cancel", &job]);
     let last = || bench.json(&["jobs"])["jobs"].as_array().unwrap().last().unwrap().clone();
-    while last()["state"] == "running" {
+    while last()["state"] == "cancelling" {
         guests.wait_for_more(50);
     }
     assert_eq!((last()["state"].as_str(), last()["kind"].as_str()), (Some("cancelled"), Some("compact")));

@@ -162,7 +162,7 @@ fn a_disk_moves_to_an_image_of_a_cluster_takes_a_layer_there_and_is_backed_up_th
     guests.wait_for_more(500);
     let id = bench.json(&["mirror", "root", &cluster.name("half"), "--no-wait", "--rate", "64K"])["id"].clone();
     bench.ctl(&["cancel", &id.to_string()]);
-    while job(&bench, &id)["state"] == "running" {
+    while job(&bench, &id)["state"] == "cancelling" {
         guests.wait_for_more(50);
     }
     assert!(!cluster.file("half").exists(), "a copy that was cancelled is left");
@@ -225,7 +225,7 @@ fn a_mirror_that_is_cancelled_refused_or_has_no_room_leaves_nothing_behind() {
     assert!(bench.fails(&["resize", "root", "+1M"]).contains("being changed"));
     assert!(!bench.path("other").exists() && !target.exists() && bench.path("target.qcow2.part").exists());
     bench.ctl(&["cancel", &id.to_string()]);
-    while job(&bench, &id)["state"] == "running" {
+    while job(&bench, &id)["state"] == "cancelling" {
         guests.wait_for_more(50);
     }
     assert_eq!(job(&bench, &id)["state"], "cancelled");

@@ -53,7 +53,8 @@ impl Curl {
             if job["state"] == wanted {
                 return;
             }
-            assert!(job["state"] == "running" && Instant::now() < deadline, "not {wanted}: {job:#}");
+            let before = if wanted == "cancelled" { "cancelling" } else { "running" };
+            assert!(job["state"] == before && Instant::now() < deadline, "not {wanted}: {job:#}");
             std::thread::sleep(Duration::from_millis(20));
         }
     }

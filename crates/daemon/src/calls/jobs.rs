@@ -12,7 +12,7 @@ use image::{
 };
 use std::cell::RefCell;
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 impl Daemon {
@@ -24,7 +24,10 @@ impl Daemon {
 
     /// Limits the wait for the cancelled jobs of a disk.
     pub(crate) fn be_patient_with_jobs_of(&self, node: NodeId) {
-        self.jobs.running_jobs_on(node).into_iter().for_each(|job| self.be_patient_with(job, true));
+        for job in self.jobs.running_jobs_on(node) {
+            job.is_cancelled.store(true, Ordering::Release);
+            self.be_patient_with(job, true);
+        }
     }
 
     /// Starts to take the top layer of a disk back into the layer below, which was the top before. Guests go on
@@ -192,6 +195,7 @@ impl Daemon {
             ending,
             work: work.number(),
             is_given_up: AtomicBool::new(false),
+            is_cancelled: AtomicBool::new(false),
             is_waited_for: <[AtomicBool; 2]>::default(),
             end: OnceLock::new(),
         });
@@ -252,6 +256,7 @@ impl Daemon {
     /// goes on.
     pub fn cancel_job(&self, id: JobId) -> Result<()> {
         let job = self.jobs.find(id)?;
+        job.is_cancelled.store(true, Ordering::Release);
         job.watch.cancel();
         if job.runs() {
             self.be_patient_with(job, false);

@@ -47,6 +47,8 @@ pub(crate) struct Job {
     pub(crate) ending: Arc<CopyWatch>,
     /// Its claim in the table.
     pub(crate) work: u64,
+    /// Somebody has asked it to stop.
+    pub(crate) is_cancelled: AtomicBool,
     /// It was cancelled, and its storage did not answer.
     pub(crate) is_given_up: AtomicBool,
     /// A thread waits for its end: since it was cancelled, or since its disk is going.
@@ -81,7 +83,7 @@ impl Job {
 
     pub(crate) fn status(&self) -> JobStatus {
         let state = match self.end.get() {
-            None if self.watch.is_cancelled() => JobState::Cancelling,
+            None if self.is_cancelled.load(Ordering::Acquire) => JobState::Cancelling,
             None if self.watch.is_paused() => JobState::Paused,
             None => JobState::Running,
             Some(Ok(())) => JobState::Done,
