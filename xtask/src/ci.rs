@@ -64,7 +64,7 @@ const BY_HAND: &[Step] = &[
 ];
 
 /// How long a build and all its tests may take on a slow or loaded machine.
-const TESTS_LIMIT: Duration = Duration::from_secs(30 * 60);
+const TESTS_LIMIT: Duration = Duration::from_secs(60 * 60);
 const GUESTS_LIMIT: Duration = Duration::from_secs(30 * 60);
 
 struct Outcome {
