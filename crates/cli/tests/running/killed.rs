@@ -247,8 +247,9 @@ fn calls_until_the_end(script: &mut Script<'_>, first: Disks) -> (Disks, Disks, 
             let said = common::text(&output.stderr);
             // If the daemon was gone when exports were asked for, the call names none of them.
             let had_no_list = call.words.iter().any(|word| word == NO_EXPORT) && said.contains("no export");
-            let is_gone =
-                ["cannot reach", "does not answer", "ended before it answered"].iter().any(|word| said.contains(word));
+            let is_gone = ["cannot reach", "does not answer", "ended before it answered", "the daemon ended"]
+                .iter()
+                .any(|word| said.contains(word));
             assert!(is_gone || had_no_list, "{:?} fails: {said}", call.words);
             return (disks, call.disks, call.words);
         }
