@@ -40,7 +40,8 @@ pub(crate) trait Disks {
     fn wait_for_jobs(&self, name: &str) -> Result<()>;
 
     /// Serves a disk with these options under a new layer, and replaces the disk of that name, also one that could not
-    /// be opened or taken off the record. The layer is in place before any write is possible. Later, layers may be taken back into `former_tops`. The disk may rest on `bases`.
+    /// be opened or taken off the record. The layer is in place before any write is possible. Later, layers may be taken
+    /// back into `former_tops`. The disk may rest on `bases`.
     fn replace(
         &self,
         name: &str,
