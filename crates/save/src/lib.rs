@@ -26,6 +26,8 @@
 
 #![forbid(unsafe_code)]
 
+#[cfg(test)]
+mod broken_off;
 mod disks;
 mod files;
 mod machine;

@@ -10,12 +10,12 @@ use crate::machine::Machine;
 use crate::record::{Record, UnderWay};
 use crate::save::{SaveOptions, Saved, save_with};
 use crate::state_file::StateFile;
-use block::Result;
+use block::{Error, ErrorKind, Result};
 use control::Options;
 use control::api::{FormerTop, InternalSnapshot};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::{Value, json};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{IoSliceMut, Write};
@@ -71,18 +71,20 @@ fn shown(view: &View, file: &Path) -> Held {
 }
 
 /// A simulated daemon with one disk. It records each step.
-struct MadeUp {
+pub(crate) struct MadeUp {
     saved: PathBuf,
     state: RefCell<(Vec<Layer>, View)>,
+    /// How many more freezes succeed.
+    pub(crate) freezes: Cell<u32>,
 }
 
 impl MadeUp {
-    fn new(directory: &Path, saved: &Path) -> Self {
+    pub(crate) fn new(directory: &Path, saved: &Path) -> Self {
         let image = directory.join("image");
         std::fs::write(&image, "").unwrap();
         let view = BTreeMap::from([(image.clone(), (Held::All(0), None))]);
         let layers = vec![Layer { format: "qcow2".to_owned(), file: image }];
-        Self { saved: saved.to_owned(), state: RefCell::new((layers, view)) }
+        Self { saved: saved.to_owned(), state: RefCell::new((layers, view)), freezes: Cell::new(u32::MAX) }
     }
 
     fn change(&self, change: impl FnOnce(&mut Vec<Layer>, &mut View)) {
@@ -91,7 +93,7 @@ impl MadeUp {
         with_journal(&self.saved, Moment::Disk(view.clone()));
     }
 
-    fn guest_writes(&self, what: u64) {
+    pub(crate) fn guest_writes(&self, what: u64) {
         self.change(|layers, view| view.get_mut(&layers[0].file).unwrap().0 = Held::All(what));
     }
 }
@@ -110,6 +112,8 @@ impl Disks for MadeUp {
     }
 
     fn freeze(&self, overlays: Vec<(String, PathBuf)>) -> Result<()> {
+        let left = self.freezes.get().checked_sub(1);
+        self.freezes.set(left.ok_or_else(|| Error::new(ErrorKind::Io, "no space for a layer"))?);
         for (_, file) in overlays {
             std::fs::write(&file, "").unwrap();
             self.change(|layers, view| {
@@ -125,7 +129,7 @@ impl Disks for MadeUp {
     }
 
     fn take_snapshot(&self, _name: &str, _snapshot: &str, _state: Option<(&Path, u64)>) -> Result<()> {
-        Ok(())
+        panic!("no test saves into an image")
     }
 
     fn delete_snapshot(&self, _name: &str, _snapshot: &str) -> Result<()> {
@@ -159,9 +163,9 @@ impl Disks for MadeUp {
     }
 }
 
-/// Answers as a simulated monitor, whose machine's state is `state`. Returns when its client has gone.
-fn answer(mut stream: UnixStream, state: &[u8]) {
-    let (mut passed, mut status, mut text): (Option<OwnedFd>, _, _) = (None, "running", Vec::new());
+/// Answers as a simulated monitor, whose machine has `status` and the state `state`. Returns when its client has gone.
+pub(crate) fn answer(mut stream: UnixStream, status: &mut &'static str, state: &[u8]) {
+    let (mut passed, mut text): (Option<OwnedFd>, _) = (None, Vec::new());
     stream.write_all(b"{\"QMP\": {}}\n").unwrap();
     loop {
         let mut bytes = [0; 4096];
@@ -182,13 +186,13 @@ fn answer(mut stream: UnixStream, state: &[u8]) {
             let message: Value = serde_json::from_slice(&line).unwrap();
             let mut said = json!({});
             match message["execute"].as_str().unwrap() {
-                "query-status" => said = json!({ "running": status == "running", "status": status }),
-                "query-migrate" if status == "postmigrate" => said = json!({ "status": "completed" }),
-                "stop" => status = "paused",
-                "cont" => status = "running",
+                "query-status" => said = json!({ "running": *status == "running", "status": *status }),
+                "query-migrate" if *status == "postmigrate" => said = json!({ "status": "completed" }),
+                "stop" => *status = "paused",
+                "cont" => *status = "running",
                 "migrate" => {
                     File::from(passed.take().unwrap()).write_all(state).unwrap();
-                    status = "postmigrate";
+                    *status = "postmigrate";
                 }
                 _ => {}
             }
@@ -202,7 +206,7 @@ fn saved(machine: &Machine, disks: &MadeUp, keep: bool, state: &[u8]) -> Saved {
     let _ = std::fs::remove_file(&machine.qmp);
     let monitor = UnixListener::bind(&machine.qmp).unwrap();
     std::thread::scope(|scope| {
-        scope.spawn(|| answer(monitor.accept().unwrap().0, state));
+        scope.spawn(|| answer(monitor.accept().unwrap().0, &mut "running", state));
         let saved = save_with(machine, disks, &SaveOptions::new(keep), &AtomicBool::new(false), &mut |_| {});
         let saved = saved.unwrap();
         with_journal(&machine.state, Moment::Saved(saved.record.number));

@@ -137,6 +137,9 @@ impl Seen {
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct UnderWay {
     pub(crate) was_running: bool,
+    /// The number of its pair. A note without one belongs to no pair.
+    #[serde(default)]
+    pub(crate) number: u64,
 }
 
 impl Record {

@@ -7,7 +7,7 @@ use crate::own_layers::OwnLayers;
 use crate::progress::{Moment, Progress, Step};
 use crate::qmp::Qmp;
 use crate::record::{Record, UnderWay, lock_directory};
-use crate::save::stands_since_saved;
+use crate::save::stands_since;
 use crate::state_file::StateFile;
 use block::{Error, ErrorKind, Result};
 use control::Options;
@@ -55,13 +55,13 @@ pub fn find(machine: &Machine, force: bool, cancel: &AtomicBool, tell: &mut dyn 
         check(cancel)
     })?;
     record.check_disks(force)?;
-    if !record.is_finished() && !force && !stands(machine) {
+    let under_way = UnderWay::read(directory)?;
+    if !record.is_finished() && !force && !stands(machine, &record, under_way) {
         let what = "the save was broken off while it took layers back, and nothing shows that the machine has not run since. If \
                     it has not run since, use --force; if it has, what was saved is lost";
         return Err(Error::new(ErrorKind::BadImage, format!("'{}': {what}", directory.display())));
     }
-    let was_broken_off = UnderWay::read(directory)?.is_some();
-    Ok(Restore { record, state, state_path, was_broken_off, notes: Vec::new() })
+    Ok(Restore { record, state, state_path, was_broken_off: under_way.is_some(), notes: Vec::new() })
 }
 
 fn check(cancel: &AtomicBool) -> Result<()> {
@@ -71,10 +71,10 @@ fn check(cancel: &AtomicBool) -> Result<()> {
     }
 }
 
-/// Whether the machine says that it has not run since its state was written.
-fn stands(machine: &Machine) -> bool {
+/// Whether the machine says that it has not run since the state of `record` was written.
+fn stands(machine: &Machine, record: &Record, under_way: Option<UnderWay>) -> bool {
     let qmp = Qmp::connect(&machine.qmp, Duration::ZERO);
-    qmp.and_then(|mut qmp| stands_since_saved(&mut qmp)).unwrap_or(false)
+    qmp.and_then(|mut qmp| stands_since(record, under_way, &mut qmp)).unwrap_or(false)
 }
 
 impl Restore {

@@ -60,6 +60,10 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// No limit, because the machine is stopped meanwhile.
 const UNLIMITED_BYTES_PER_SECOND: u64 = 1 << 50;
 
+/// Told where an earlier save has left the machine.
+const BROKEN_OFF: &str = "an earlier save was broken off, and the machine may stand still until a save comes to its end; \
+                          this one did not begin";
+
 /// Saves a running machine, which then goes on. It also goes on after an error, and the previous pair stays valid. If
 /// this program is killed, the machine stays stopped until the next save. If that save cannot finish the work of the
 /// killed one, the machine stays stopped, so that its pair stays whole.
@@ -88,19 +92,20 @@ pub(crate) fn save_with(
     let names = if machine.disks.is_empty() { disks.names()? } else { machine.disks.clone() };
     // Saves that are impossible are refused before the machine stops.
     let under_way = UnderWay::read(directory)?;
-    let checked = match &options.into_image {
-        Some(snapshot) => into_image::check(disks, &names, snapshot, before.as_ref()),
-        None => names.iter().try_for_each(|name| {
-            check_has_name(name, &disks.options(name)?)?;
-            check_files(name, &disks.layers(name)?)
-        }),
+    let check = |before: Option<&Record>| {
+        let checked = match &options.into_image {
+            Some(snapshot) => into_image::check(disks, &names, snapshot, before),
+            None => names.iter().try_for_each(|name| {
+                check_has_name(name, &disks.options(name)?)?;
+                check_files(name, &disks.layers(name)?)
+            }),
+        };
+        checked.map_err(|error| match under_way {
+            None => error,
+            Some(_) => error.in_context(BROKEN_OFF),
+        })
     };
-    checked.map_err(|error| match under_way {
-        None => error,
-        Some(_) => error.in_context(
-            "an earlier save was broken off, and the machine may stand still until a save comes to its end; this one did not begin",
-        ),
-    })?;
+    check(before.as_ref())?;
     let mut qmp = Qmp::connect(&machine.qmp, PATIENCE)?;
 
     let mut progress = Progress::new(Step::SAVE, tell);
@@ -108,10 +113,13 @@ pub(crate) fn save_with(
     let was_running = under_way.is_some_and(|under_way| under_way.was_running) || qmp.is_running()?;
     // If this fails, nothing has changed: a machine that an earlier save has stopped stays stopped, and its pair is
     // whole.
-    finish_commit(disks, &mut qmp, before.as_mut(), directory, &mut own_layers)?;
-    UnderWay { was_running }.write(directory)?;
-    let stopped = Instant::now();
+    if finish_commit(disks, &mut qmp, before.as_mut(), under_way, directory, &mut own_layers)? {
+        // The disks have new layers on top.
+        check(before.as_ref())?;
+    }
     let record = Record::next(before.as_ref(), was_running);
+    UnderWay { was_running, number: record.number }.write(directory)?;
+    let stopped = Instant::now();
     let notes = Vec::new();
     let mut saving = Saving { directory, options, cancel, before, record, disks, names, own_layers, notes };
     let done =
@@ -172,23 +180,26 @@ fn freeze_again(disks: &dyn Disks, record: &mut Record, directory: &Path, own_la
 }
 
 /// Finishes a save that was killed while layers were taken back, before the machine may go on. The daemon has gone on
-/// with its part.
+/// with its part. `under_way` is the note of the last save that was broken off. Returns whether there was a save to
+/// finish.
 fn finish_commit(
     disks: &dyn Disks,
     qmp: &mut Qmp,
     before: Option<&mut Record>,
+    under_way: Option<UnderWay>,
     directory: &Path,
     own_layers: &mut OwnLayers,
-) -> Result<()> {
+) -> Result<bool> {
     let Some(before) = before.filter(|before| !before.is_finished()) else {
-        return Ok(());
+        return Ok(false);
     };
     before.disks.iter().try_for_each(|disk| disks.wait_for_jobs(&disk.name))?;
-    if !stands_since_saved(qmp)? {
+    if !stands_since(before, under_way, qmp)? {
         // The machine's writes may be in the saved files, so these never count as whole.
-        return Ok(());
+        return Ok(false);
     }
-    freeze_again(disks, before, directory, own_layers)
+    freeze_again(disks, before, directory, own_layers)?;
+    Ok(true)
 }
 
 /// Refuses a disk whose writes go into a temporary file without a name.
@@ -201,9 +212,11 @@ fn check_has_name(name: &str, options: &Options) -> Result<()> {
     Err(Error::new(ErrorKind::Unsupported, format!("disk '{name}' cannot be saved: {what}; {remedy}")))
 }
 
-/// Whether the machine has stood still since its state was written. QEMU leaves this status when it runs, for good.
-pub(crate) fn stands_since_saved(qmp: &mut Qmp) -> Result<bool> {
-    Ok(qmp.status()? == "postmigrate")
+/// Whether the machine has stood still since the state of `record` was written. QEMU has the status `postmigrate` from
+/// the end of any migration until it runs. So the save of this record must also be the last one that was begun: a later
+/// one may have let the machine run, and may have written another state.
+pub(crate) fn stands_since(record: &Record, under_way: Option<UnderWay>, qmp: &mut Qmp) -> Result<bool> {
+    Ok(under_way.is_some_and(|last| last.number == record.number) && qmp.status()? == "postmigrate")
 }
 
 /// Ends the migration of a killed save. QEMU may be in the middle of it, or past its end; in both states it starts no
