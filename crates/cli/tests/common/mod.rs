@@ -45,13 +45,14 @@ pub(crate) fn kill9_moments(usual: u64) -> u64 {
 }
 
 /// What `ringdisk info` says of an image whose server was killed. The kernel lets the locks of such a process go only
-/// after it has taken down its io_uring. The program waits for that, but a loaded machine may need longer.
+/// after it has taken down its io_uring. The program waits for that, but a loaded machine may need longer. The locks of
+/// the layers below are waited for, too.
 pub(crate) fn info_after_kill(image: &Path) -> String {
     let deadline = Instant::now() + PATIENCE;
     loop {
-        let output = run(&["info", path_str(image)]);
+        let output = run(&["info", "--backing-chain", path_str(image)]);
         if output.status.success() {
-            return text(&output.stdout);
+            return text(&run(&["info", path_str(image)]).stdout);
         }
         let said = text(&output.stderr);
         assert!(said.contains("in use") && Instant::now() < deadline, "ringdisk info: {}\n{said}", output.status);
