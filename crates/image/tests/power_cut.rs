@@ -5,11 +5,13 @@
 
 mod common;
 
-use block::OpFlags;
-use common::{Chain, Layer, made_by_qemu, name};
+use block::{Disk, Error, ErrorKind, File, OpFlags, Result};
+use common::{Chain, Layer, SimOpener, made_by_qemu, name};
 use format_qcow2::Barrier;
-use ringdisk_image::Format;
-use testkit::{PowerCutTest, Request, Session, SimFileOptions, SimStorage, Summary, Workload, stamped};
+use ringdisk_image::{FileName, Format, ImageOptions, Opener, Role};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use testkit::{OpenedDisk, PowerCutTest, Request, Session, SimFileOptions, SimStorage, Summary, Workload, stamped};
 
 struct Case {
     chain: Chain,
@@ -314,25 +316,50 @@ fn what_a_killed_process_left_is_durable_before_a_disk_without_a_volatile_cache_
     }
 }
 
+/// Opens a chain whose second layer nobody may write to, because another program reads it.
+struct ReadByOthers(SimStorage);
+
+impl Opener for ReadByOthers {
+    fn open(&self, file: &FileName, role: Role) -> Result<Arc<dyn File>> {
+        match role == Role::Writable && file.to_string() == name(1) {
+            true => Err(Error::new(ErrorKind::Locked, "another program reads it")),
+            false => SimOpener(self.0.clone()).open(file, role),
+        }
+    }
+
+    fn canonical(&self, path: &Path) -> Result<PathBuf> {
+        Ok(path.to_owned())
+    }
+}
+
 /// The daemon was killed when its record named a new top, and the former one was not durable yet.
 #[test]
 fn what_a_killed_process_left_in_a_former_top_is_durable_when_the_guest_has_flushed() {
     let bytes = |tag: u8| vec![tag; 1024];
     let chain = Chain::of(vec![Layer::qcow2(64 << 10, 1024), Layer::Raw(64 << 10)]);
-    for seed in 0..20 {
+    for (seed, is_read_by_others) in (0..20).flat_map(|seed| [(seed, false), (seed, true)]) {
         let storage = chain.storage();
         let former = |storage: &SimStorage| common::open_as(storage, 1, Format::Raw, false, &[]);
         let mut killed = Session::open(&storage, &former, seed, 1).unwrap();
         killed.call(Request::write(4096, bytes(2))).unwrap();
         drop(killed);
 
-        let open = |storage: &SimStorage| chain.open_with(storage, |options| options.former_tops = 1);
+        let open = |storage: &SimStorage| {
+            let options = ImageOptions::new(&name(0)).with(|options| options.former_tops = 1);
+            let image = match is_read_by_others {
+                true => ringdisk_image::open(&options, &ReadByOthers(storage.clone()))?,
+                false => ringdisk_image::open(&options, &SimOpener(storage.clone()))?,
+            };
+            assert_eq!(image.former_tops(), usize::from(!is_read_by_others));
+            Ok(OpenedDisk::from(Arc::new(image) as Arc<dyn Disk>))
+        };
         let mut session = Session::open(&storage, &open, seed, 1).unwrap();
         assert!(session.call(Request::read(4096, 1024)).unwrap() == bytes(2), "a guest has seen it");
         session.call(Request::Flush).unwrap();
         let after = storage.power_cut(seed);
         let mut session = Session::open(&after, &open, seed, 1).unwrap();
-        assert!(session.call(Request::read(4096, 1024)).unwrap() == bytes(2), "seed {seed}");
+        let found = session.call(Request::read(4096, 1024)).unwrap();
+        assert!(found == bytes(2), "seed {seed}, read by others: {is_read_by_others}");
     }
 }
 

@@ -28,7 +28,7 @@ pub struct ImageOptions {
     /// Whether to refuse writes. The file is then opened read-only.
     pub read_only: bool,
     /// How many layers below it are opened for writing, as far as nobody else uses them. They were tops before, and may
-    /// take back the layers above them.
+    /// take back the layers above them. All of them are made durable.
     pub former_tops: usize,
     /// Which backing files the image may name.
     pub allow_backing: BackingPolicy,
@@ -185,7 +185,11 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
     }
     // A temporary layer is never durable.
     let volatile_cache = options.volatile_cache || (is_on_scratch && options.keep.is_none());
-    make_durable(&layers, volatile_cache)?;
+    if !is_read_only {
+        // Below a scratch overlay nobody writes.
+        let former_tops = if is_on_scratch { 0 } else { options.former_tops };
+        make_durable(&layers, volatile_cache, former_tops)?;
+    }
     share_out(&mut layers, options.table_cache_bytes);
     let constants = Constants {
         read_only: is_read_only,
@@ -200,11 +204,13 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
 
 /// Makes durable what a process that was killed may have left in the host's cache, and what no flush of this disk covers.
 /// Former tops: a flush makes only the top durable. The killed process may have put it there and not made the former one
-/// durable yet. All writable layers of a disk without a volatile cache: its guest takes what it reads for durable, and has
-/// no flush.
-fn make_durable(layers: &[Layer], volatile_cache: bool) -> Result<()> {
+/// durable yet. They count whether they could be opened for writing or not: another program may just be reading them. All
+/// writable layers of a disk without a volatile cache: its guest takes what it reads for durable, and has no flush.
+fn make_durable(layers: &[Layer], volatile_cache: bool, former_tops: usize) -> Result<()> {
     let covered = usize::from(volatile_cache);
-    layers.iter().skip(covered).filter(|layer| layer.writable).try_for_each(Layer::sync_files)
+    let former = 1..=former_tops;
+    let counts = |(index, layer): &(usize, &Layer)| layer.writable || former.contains(index);
+    layers.iter().enumerate().skip(covered).filter(counts).try_for_each(|(_, layer)| layer.sync_files())
 }
 
 /// Refuses a data file that is another part of the chain: a guest could write an image's tables through it.
