@@ -129,6 +129,13 @@ impl Qcow2 {
         self.inner.slices_read.load(Ordering::Relaxed)
     }
 
+    /// Whether the file may have the dirty bit as long as the image is not closed. Whoever opens it for writing then repairs
+    /// its refcounts first.
+    #[must_use]
+    pub fn may_be_dirty(&self) -> bool {
+        self.inner.lazy
+    }
+
     /// Returns the epochs. Each queue takes part in them; see [`Epochs`].
     #[must_use]
     pub fn epochs(&self) -> &Epochs {

@@ -263,16 +263,8 @@ impl Image {
     /// exchange of the chain that is under way.
     pub fn close(&self) -> Result<()> {
         let _turn = block_on(self.board.turn());
-        let chain = self.chain();
-        if chain.disk.read_only {
-            return Ok(());
-        }
         // A former top that could not be made durable gets another try.
-        let count = if chain.is_handing_over() { 2 } else { 1 };
-        for layer in chain.layers.iter().take(count).rev() {
-            block_on(layer.close())?;
-        }
-        Ok(())
+        self.chain().unclosed().try_for_each(|(_, layer)| block_on(layer.close()))
     }
 }
 

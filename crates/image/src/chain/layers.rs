@@ -24,6 +24,8 @@ pub(crate) struct Constants {
     pub(crate) table_cache: TableCacheSetting,
     /// Writes refused because they would have made a guessed raw image look like another format.
     pub(crate) refused_headers: AtomicU64,
+    /// Set when data were given up that guests have written. The next flush fails then.
+    pub(crate) has_lost: AtomicBool,
     pub(crate) hits: Hits,
 }
 
@@ -116,6 +118,14 @@ impl Chain {
         Self { handover: Some(over), ..Self::plain(layers, disk) }
     }
 
+    /// Makes a chain of these layers that is handing over if this one is.
+    pub(crate) fn with_layers(&self, layers: Vec<Arc<Layer>>) -> Self {
+        match &self.handover {
+            Some(over) => Self::handing_over(layers, &self.disk, Arc::clone(over)),
+            None => Self::new(layers, &self.disk),
+        }
+    }
+
     /// Makes a chain that notes what is written.
     pub(crate) fn noting(layers: Vec<Arc<Layer>>, disk: &Arc<Constants>) -> Self {
         let chain = Self::new(layers, disk);
@@ -156,6 +166,25 @@ impl Chain {
     /// Whether the layer below the top one may still change, so that it has to be flushed too.
     pub(crate) fn is_handing_over(&self) -> bool {
         self.handover.is_some()
+    }
+
+    /// Returns the layers that may have in memory what guests have written, the lowest first, with their places in the
+    /// chain. A former top that could not be made durable is one of them.
+    pub(crate) fn unclosed(&self) -> impl Iterator<Item = (usize, &Arc<Layer>)> {
+        let count = match self.disk.read_only || self.is_dead() {
+            true => 0,
+            false if self.is_handing_over() => 2,
+            false => 1,
+        };
+        self.layers.iter().take(count).enumerate().rev()
+    }
+
+    /// Looks at a guest's flush before it begins. It fails on a dead chain, and once after data were given up: guests learn
+    /// of that.
+    pub(crate) fn look_at_flush(&self) -> IoResult {
+        let has_lost = &self.disk.has_lost;
+        let fails = self.is_dead() || (has_lost.load(Ordering::Relaxed) && has_lost.swap(false, Ordering::Relaxed));
+        if fails { Err(IoError::EIO) } else { Ok(()) }
     }
 
     /// Whether an overwrite in the top layer can be made durable by itself, as a write with FUA. Such a write also

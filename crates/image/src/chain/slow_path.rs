@@ -52,7 +52,7 @@ impl Slow {
         match self {
             Self::Read { offset, data, priority } => shared.read(offset, data, priority).await,
             Self::Write { offset, data, flags, priority } => {
-                shared.flush_if(flags.is_preflush()).await?;
+                shared.flush_before_if(flags.is_preflush()).await?;
                 match shared.write(offset, data, priority).await? {
                     Written::InPlace if flags.is_fua() && !shared.chain.is_handing_over() => shared.flush_data().await,
                     _ => shared.flush_if(flags.is_fua()).await,
@@ -71,7 +71,7 @@ impl Slow {
             Self::Flush => shared.flush_if(true).await,
             Self::Discard { offset, length } => shared.discard(offset, length).await,
             Self::WriteZeroes { offset, length, may_unmap, flags } => {
-                shared.flush_if(flags.is_preflush()).await?;
+                shared.flush_before_if(flags.is_preflush()).await?;
                 shared.write_zeroes(offset, length, may_unmap).await?;
                 shared.flush_if(flags.is_fua()).await
             }
@@ -389,6 +389,14 @@ impl Shared {
             self.flush_other_side().await?;
         }
         Ok(())
+    }
+
+    /// As `flush_if`, for a guest that wants what it has written before to be durable.
+    pub(super) async fn flush_before_if(&self, wanted: bool) -> IoResult {
+        if wanted {
+            self.chain.look_at_flush()?;
+        }
+        self.flush_if(wanted).await
     }
 
     async fn discard(&self, offset: u64, length: u64) -> IoResult {

@@ -41,7 +41,8 @@
 //! barrier, and a backup copies it ([`copy_out`]). Then the temporary layer is taken back. So a bitmap of the former
 //! top notes what was written meanwhile, when that is copied down.
 //!
-//! **The same files opened anew** ([`reopen`]): nothing in flight, the top closed, and a chain of fresh layers.
+//! **The same files opened anew** ([`reopen`]): nothing in flight, the top closed, and a chain of fresh layers. A former
+//! top that could not be made durable is closed first.
 
 pub(crate) mod commit_layer;
 pub(crate) mod compact;

@@ -157,6 +157,7 @@ fn constants(read_only: bool) -> Arc<Constants> {
         volatile_cache: AtomicBool::new(true),
         table_cache: TableCacheSetting::new(None),
         refused_headers: AtomicU64::new(0),
+        has_lost: AtomicBool::new(false),
         hits: Hits::default(),
     })
 }

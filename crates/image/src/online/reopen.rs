@@ -6,12 +6,14 @@ use crate::chain::image::Image;
 use crate::chain::layer::Layer;
 use crate::chain::layers::Chain;
 use block::{Disk, Error, ErrorKind, File, Locks, Result, block_on};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
 impl Image {
     /// Goes over to files that `open` opens, while guests use the disk. Requests in flight end on the old files, and
     /// later ones are held. Tables in memory are written to the old files and dropped. If that fails, or the new files
-    /// cannot be used, the disk goes on with the old ones. With `force`, data that cannot be written are given up.
+    /// cannot be used, the disk goes on with the old ones. With `force`, data that cannot be written are given up if the
+    /// new files can be used. The next flush then fails, so that guests learn of it.
     ///
     /// `open` opens files that are still the same without locks: the old descriptors keep those. A guest learns of a
     /// new size, which must not be smaller. Blocks; not to be called on a reactor's thread.
@@ -28,38 +30,29 @@ impl Image {
         if chain.layers.iter().any(|layer| layer.name.is_temporary()) {
             return refuse("a disk with snapshot=on cannot be opened anew: what was written to it would be lost");
         }
-        if chain.is_handing_over() && !force {
-            return refuse("the former top layer could not be made durable");
-        }
         let barrier = hold_quiet(&self.board).await?;
-        if let Err(error) = close(&chain).await {
-            if !force {
+        let unwritten = match close(&chain, force).await {
+            Ok(unwritten) => unwritten,
+            Err(error) => {
                 barrier.give_up().await;
                 return Err(error);
             }
-            tracing::warn!("{error}; it is given up, because the disk is opened anew by force");
-        }
-        // A new mapping uses freed space again. Whoever looks at the disk without a request fails, or asks the next
-        // chain.
-        if let Some(epochs) =
-            chain.layers.first().filter(|_| !chain.disk.read_only).and_then(|top| top.mapping.epochs())
-        {
-            epochs.close();
-        }
+        };
         // The new chain has the same indexes.
         chain.layers.iter().for_each(|layer| layer.mapping.count_index_memory(false));
         match self.replacement(&chain, &barrier, open).await {
             Ok(next) => {
+                // A new mapping uses freed space again. Whoever looks at the disk without a request fails, or asks the
+                // next chain.
+                chain.layers.iter().filter(|layer| layer.writable).for_each(|layer| layer.end_promises());
+                give_up_data(&chain, &unwritten);
                 barrier.release(vec![Arc::new(next)]).await;
                 self.keep_locks(&chain);
                 self.listeners.notify(|| self.info());
                 Ok(())
             }
             Err(error) => {
-                // The top gets a new mapping, which counts by itself.
-                let stays = if chain.disk.read_only { 0 } else { 1 };
-                chain.layers.iter().skip(stays).for_each(|layer| layer.mapping.count_index_memory(true));
-                go_on(&chain, barrier).await;
+                go_on(&chain, &unwritten, barrier).await;
                 Err(error)
             }
         }
@@ -107,26 +100,68 @@ impl Image {
     }
 }
 
-/// Writes the tables in memory to the layers that are open for writing.
-async fn close(chain: &Chain) -> Result<()> {
-    match chain.layers.first() {
-        Some(top) if !chain.disk.read_only => top.close().await,
-        _ => Ok(()),
+/// Writes the tables in memory to the layers that guests have written to. With `force`, tries each of them, and returns
+/// those that could not be written.
+async fn close(chain: &Chain, force: bool) -> Result<Vec<usize>> {
+    let mut unwritten = Vec::new();
+    for (index, layer) in chain.unclosed() {
+        match layer.close().await {
+            Err(error) if force => {
+                tracing::warn!("{error}; the disk is opened anew by force all the same");
+                unwritten.push(index);
+            }
+            closed => closed?,
+        }
+    }
+    Ok(unwritten)
+}
+
+/// Notes that what could not be written to these layers is lost.
+fn give_up_data(chain: &Chain, lost: &[usize]) {
+    for layer in lost.iter().filter_map(|index| chain.layers.get(*index)) {
+        chain.disk.has_lost.store(true, Ordering::Relaxed);
+        tracing::error!(
+            "'{}': what guests have written and not flushed is given up, because the disk was opened anew by force; \
+             the disk's next flush fails, so that they learn of it",
+            layer.name
+        );
     }
 }
 
-/// Goes on with the old files. The top was closed, so it gets a new mapping.
-async fn go_on(chain: &Arc<Chain>, barrier: Barrier) {
-    let Some(top) = chain.layers.first().filter(|_| !chain.disk.read_only) else { return barrier.give_up().await };
-    let next = match chain.reopened(top) {
-        Ok(layer) => {
-            let below = chain.layers.iter().skip(1).cloned();
-            Chain::new(std::iter::once(Arc::new(layer)).chain(below).collect(), &chain.disk)
+/// Goes on with the old files. A top that was closed gets a new mapping. A layer that could not be closed keeps what it
+/// has in memory, unless its file may have been repaired when it was opened anew: what is in memory would not fit it.
+async fn go_on(chain: &Arc<Chain>, unwritten: &[usize], barrier: Barrier) {
+    let mut layers = chain.layers.clone();
+    let (mut lost, mut is_dead) = (Vec::new(), false);
+    for (index, layer) in chain.layers.iter().enumerate() {
+        let is_unwritten = unwritten.contains(&index);
+        let is_anew = match is_unwritten {
+            true => layer.mapping.may_be_repaired(),
+            false => index == 0 && !chain.disk.read_only,
+        };
+        if !is_anew {
+            layer.mapping.count_index_memory(true);
+            continue;
         }
-        Err(error) => {
-            tracing::error!("{error}; every request fails from now on");
-            Chain::dead(chain.layers.clone(), &chain.disk)
+        layer.end_promises();
+        lost.extend(is_unwritten.then_some(index));
+        // A new mapping counts by itself.
+        let lower = Chain::plain(chain.layers.get(index..).unwrap_or_default().to_vec(), &chain.disk);
+        match (lower.reopened(layer), layers.get_mut(index)) {
+            (Ok(opened), Some(place)) => *place = Arc::new(opened),
+            (Err(error), _) => {
+                tracing::error!("{error}; every request fails from now on");
+                is_dead = true;
+            }
+            _ => {}
         }
+    }
+    give_up_data(chain, if is_dead { unwritten } else { &lost });
+    let next = match is_dead {
+        true => Chain::dead(chain.layers.clone(), &chain.disk),
+        false if unwritten.is_empty() => Chain::new(layers, &chain.disk),
+        // Its flushes cover what they have covered before.
+        false => chain.with_layers(layers),
     };
     barrier.release(vec![Arc::new(next)]).await;
 }

@@ -197,6 +197,7 @@ fn open_chain(options: &ImageOptions, opener: &dyn Opener) -> Result<Image> {
         volatile_cache: AtomicBool::new(volatile_cache),
         table_cache: TableCacheSetting::new(options.table_cache_bytes),
         refused_headers: AtomicU64::new(0),
+        has_lost: AtomicBool::new(false),
         hits: Hits::default(),
     };
     Ok(Image::new(Chain::new(layers.into_iter().map(Arc::new).collect(), &Arc::new(constants))))

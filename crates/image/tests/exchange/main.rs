@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod exchanging;
+mod handing_over;
 
 use block::{Disk, DiskInfo, DiskListener, Error, ErrorKind, File, FileInfo, FileQueue, ReactorCtx, Result, Task};
 use common::{Chain, Layer, SimOpener, name};

@@ -92,7 +92,7 @@ impl Shared {
             both.waited_us.fetch_add(micros(delay), Ordering::Relaxed);
         }
         let flags = op.flags();
-        self.flush_if(flags.is_preflush()).await?;
+        self.flush_before_if(flags.is_preflush()).await?;
         let mut way = Way { shared: self, other, both, added: delay };
         match op {
             Op::Write { offset, data, priority, .. } => {

@@ -187,6 +187,11 @@ impl Mapping {
         self.qcow2().is_some()
     }
 
+    /// Whether somebody else who opens the file for writing may repair it first. What is in memory then fits it no more.
+    pub(crate) fn may_be_repaired(&self) -> bool {
+        self.qcow2().is_some_and(Qcow2::may_be_dirty)
+    }
+
     /// Returns the epochs in which queues take part, if the format reuses freed space.
     #[inline]
     pub(crate) fn epochs(&self) -> Option<&Epochs> {

@@ -180,6 +180,7 @@ impl Core {
         if self.shared.chain.disk.read_only {
             return Ok(());
         }
+        self.shared.chain.look_at_flush()?;
         if self.shared.chain.top()?.mapping.has_tables() || self.shared.chain.both.is_some() {
             self.spawn(index, Slow::Flush);
             return Ok(());
