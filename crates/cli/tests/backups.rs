@@ -202,6 +202,46 @@ fn a_backup_that_breaks_leaves_guests_the_disk_and_its_bitmap_as_they_were() {
     assert!(bench.as_qemu_sees(&base) == bench.as_qemu_sees(&last));
 }
 
+/// A bitmap loses the bits of what is cut off, and the space that comes back reads as zeros.
+#[test]
+fn a_backup_by_a_bitmap_has_the_zeros_of_a_disk_that_became_smaller_and_larger_again() {
+    if !has_tool("qemu-img") || !has_tool("qemu-io") {
+        return;
+    }
+    for grows_while_in_use in [false, true] {
+        let bench = Bench::new();
+        let (base, size) = (bench.path("base.qcow2"), SIZE.to_string());
+        tool_ok("qemu-io", &["-f", "qcow2", "-c", "write -P 7 0 8M", path_str(&base)]);
+        let [first, second] = ["first.qcow2", "second.qcow2"].map(|name| bench.path(name));
+        let server = bench.serve();
+        bench.ctl(&["bitmap", "add", "root", "b"]);
+        bench.ctl(&["backup", "root", path_str(&first), "--bitmap", "b"]);
+        server.stop();
+        // In the middle of a granule.
+        let cut = (3 << 20) + 512;
+        run_ok(&["resize", "-q", "--shrink", path_str(&base), &cut.to_string()]);
+        if !grows_while_in_use {
+            run_ok(&["resize", "-q", path_str(&base), &size]);
+        }
+        let server = bench.serve();
+        if grows_while_in_use {
+            bench.ctl(&["resize", "root", &size]);
+        }
+        let dirty = bench.bitmap("b")["dirty_bytes"].clone();
+        bench.ctl(&["backup", "root", path_str(&second), "--bitmap", "b"]);
+        assert!(bench.last_job()["outcome"].as_str().unwrap().contains(path_str(&first)), "{}", bench.last_job());
+        server.stop();
+        let seen = bench.as_qemu_sees(&second);
+        assert!(seen == bench.as_qemu_sees(&base), "grows while in use: {grows_while_in_use}");
+        assert!(seen[cut..].iter().all(|byte| *byte == 0) && seen.len() as u64 == SIZE);
+        assert_eq!(dirty, SIZE - (3 << 20));
+        // Zeros take no space there.
+        let info = tool_ok("qemu-img", &["info", "--output=json", path_str(&second)]);
+        let info: Value = serde_json::from_str(&info).unwrap();
+        assert!(info["actual-size"].as_u64() < Some(1 << 20), "{info}");
+    }
+}
+
 /// An NBD server that takes 256 KiB a second, until it may go on faster.
 struct SlowServer(Child, PathBuf);
 

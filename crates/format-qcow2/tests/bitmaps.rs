@@ -152,17 +152,18 @@ fn bitmaps_go_with_the_size_of_the_disk_and_back_to_a_snapshot_whenever_the_powe
     edit(&storage, &changes()[1]).unwrap();
     // As `written` has them, in granules of 4 KiB.
     let ranges = [0..4096, 8192..1 << 20, SIZE_BYTES - 8192..SIZE_BYTES];
-    // "one" is disabled and has bits; "three" is enabled and has none.
+    // "one" is disabled and has bits; "three" is enabled, and what is added is all that it notes.
     let bits = |granularity_bits, size, ranges: &[_]| BitmapBits::of_ranges(granularity_bits, size, ranges);
     let cut = |at: u64| ranges.clone().map(|range| range.start.min(at)..range.end.min(at));
     let (large, small) = ((9 << 20) + 512, (1 << 20) - 1024);
-    let everything = |size| std::iter::once(0..size).collect::<Vec<_>>();
+    let added = |from: u64, to: u64| std::iter::once(from..to).collect::<Vec<_>>();
     for (change, size, one, three) in [
-        (Whole::Resize(large), large, ranges.to_vec(), vec![]),
-        (Whole::Snapshot, large, ranges.to_vec(), vec![]),
+        (Whole::Resize(large), large, ranges.to_vec(), added(SIZE_BYTES, large)),
+        (Whole::Snapshot, large, ranges.to_vec(), added(SIZE_BYTES, large)),
         (Whole::Resize(small), small, cut(small).to_vec(), vec![]),
-        // What was cut off does not come back.
-        (Whole::Apply, large, cut(small).to_vec(), everything(large)),
+        // The granule in which the disk ended is noted as well. What was cut off does not come back.
+        (Whole::Resize(SIZE_BYTES), SIZE_BYTES, cut(small).to_vec(), added(small / 65536 * 65536, SIZE_BYTES)),
+        (Whole::Apply, large, cut(small).to_vec(), added(0, large)),
     ] {
         let before = seen(&storage);
         storage.record();

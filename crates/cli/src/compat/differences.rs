@@ -80,6 +80,10 @@ pub(crate) const ON_PURPOSE: &[Purpose] = &[
     purpose("same-file", "dd refuses to write into the disk that it reads"),
     purpose("bitmaps-after-snapshot", "snapshot -a marks enabled bitmaps wholly, where qemu-img refuses"),
     purpose(
+        "bitmaps-after-growth",
+        "a disk that grows calls added space dirty in its enabled bitmaps, where qemu-img calls it clean",
+    ),
+    purpose(
         "larger-snapshots",
         "convert -l copies a snapshot whole that is larger than the disk is now, where qemu-img cuts it off",
     ),

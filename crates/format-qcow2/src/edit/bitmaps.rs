@@ -210,6 +210,9 @@ impl Edit<'_, '_> {
 
     /// Adapts the bitmaps to a disk of another size, or with other contents. Bitmaps that are in use mean nothing, so
     /// they stay as they are. A disabled bitmap stays as it is if only the contents change.
+    ///
+    /// Enabled bitmaps note added space as written. An earlier change may have cut off data there, with its bits, and
+    /// the last backup has the data still.
     pub(super) async fn fit_bitmaps(&mut self, size_bytes: u64, all_written: bool) -> Result<()> {
         if !self.has_bitmaps() {
             return Ok(());
@@ -218,6 +221,7 @@ impl Edit<'_, '_> {
         if size_bytes == 0 && !found.bitmaps.is_empty() {
             return self.refuse(ErrorKind::Unsupported, "a disk without any bytes has no persistent bitmaps");
         }
+        let written = if all_written { 0 } else { self.geometry.size_bytes }..size_bytes;
         let mut rows = Vec::new();
         for old in &found.bitmaps {
             let mut new = old.clone();
@@ -229,8 +233,8 @@ impl Edit<'_, '_> {
                     return self.refuse(ErrorKind::Unsupported, what);
                 }
                 let mut bits = bits(self.io, &self.geometry, old, self.name).await?.of_size(size_bytes);
-                if all_written {
-                    bits.set(&(0..size_bytes));
+                if old.enabled {
+                    bits.set(&written);
                 }
                 self.write_bits(&mut new, &bits).await.map_err(|error| self.failed(error))?;
                 self.drop_bits(old).await?;

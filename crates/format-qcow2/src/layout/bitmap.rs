@@ -126,8 +126,8 @@ impl BitmapBits {
         u32::from(byte).wrapping_shr((granule % 8) as u32) & 1 != 0
     }
 
-    /// Returns the same bits for a disk of another size. Bits behind the new end are dropped; added space is not
-    /// written.
+    /// Returns the same bits for a disk of another size. Bits behind the new end are dropped, and those of added space
+    /// are clear.
     pub(crate) fn of_size(mut self, size_bytes: u64) -> Self {
         self.size_bytes = size_bytes;
         let granules = size_bytes.div_ceil(1u64.wrapping_shl(u32::from(self.granularity_bits)));
@@ -158,15 +158,15 @@ impl BitmapBits {
     /// Sets the bits of every granule that a range touches.
     pub(crate) fn set(&mut self, range: &Range<u64>) {
         let shift = u32::from(self.granularity_bits);
-        let last = range.end.min(self.size_bytes).saturating_sub(1);
-        if range.start > last {
-            return;
-        }
-        for granule in range.start.wrapping_shr(shift)..=last.wrapping_shr(shift) {
-            let index = usize::try_from(granule / 8).unwrap_or(usize::MAX);
-            if let Some(byte) = self.bytes.get_mut(index) {
-                *byte |= 1u8.wrapping_shl((granule % 8) as u32);
-            }
+        let end = range.end.min(self.size_bytes);
+        let Some(last) = end.checked_sub(1).filter(|last| *last >= range.start) else { return };
+        let (first, last) = (range.start.wrapping_shr(shift), last.wrapping_shr(shift));
+        let byte_of = |granule: u64| usize::try_from(granule / 8).unwrap_or(usize::MAX);
+        let (from, to) = (byte_of(first), byte_of(last));
+        let head = u8::MAX.wrapping_shl((first % 8) as u32);
+        let tail = u8::MAX.wrapping_shr(7u64.saturating_sub(last % 8) as u32);
+        for (at, byte) in self.bytes.iter_mut().enumerate().take(to.saturating_add(1)).skip(from) {
+            *byte |= if at == from { head } else { u8::MAX } & if at == to { tail } else { u8::MAX };
         }
     }
 }
