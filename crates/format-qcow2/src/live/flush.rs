@@ -189,16 +189,10 @@ impl Inner {
             write_all(&self.table_writes, io, vec![Piece { offset: table.offset, bytes }]).await?;
             writing.fresh_written.push(table.l1_index);
         }
-        let moved = refcounts.moved_table;
-        let relies = moved.is_some() || !refcounts.entries.is_empty();
-        let header = match moved {
-            None => None,
-            Some(table) => {
-                let header = self.header_naming(table.piece.offset, table.clusters);
-                write_all(&self.table_writes, io, vec![table.piece]).await?;
-                Some(header)
-            }
-        };
+        let place = refcounts.moved_table.as_ref().map(|table| (table.piece.offset, table.clusters));
+        let relies = place.is_some() || !refcounts.entries.is_empty();
+        let table = refcounts.moved_table.map(|table| table.piece);
+        write_all(&self.table_writes, io, table.into_iter().collect()).await?;
         let last = !relies && mapping.is_empty();
         if last || writing.ordered {
             self.barrier(io, if last { Barrier::End } else { Barrier::BeforeMapping }).await?;
@@ -206,6 +200,8 @@ impl Inner {
         }
         if relies {
             write_all(&self.table_writes, io, refcounts.entries).await?;
+            // Not before: if a step above fails, later writes of the header have to name the old table.
+            let header = place.map(|(offset, clusters)| self.header_naming(offset, clusters));
             write_all(&self.table_writes, io, header.into_iter().collect()).await?;
             let last = mapping.is_empty();
             self.barrier(io, if last { Barrier::End } else { Barrier::BeforeRelying }).await?;
