@@ -62,8 +62,9 @@ pub(crate) struct Args {
     /// Threads that serve requests [default: one for each CPU, at most one for each connection].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     reactors: Option<u16>,
-    /// Memory for requests' own buffers, over all disks, as for serve; data on their way to and from clients may take as
-    /// much again [default: a 16th of the memory of the host or control group, at most 256M].
+    /// Memory for requests' own buffers, over all disks: for direct I/O with misaligned memory, for clusters that are
+    /// copied or decompressed, and for data of NBD servers and Ceph clusters. Data on their way to and from clients may
+    /// take as much again [default: a 16th of the memory of the host or control group, at least 16M and at most 256M].
     #[arg(long, value_name = "SIZE", value_parser = buffer_memory)]
     buffer_memory: Option<usize>,
     /// Memory for the indexes of kept overlays (keep=), as for serve.

@@ -63,9 +63,10 @@ pub(crate) struct Args {
     /// of all disks, so the largest value counts.
     #[arg(long, value_name = "US")]
     poll_max_us: Option<u32>,
-    /// Memory for requests' own buffers, over all disks: for direct I/O with misaligned memory, and for clusters that
-    /// are copied or decompressed. Requests wait for room; each disk has a fair share [default: a 16th of the memory of
-    /// the host or control group, at most 256M].
+    /// Memory for requests' own buffers, over all disks: for direct I/O with misaligned memory, for clusters that are
+    /// copied or decompressed, and for data of NBD servers and Ceph clusters. Requests wait for room; each disk has a
+    /// fair share. Data on their way to and from NBD clients may take as much again [default: a 16th of the memory of
+    /// the host or control group, at least 16M and at most 256M].
     #[arg(long, value_name = "SIZE", value_parser = buffer_memory)]
     buffer_memory: Option<usize>,
     /// Memory for the indexes of kept overlays (keep=), over all disks: 1M for each 1G that is written. Beyond that,

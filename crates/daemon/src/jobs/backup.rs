@@ -49,7 +49,7 @@ pub struct BackupOptions {
     pub existing: bool,
     /// What is copied.
     pub mode: BackupMode,
-    /// A persistent bitmap of the top layer. It is cleared on success, and says what an incremental backup copies.
+    /// A bitmap of the top layer. It is cleared on success, and says what an incremental backup copies.
     pub bitmap: Option<String>,
     /// The backing file of a new target: an earlier backup.
     pub base: Option<PathBuf>,

@@ -40,8 +40,8 @@ const NAMES: [&str; TARGETS_MAX] = ["A", "B", "C", "D", "E", "F", "G", "H"];
 
 /// Measure a disk: requests a second, latency and CPU time.
 ///
-/// A writing load overwrites the disk. It asks for --destroy on a device, on the disk of a server (--socket), and if it sees
-/// data in a file.
+/// A writing load overwrites the disk. It asks for --destroy on a device, on the disk of a server (--socket), on a kept
+/// overlay (keep=), and if it sees data in a file.
 ///
 /// One target is measured once, or at each of several depths (--depths, --plot). With --compare, several targets are
 /// measured in turn under the same load.

@@ -39,7 +39,7 @@ pub(super) struct ExportArgs {
     /// The description for NBD clients.
     #[arg(long, value_name = "TEXT", default_value = "", requires = "nbd")]
     description: String,
-    /// A persistent bitmap that NBD clients can ask for, as qemu:dirty-bitmap:NAME. May be repeated.
+    /// A bitmap of the disk that NBD clients can ask for, as qemu:dirty-bitmap:NAME. May be repeated.
     #[arg(long, value_name = "NAME", requires = "nbd")]
     bitmap: Vec<String>,
     /// NBD connections at once at this address; others wait [default: 16].

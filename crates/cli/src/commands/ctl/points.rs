@@ -30,7 +30,7 @@ pub(super) struct BackupArgs {
     /// Its format: qcow2 or raw.
     #[arg(long, value_name = "FORMAT", default_value = "qcow2")]
     format: String,
-    /// The persistent bitmap that says what has changed. It is cleared on success.
+    /// The bitmap of the disk that says what has changed. It is cleared on success.
     #[arg(long, value_name = "BITMAP")]
     bitmap: Option<String>,
     /// What is copied [default: full; with --bitmap, what was written since the last backup with it, on which the new
