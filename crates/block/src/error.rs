@@ -26,6 +26,8 @@ pub enum ErrorKind {
     Protocol,
     /// The action was cancelled before its end.
     Cancelled,
+    /// The action has failed, and nobody knows whether what it has done will last.
+    Unsure,
 }
 
 /// An error with a message that a person can act on: what failed, on which file, key or offset, and what to do.
@@ -77,6 +79,12 @@ impl Error {
     #[must_use]
     pub fn is_only_for_writing(&self) -> bool {
         self.only_for_writing
+    }
+
+    /// Makes it one of the kind [`ErrorKind::Unsure`].
+    #[must_use]
+    pub fn unsure(self) -> Self {
+        Self { kind: ErrorKind::Unsure, ..self }
     }
 
     /// Puts `context` before the message ("drive 2: ...").

@@ -9,6 +9,9 @@ mod tests;
 pub(crate) use self::disk::{RecordedDisk, Top, recorded_name, target_name, whole_name};
 pub(crate) use self::noted_file::NotedFile;
 
+#[cfg(test)]
+pub(crate) use self::directory::SaveMeets;
+
 use self::directory::StateDirectory;
 use block::{Error, ErrorKind, Result};
 use daemon::NodeId;
@@ -92,8 +95,8 @@ impl Record {
 #[derive(Debug, Default)]
 pub(crate) struct Records {
     current: Mutex<Arc<Record>>,
-    /// Held while a new record is made and written. Readers do not wait for it. Says whether the directory may hold
-    /// another record than the current one, because a save has failed half way.
+    /// Held while a new record is made and written. Readers do not wait for it. Says whether the directory is in doubt: it
+    /// may hold another record than the current one, because a save has failed half way.
     changing: Mutex<bool>,
     directory: Option<StateDirectory>,
     /// The disk that has the record under each name.
@@ -106,6 +109,12 @@ impl Records {
         let directory = StateDirectory::open(path)?;
         let current = Mutex::new(Arc::new(directory.load()?));
         Ok(Self { current, changing: Mutex::default(), directory: Some(directory), nodes: Mutex::default() })
+    }
+
+    /// For tests: what the next saves meet.
+    #[cfg(test)]
+    pub(crate) fn next_saves_meet(&self, met: impl IntoIterator<Item = SaveMeets>) {
+        *self.directory.as_ref().unwrap().met.lock().unwrap() = met.into_iter().collect();
     }
 
     /// Whether the record outlives the process.
@@ -124,6 +133,12 @@ impl Records {
                 change(disk);
             }
         })
+    }
+
+    /// Fails while the directory is in doubt, after another try to end that. What the record says is not what the next
+    /// daemon finds then, so nobody may open a disk by it.
+    pub(crate) fn check_doubt(&self) -> Result<()> {
+        self.change(|_| ())
     }
 
     /// From here on, the record under this name is the one of `node`.
@@ -160,24 +175,25 @@ impl Records {
         })
     }
 
-    /// As [`Records::change`]. A change that fails leaves the record as it is.
+    /// As [`Records::change`]. A change that fails leaves the record as it is. If the directory is in doubt after that, the
+    /// error is of the kind [`ErrorKind::Unsure`]: the next daemon may find this change, or one that failed before.
     pub(crate) fn try_change(&self, change: impl FnOnce(&mut Record) -> Result<()>) -> Result<()> {
-        let mut may_differ = lock(&self.changing);
-        let mut record = Record::clone(&self.current());
-        change(&mut record)?;
-        if record == *self.current() && !*may_differ {
+        let mut is_in_doubt = lock(&self.changing);
+        let current = self.current();
+        let mut record = Record::clone(&current);
+        let save = |record: &Record, is_in_doubt: &mut bool| match &self.directory {
+            Some(directory) if *record != *current || *is_in_doubt => directory.save(record, is_in_doubt),
+            _ => Ok(()),
+        };
+        let Err(error) = change(&mut record).and_then(|()| save(&record, &mut is_in_doubt)) else {
+            *lock(&self.current) = Arc::new(record);
             return Ok(());
+        };
+        // The new record may be in the directory, although it is not in force.
+        match save(&current, &mut is_in_doubt) {
+            Ok(()) => Err(error),
+            Err(_) => Err(error.unsure()),
         }
-        if let Some(directory) = &self.directory {
-            if let Err(error) = directory.save(&record) {
-                // The new record may still be in the directory, although it is not in force.
-                *may_differ = directory.save(&self.current()).is_err();
-                return Err(error);
-            }
-            *may_differ = false;
-        }
-        *lock(&self.current) = Arc::new(record);
-        Ok(())
     }
 }
 

@@ -297,6 +297,7 @@ impl Daemon {
             self.table.forget_export(export);
         }
         self.table.wait_for_exports(id);
+        found.disk.image.iter().for_each(|image| image.ends());
         drop((patience, limits));
         // A job that takes a layer back may take long.
         let patience = Patience::with_jobs(&found, self.jobs.moved_bytes_by(id));

@@ -152,3 +152,57 @@ fn a_copy_ends_after_few_passes_while_guests_write_at_full_speed() {
     assert_eq!(load.finish(), [""; 0]);
     bench.assert_sound_and_as_written();
 }
+
+#[test]
+fn guests_write_to_both_images_until_it_is_known_which_one_is_on_record() {
+    let unsure = || block::Error::new(ErrorKind::Unsure, "nobody knows");
+    let refused = || block::Error::new(ErrorKind::Io, "the old record is there");
+    for goes_over in [true, false] {
+        let bench = Bench::new(&Shape::qcow2(SIZE, &[4096, 65536]));
+        let load = bench.start(HistoryLoad::default());
+        let (target, path) = bench.new_target(Format::Raw, MirrorScope::Full);
+        let (watch, mut tries) = (CopyWatch::default(), 0);
+        let record = || {
+            load.wait_for_more(500);
+            tries += 1;
+            match tries {
+                1 => Err(unsure()),
+                2 => {
+                    assert!(watch.is_decided() && watch.outcome().unwrap().contains("nobody knows"));
+                    if goes_over { Ok(()) } else { Err(refused()) }
+                }
+                _ => unreachable!(),
+            }
+        };
+        let mirrored = ringdisk_image::mirror(&bench.image, target, MirrorEnd::Switch, &watch, record);
+        assert_eq!(mirrored.map_err(|error| error.kind()), if goes_over { Ok(()) } else { Err(ErrorKind::Io) });
+        assert_eq!((watch.outcome(), bench.top() == path), (None, goes_over));
+        load.wait_for_more(500);
+        assert_eq!(load.finish(), [""; 0]);
+        bench.assert_sound_and_as_written();
+    }
+}
+
+#[test]
+fn a_disk_that_ends_before_that_is_known_leaves_both_images_whole() {
+    let bench = Bench::new(&Shape::qcow2(SIZE, &[65536]));
+    let mut load = Some(bench.start(HistoryLoad::default()));
+    let (target, path) = bench.new_target(Format::Qcow2, MirrorScope::Full);
+    let mut tries = 0;
+    let record = || {
+        tries += 1;
+        if let Some(load) = load.take() {
+            load.wait_for_more(500);
+            assert_eq!(load.finish(), [""; 0]);
+            bench.image.ends();
+        }
+        Err(block::Error::new(ErrorKind::Unsure, "nobody knows"))
+    };
+    let ended = ringdisk_image::mirror(&bench.image, target, MirrorEnd::Switch, &CopyWatch::default(), record);
+    assert_eq!((ended.unwrap_err().kind(), tries), (ErrorKind::Unsure, 2));
+    if Command::new("qemu-img").arg("--version").output().is_ok() {
+        let copied = contents(&path, Format::Qcow2);
+        bench.history.check_read(0, &copied, bench.history.now()).unwrap();
+    }
+    bench.assert_sound_and_as_written();
+}

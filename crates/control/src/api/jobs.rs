@@ -140,7 +140,7 @@ pub struct Job {
     /// Why it failed, if it did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// Its result, if it has one.
+    /// Its result, if it has one. While it runs, also what somebody has to put right before it goes on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub outcome: Option<String>,
     /// Bytes that are done. Never falls.

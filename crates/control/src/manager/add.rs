@@ -86,6 +86,7 @@ impl Manager {
 
     /// Opens a disk, records it, and begins the export of its own options.
     pub(super) fn add(&self, new: NewDisk<'_>) -> Result<Added> {
+        self.records.check_doubt()?;
         self.refuse_if_away(&new)?;
         let may_come_back = !matches!(new.drive.disk.file, Some(FileName::Descriptor(_)));
         if self.records.is_durable() && !may_come_back && new.configured.is_none() {

@@ -259,6 +259,7 @@ impl Manager {
     /// record keeps the old state. Exports that calls have added stay.
     fn open_anew(&self, node: NodeId, old: &Configured, new: &Configured, outcome: &mut Reloaded) -> Result<()> {
         let name = new.name().unwrap_or_default();
+        self.records.check_doubt()?;
         let _changing = self.away.changes(name);
         if let Err(error) = self.daemon.remove_disk(node, true) {
             if self.daemon.disk_named(name) == Some(node) {

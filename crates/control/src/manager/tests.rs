@@ -1,4 +1,5 @@
 mod away;
+mod in_doubt;
 mod layers;
 mod made;
 mod reloaded;

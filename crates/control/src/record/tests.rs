@@ -292,10 +292,46 @@ fn a_change_that_cannot_be_written_changes_nothing() {
     std::fs::create_dir(dir.path().join(NEW_FILE)).unwrap();
     assert!(records.change(|record| record.disks.push(disk("/a.raw"))).is_err());
     assert!(records.current().disks.is_empty());
-    // Whatever the directory holds, the next change writes the current record.
     std::fs::remove_dir(dir.path().join(NEW_FILE)).unwrap();
     records.change(|_| ()).unwrap();
-    assert!(dir.path().join(FILE).exists());
+    assert!(!dir.path().join(FILE).exists(), "nothing was written, so nothing has to be written anew");
+}
+
+#[test]
+fn a_record_is_in_doubt_from_a_save_that_fails_after_its_rename_until_one_is_durable() {
+    let dir = tempfile::tempdir().unwrap();
+    let records = Records::in_directory(dir.path()).unwrap();
+    let add = |file: &str| records.change(|record| record.disks.push(disk(file)));
+    let meets = |met: &[SaveMeets]| records.next_saves_meet(met.iter().copied());
+    let current = || records.current().disks.len();
+    let on_disk = || {
+        let copy = tempfile::tempdir().unwrap();
+        std::fs::copy(dir.path().join(FILE), copy.path().join(FILE)).unwrap();
+        Records::in_directory(copy.path()).unwrap().current().disks.len()
+    };
+    add("/a.raw").unwrap();
+    // The old record is written again, or the new one has never had its name.
+    for met in [SaveMeets::FailedSync, SaveMeets::NoSpace] {
+        meets(&[met]);
+        assert_eq!(add("/b.raw").unwrap_err().kind(), ErrorKind::Io);
+        assert_eq!((current(), on_disk()), (1, 1));
+    }
+    meets(&[SaveMeets::FailedSync, SaveMeets::NoSpace]);
+    assert_eq!(add("/b.raw").unwrap_err().kind(), ErrorKind::Unsure);
+    assert_eq!((current(), on_disk()), (1, 2));
+    let refuse = || records.try_change(|_| Err(Error::new(ErrorKind::Locked, "refused"))).unwrap_err().kind();
+    meets(&[SaveMeets::NoSpace; 5]);
+    assert_eq!(add("/c.raw").unwrap_err().kind(), ErrorKind::Unsure);
+    assert_eq!(refuse(), ErrorKind::Unsure);
+    assert_eq!(records.check_doubt().unwrap_err().kind(), ErrorKind::Unsure);
+    assert_eq!((current(), on_disk()), (1, 2));
+    meets(&[]);
+    assert_eq!(refuse(), ErrorKind::Locked);
+    assert_eq!((current(), on_disk()), (1, 1), "it is written anew");
+    meets(&[SaveMeets::FailedSync, SaveMeets::NoSpace]);
+    add("/b.raw").unwrap_err();
+    add("/b.raw").unwrap();
+    assert_eq!((current(), on_disk()), (2, 2));
 }
 
 #[test]

@@ -40,16 +40,14 @@ impl Daemon {
 
     /// As [`Daemon::start_take_overlay_back`]. When the layer below holds all data, `commit` is called, while guests go
     /// on and write to both layers. There the caller makes its record of the disks durable. If `commit` fails, the disk
-    /// keeps its layers.
+    /// keeps its layers. If its error is of the kind [`ErrorKind::Unsure`], it is called again, and guests write to both
+    /// layers until it is known which of them the caller's record names.
     pub fn start_take_overlay_back_with(
         &self,
         node: NodeId,
-        commit: impl FnOnce(&TakenOff) -> Result<()> + Send + 'static,
+        commit: impl FnMut(&TakenOff) -> Result<()> + Send + 'static,
     ) -> Result<JobId> {
-        let mut commit = Some(commit);
-        self.start_take_layers_back_with(node, 1, None, Aim::default(), move |layers| {
-            commit.take().map_or(Ok(()), |commit| commit(layers))
-        })
+        self.start_take_layers_back_with(node, 1, None, Aim::default(), commit)
     }
 
     /// As [`Daemon::start_take_overlay_back_with`], for this many layers, one after the other from the top down. While

@@ -67,15 +67,16 @@ type OpenedTarget = (Made, Arc<dyn File>, MirrorTarget, MirrorSwitch);
 impl Daemon {
     /// Starts to copy a disk to another image, which then takes its place, or stays a copy. If the target's file is made
     /// here, `has_made` is called before anything is written to it. When the image holds all data, before it takes the
-    /// disk's place, `record` is called while guests go on. There the caller makes its record of the disks durable. If
-    /// the image stays a copy, `kept` is called when it is whole. On an error the disk stays as it is, and a target that
-    /// was made for it is removed. `held` is dropped after that.
+    /// disk's place, `record` is called while guests go on. There the caller makes its record of the disks durable. It is
+    /// called again while its error is of the kind [`ErrorKind::Unsure`]: guests write to both images then. If the image
+    /// stays a copy, `kept` is called when it is whole. On an error the disk stays as it is, and a target that was made
+    /// for it is removed. `held` is dropped after that.
     pub fn start_mirror_with(
         &self,
         node: NodeId,
         options: &MirrorOptions,
         has_made: impl FnOnce() -> Result<()>,
-        record: impl FnOnce(&MirrorSwitch) -> Result<()> + Send + 'static,
+        mut record: impl FnMut(&MirrorSwitch) -> Result<()> + Send + 'static,
         kept: impl FnOnce() -> Result<()> + Send + 'static,
         held: impl Send + 'static,
     ) -> Result<JobId> {
@@ -92,13 +93,18 @@ impl Daemon {
             let below = image.layer_file_names().skip(1).map(|(own, _)| own);
             let below = if scope == MirrorScope::Top { below.collect() } else { Vec::new() };
             let switch = MirrorSwitch { below, ..switch };
-            mirror(image, target, end, watch, || {
+            let mirrored = mirror(image, target, end, watch, || {
                 made.give_name(&name)?;
                 record(&switch)?;
                 // From here on the target holds what guests write.
                 made.keep();
                 Ok(())
-            })?;
+            });
+            if mirrored.as_ref().is_err_and(|error| error.kind() == ErrorKind::Unsure) {
+                // The next daemon may serve the target.
+                made.keep();
+            }
+            mirrored?;
             if end == MirrorEnd::Keep {
                 made.give_name(&name)?;
                 kept()?;

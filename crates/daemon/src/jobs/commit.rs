@@ -41,7 +41,8 @@ impl CommitOptions {
 
 /// Keeps a record of a disk's layers while they go. Each change is durable when its call returns.
 pub trait CommitRecord: Send {
-    /// Notes that the top goes, and that the layer below is the top from here on. On an error the disk keeps its layers.
+    /// Notes that the top goes, and that the layer below is the top from here on. On an error the disk keeps its layers, but
+    /// after one of the kind [`ErrorKind::Unsure`] this is called again.
     fn takes_off(&mut self, layers: &TakenOff) -> Result<()>;
     /// Notes that a layer below the top will go. Until one of the others is called, the image may rest on it or not. On an
     /// error the disk keeps its layers.

@@ -42,7 +42,8 @@ pub trait FleeceRecord: Send {
     fn has_made(&mut self, fleece: &Path) -> Result<()>;
     /// Notes that the fleece is the top from here on.
     fn is_on_top(&mut self, fleece: &Path) -> Result<()>;
-    /// Notes that the fleece was taken off, and that the layer below is the top from here on.
+    /// Notes that the fleece was taken off, and that the layer below is the top from here on. Called again after an error of
+    /// the kind [`ErrorKind::Unsure`].
     fn is_off(&mut self, layers: &TakenOff) -> Result<()>;
     /// Notes that a fleece was not made, or was made and is no layer.
     fn is_unmade(&mut self, fleece: &Path) -> Result<()>;
@@ -101,10 +102,14 @@ pub(crate) fn end(
 ) -> Result<()> {
     let layers = TakenOff::of(image).ok_or_else(|| Error::new(ErrorKind::Io, "an image without layers"))?;
     point.end(watch, || record.is_off(&layers)).map_err(|error| {
-        let what = format!(
-            "what guests have written since stays in '{}', which is the top of the disk; 'ctl commit {name}' takes it back",
-            path.display()
-        );
+        let path = path.display();
+        let what = match error.kind() {
+            ErrorKind::Unsure => format!("what guests have written since is in '{path}' and in the layer below it"),
+            _ => format!(
+                "what guests have written since stays in '{path}', which is the top of the disk; 'ctl commit {name}' takes it \
+                 back"
+            ),
+        };
         error.in_context(what)
     })?;
     has_new_top();

@@ -93,6 +93,7 @@ impl Job {
         // Read in this order, because the first is part of the second.
         let (done_bytes, total_bytes) = (self.watch.done_bytes(), self.watch.total_bytes());
         let (id, kind, node, disk) = (self.id, self.kind, self.node, self.disk.clone());
+        let outcome = [&self.watch, &self.ending].into_iter().filter_map(|watch| watch.outcome());
         JobStatus {
             id,
             kind,
@@ -103,7 +104,7 @@ impl Job {
             total_bytes,
             time_left: self.watch.time_left().filter(|_| self.runs()),
             rounds: self.watch.rounds(),
-            outcome: self.watch.outcome(),
+            outcome: outcome.reduce(|said, more| format!("{said}; {more}")),
         }
     }
 }

@@ -8,7 +8,8 @@
 //!    is durable in both.
 //! 3. **The switch.** The record is changed while guests go on: whichever chain a restarted daemon finds there has
 //!    everything. Then the queues pass a barrier to the other chain. Nothing is drained, copied or flushed while they
-//!    hold. Requests in flight end on both sides.
+//!    hold. Requests in flight end on both sides. As long as nobody knows which record a restarted daemon would find,
+//!    guests write to both sides.
 //!
 //! So the last part ends however fast guests write. With a time to keep ([`CopyWatch::set_aim`]), the rounds end as
 //! soon as the time asks for it; and where the storage is too slow for guests and copy, each write waits a little
@@ -26,7 +27,7 @@ use crate::chain::layers::{Chain, OtherChain};
 use block::{Error, ErrorKind, Result, StatusQuery};
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The most rounds of copying while guests write to one side only.
 const ROUNDS_MAX: usize = 5;
@@ -34,6 +35,10 @@ const ROUNDS_MAX: usize = 5;
 const LAST_ROUND_BYTES: u64 = 4 << 20;
 /// How often, at most, ranges are copied again in which a write failed on one side.
 const REPAIRS_MAX: usize = 5;
+/// How long after a try to change the record the next one comes.
+const RECORD_AGAIN: Duration = Duration::from_secs(1);
+/// How often it is looked between them whether the disk ends.
+const LOOK_FOR_END: Duration = Duration::from_millis(10);
 /// If the data lie in more parts than this, the first round covers the whole disk.
 const DATA_RUNS_MAX: usize = 1 << 20;
 
@@ -47,7 +52,8 @@ pub(super) enum End {
 }
 
 /// Copies what guests see to another chain, which then takes its place, or is closed. Before it takes its place,
-/// `record` is called. On an error, the queues go back to the disk's own layers before the copy releases what it holds.
+/// `record` is called, and again while its error is of the kind [`ErrorKind::Unsure`]. On an error, the queues go back to
+/// the disk's own layers before the copy releases what it holds.
 pub(super) async fn converge(
     image: &Image,
     chain: &Chain,
@@ -55,7 +61,7 @@ pub(super) async fn converge(
     what: What,
     end: End,
     watch: &CopyWatch,
-    record: impl FnOnce() -> Result<()>,
+    record: impl FnMut() -> Result<()>,
 ) -> Result<()> {
     let mut copying = Copying::new(&chain.layers, next, watch)?;
     let result = converge_by(&mut copying, image, chain, next, what, end, watch, record).await;
@@ -81,7 +87,7 @@ async fn converge_by(
     what: What,
     end: End,
     watch: &CopyWatch,
-    record: impl FnOnce() -> Result<()>,
+    record: impl FnMut() -> Result<()>,
 ) -> Result<()> {
     let left = in_rounds(image, chain, copying, what, watch).await?;
     let (both, left) = to_both_sides(image, chain, next, copying, left).await?;
@@ -237,7 +243,7 @@ async fn switch(
     chain: &Chain,
     next: &Arc<Chain>,
     watch: &CopyWatch,
-    record: impl FnOnce() -> Result<()>,
+    record: impl FnMut() -> Result<()>,
 ) -> Result<()> {
     let both = sides(chain)?;
     let failed = |error| match next.layers.first() {
@@ -246,7 +252,13 @@ async fn switch(
     };
     both.decide().map_err(failed)?;
     watch.set_decided(true);
-    if let Err(error) = are_even(both).and_then(|()| record()) {
+    if let Err(error) = are_even(both).and_then(|()| until_known(image, watch, record)) {
+        if error.kind() == ErrorKind::Unsure
+            && let Some(top) = next.layers.first()
+            && let Err(error) = top.close().await
+        {
+            tracing::error!("'{}' may be on record, and is not closed in order: {error}", top.name);
+        }
         watch.set_decided(false);
         both.follow();
         return Err(error);
@@ -269,6 +281,34 @@ async fn switch(
     watch.note_hold(begun.elapsed());
     over.wait().await;
     Ok(())
+}
+
+/// Calls `record` until it is known which record the next daemon finds. Until then guests write to both sides, so that one
+/// has everything with either. When no guest uses the disk any more, both sides can be left as they are.
+fn until_known(image: &Image, watch: &CopyWatch, mut record: impl FnMut() -> Result<()>) -> Result<()> {
+    let mut is_first = true;
+    loop {
+        let is_last = image.board.is_ending();
+        let error = match record() {
+            Err(error) if error.kind() == ErrorKind::Unsure && !is_last => error,
+            result => {
+                watch.waits_for(None);
+                return result;
+            }
+        };
+        let what = format!(
+            "nobody knows which record of the disk is on storage ({error}): guests write to both images until one can be \
+             written"
+        );
+        if std::mem::take(&mut is_first) {
+            tracing::error!("{what}");
+        }
+        watch.waits_for(Some(what));
+        let since = Instant::now();
+        while since.elapsed() < RECORD_AGAIN && !image.board.is_ending() {
+            std::thread::sleep(LOOK_FOR_END);
+        }
+    }
 }
 
 /// Lets the disk go on alone. The other chain keeps the contents of that moment.

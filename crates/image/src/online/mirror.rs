@@ -77,12 +77,16 @@ pub enum MirrorEnd {
 /// whoever keeps a record of what the disk consists of makes it durable there. On an error, and where the `watch`
 /// cancels, the disk stays on its image; what was copied by then is of no use to anybody. Blocks; not to be called on a
 /// reactor's thread.
+///
+/// An error of `record` of the kind [`ErrorKind::Unsure`] says that nobody knows which image the record names. Then guests
+/// write to both, and `record` is called again every second: until it is known, or until [`Image::ends`]. This returns
+/// such an error only in the second case: both images hold everything then.
 pub fn mirror(
     image: &Image,
     target: MirrorTarget,
     end: MirrorEnd,
     watch: &CopyWatch,
-    record: impl FnOnce() -> Result<()>,
+    record: impl FnMut() -> Result<()>,
 ) -> Result<()> {
     block_on(mirror_async(image, target, end, watch, record))
 }
@@ -94,7 +98,7 @@ pub async fn mirror_async(
     target: MirrorTarget,
     end: MirrorEnd,
     watch: &CopyWatch,
-    record: impl FnOnce() -> Result<()>,
+    record: impl FnMut() -> Result<()>,
 ) -> Result<()> {
     let _turn = image.board.try_turn()?;
     watch.check()?;

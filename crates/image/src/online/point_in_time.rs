@@ -134,13 +134,13 @@ impl<'a> PointInTime<'a> {
 
     /// Takes the temporary layer back, as [`crate::take_back`] does. On an error it stays on top, and can be taken back
     /// later.
-    pub fn end(self, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
+    pub fn end(self, watch: &CopyWatch, commit: impl FnMut() -> Result<()>) -> Result<()> {
         block_on(self.end_async(watch, commit))
     }
 
     /// Like [`PointInTime::end`], as a future. Its calls still block the thread.
     #[doc(hidden)]
-    pub async fn end_async(self, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
+    pub async fn end_async(self, watch: &CopyWatch, commit: impl FnMut() -> Result<()>) -> Result<()> {
         take_back_in_turn(self.image, watch, commit).await.map(drop)
     }
 

@@ -27,7 +27,10 @@ const UNFREED_CLUSTERS_MAX: u64 = 1 << 14;
 /// the layer that was taken off, because the layer below it changes. It is emptied, as `qemu-img commit` does, so its
 /// space goes back to the host. On an error the disk stays as it was. A cancel gives an error of the kind
 /// [`ErrorKind::Cancelled`]. Blocks; not to be called on a reactor's thread.
-pub fn take_back(image: &Image, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
+///
+/// `commit` says by an error of the kind [`ErrorKind::Unsure`] that nobody knows which layer the record names. Then guests
+/// write to both layers, and `commit` is called again every second: until it is known, or until [`Image::ends`].
+pub fn take_back(image: &Image, watch: &CopyWatch, commit: impl FnMut() -> Result<()>) -> Result<()> {
     block_on(take_back_async(image, watch, commit))
 }
 
@@ -36,7 +39,7 @@ pub fn take_back(image: &Image, watch: &CopyWatch, commit: impl FnOnce() -> Resu
 pub fn take_back_then(
     image: &Image,
     watch: &CopyWatch,
-    commit: impl FnOnce() -> Result<()>,
+    commit: impl FnMut() -> Result<()>,
     is_off: impl FnOnce(),
 ) -> Result<()> {
     block_on(take_back_then_async(image, watch, commit, is_off))
@@ -44,14 +47,14 @@ pub fn take_back_then(
 
 /// Like [`take_back`], as a future. Its calls still block the thread.
 #[doc(hidden)]
-pub async fn take_back_async(image: &Image, watch: &CopyWatch, commit: impl FnOnce() -> Result<()>) -> Result<()> {
+pub async fn take_back_async(image: &Image, watch: &CopyWatch, commit: impl FnMut() -> Result<()>) -> Result<()> {
     take_back_then_async(image, watch, commit, || ()).await
 }
 
 async fn take_back_then_async(
     image: &Image,
     watch: &CopyWatch,
-    commit: impl FnOnce() -> Result<()>,
+    commit: impl FnMut() -> Result<()>,
     is_off: impl FnOnce(),
 ) -> Result<()> {
     let _turn = image.board.try_turn()?;
@@ -70,7 +73,7 @@ async fn take_back_then_async(
 pub(super) async fn take_back_in_turn(
     image: &Image,
     watch: &CopyWatch,
-    commit: impl FnOnce() -> Result<()>,
+    commit: impl FnMut() -> Result<()>,
 ) -> Result<Arc<Layer>> {
     watch.check()?;
     watch.set_decided(false);
@@ -206,7 +209,7 @@ async fn take_back_to(
     chain: &Chain,
     layers: &[Arc<Layer>],
     watch: &CopyWatch,
-    record: impl FnOnce() -> Result<()>,
+    record: impl FnMut() -> Result<()>,
 ) -> Result<()> {
     let now = Chain::plain(layers.to_vec(), &chain.disk);
     let lower = Arc::new(Chain::new(layers.get(1..).unwrap_or_default().to_vec(), &chain.disk));

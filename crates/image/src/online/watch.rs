@@ -25,6 +25,7 @@ pub struct CopyWatch {
     is_late: AtomicBool,
     begun: OnceLock<Instant>,
     outcome: Mutex<Vec<String>>,
+    waits_for: Mutex<Option<String>>,
     pace: Mutex<Pace>,
     rate: Mutex<RecentRate>,
     /// The pace has changed, or the copy is cancelled.
@@ -179,10 +180,16 @@ impl CopyWatch {
         ));
     }
 
-    /// Returns the result, if there is more to say than that it is done.
+    /// Says, in words for people, what it waits for that somebody may have to put right.
+    pub(super) fn waits_for(&self, what: Option<String>) {
+        *self.waits_for.lock().unwrap_or_else(PoisonError::into_inner) = what;
+    }
+
+    /// Returns the result, if there is more to say than that it is done, and what it waits for.
     #[must_use]
     pub fn outcome(&self) -> Option<String> {
-        let said = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut said = self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        said.extend(self.waits_for.lock().unwrap_or_else(PoisonError::into_inner).clone());
         Some(said.join("; ")).filter(|said| !said.is_empty())
     }
 

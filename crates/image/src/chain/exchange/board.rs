@@ -67,6 +67,8 @@ pub(crate) struct Board {
     bell: Arc<Bell>,
     state: Mutex<State>,
     freed: WaitList,
+    /// No guest uses the disk any more, and none will.
+    is_ending: AtomicBool,
     /// Values that could not be ended cleanly, kept as long as the disk.
     kept: Mutex<Vec<Box<dyn Any + Send>>>,
     /// For tests of the tests: the queue that is late, and how many new chains it misses.
@@ -102,6 +104,7 @@ impl Board {
             bell: Arc::default(),
             state: Mutex::new(state),
             freed: WaitList::default(),
+            is_ending: AtomicBool::new(false),
             kept: Mutex::default(),
             late: (AtomicU64::new(0), AtomicU64::new(0)),
             #[cfg(all(test, feature = "explore"))]
@@ -245,6 +248,15 @@ impl Board {
         drop((former, stale));
         self.bell.announced.wake_all();
         number
+    }
+
+    /// Notes that no guest uses the disk any more, and that none will.
+    pub(crate) fn ends(&self) {
+        self.is_ending.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn is_ending(&self) -> bool {
+        self.is_ending.load(Ordering::Acquire)
     }
 
     /// Keeps a value as long as the disk is open.
