@@ -115,3 +115,32 @@ fn a_log_in_use_or_of_another_kind_is_left_alone() {
         run_fails(1, &["replay", "-f", "raw", "--flushes", "9", path_str(&log), path_str(&small)]).contains("too many")
     );
 }
+
+#[test]
+fn a_log_that_was_cut_off_gives_a_closed_disk_with_what_came_before() {
+    let directory = directory();
+    let [disk, log, copy] = ["disk.raw", "changes.log", "copy.qcow2"].map(|name| at(&directory, name));
+    empty(&disk);
+    let opened = open(&disk, &log).unwrap();
+    for (slot, byte) in (0..4).zip(1..) {
+        opened.write(slot * SLOT_BYTES, &*vec![byte; SLOT_BYTES as usize]).wait().unwrap();
+    }
+    opened.close().unwrap();
+    let file = File::options().write(true).open(&log).unwrap();
+    let length_bytes = file.metadata().unwrap().len();
+    // In the data of the last entry, and before its header.
+    for (cut_bytes, said) in [(SLOT_BYTES / 2, "entry 3"), (SLOT_BYTES + 512, "entry 3")] {
+        file.set_len(length_bytes - cut_bytes).unwrap();
+        run_ok(&["create", "-q", "-f", "qcow2", path_str(&copy), "1M"]);
+        let told = run_fails(1, &["replay", path_str(&log), path_str(&copy)]);
+        assert!(told.contains("ends in the midst") && told.contains(said), "{told}");
+        run_ok(&["check", path_str(&copy)]);
+        let raw = at(&directory, "copy.raw");
+        run_ok(&["convert", "-O", "raw", path_str(&copy), path_str(&raw)]);
+        let bytes = std::fs::read(&raw).unwrap();
+        for (slot, byte) in bytes.chunks(SLOT_BYTES as usize).zip(1..=3) {
+            assert!(slot.iter().all(|found| *found == byte), "entry {} is not there", byte - 1);
+        }
+        std::fs::remove_file(&copy).unwrap();
+    }
+}

@@ -30,10 +30,16 @@ pub fn replay(
         Pipeline::start(first, Spread::OneTaskEach, 1, total, move |ctx| Ok(Player { target: target.open(ctx)? }))
     };
     let mut handed_out = Ok(());
-    while let Some(request) = log.next_entry()? {
-        if request.index >= entries.end {
-            break;
-        }
+    loop {
+        let request = match log.next_entry() {
+            Ok(Some(request)) if request.index < entries.end => request,
+            Ok(_) => break,
+            Err(error) => {
+                // The log may be cut off. The disk keeps what came before, and is closed.
+                handed_out = Err(error);
+                break;
+            }
+        };
         if request.index < entries.start || request.entry.kind == LoggedKind::Mark {
             continue;
         }
