@@ -162,8 +162,8 @@ pub(crate) trait QueueControl<T>: Poller {
     fn stop(&mut self, on_drained: SyncSender<StoppedQueue>);
 
     /// Ends requests in flight with errors although the storage hangs, because the disk is removed. The caller cuts off
-    /// the returned memory at once ([`GuestMemory::fence`]). Reads are not answered if a device may still hold their
-    /// pages.
+    /// the returned memory at once ([`GuestMemory::fence`]). Reads and writes are not answered if a device may still
+    /// hold their pages: the guest would use those pages again.
     fn give_up(&mut self) -> Arc<GuestMemory>;
 }
 
@@ -373,13 +373,13 @@ impl<T: Transport, R: DeviceRing + 'static> QueueControl<T> for DeviceQueue<T, R
 
     fn give_up(&mut self) -> Arc<GuestMemory> {
         self.taking = false;
-        let keeps_reads = self.registered.is_some() || self.device.disk().is_ok_and(|disk| disk.may_pin_memory());
+        let may_be_held = self.registered.is_some() || self.device.disk().is_ok_and(|disk| disk.may_pin_memory());
         let (mut failed, mut left) = (0_usize, 0_usize);
         for head in 0..u16::try_from(self.pending.len()).unwrap_or(u16::MAX) {
             let Some(pending) = self.pending.get_mut(usize::from(head)).filter(|pending| pending.operations > 0) else {
                 continue;
             };
-            if keeps_reads && pending.key & meter::KIND_BITS == meter::READ {
+            if may_be_held && matches!(pending.key & meter::KIND_BITS, meter::READ | meter::WRITE) {
                 left = left.saturating_add(1);
                 continue;
             }

@@ -16,7 +16,7 @@ use std::cell::RefCell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use virtio::PackedDeviceRing;
 use virtio::blk::{RangeSegment, RequestHeader, features, request_type};
 use virtio::ring_access::{RingAddresses, RingAreas, RingLayout};
@@ -106,7 +106,10 @@ fn a_queue_without_kicks_lets_its_reactor_sleep_and_wakes_it_to_look() {
 }
 
 /// A disk that ends nothing by itself.
-struct Held;
+#[derive(Default)]
+struct Held {
+    pins_memory: bool,
+}
 
 thread_local! {
     /// Its queues, in the order in which they were opened.
@@ -130,6 +133,10 @@ impl Disk for Held {
         let ops = Rc::default();
         QUEUES.with_borrow_mut(|all| all.push(Rc::clone(&ops)));
         Ok(Box::new(HeldQueue(ops)))
+    }
+
+    fn may_pin_memory(&self) -> bool {
+        self.pins_memory
     }
 }
 
@@ -225,7 +232,7 @@ fn after_a_switch_to_write_through_no_write_of_any_queue_ends_before_a_flush_has
     let reactor = TestReactor::start("reactor");
     let test = move |ctx: &_| {
         let (one, two) = (Guest::new(), Guest::new());
-        let device = Device::new(Arc::new(Held), DeviceOptions::default()).unwrap();
+        let device = Device::new(Arc::new(Held::default()), DeviceOptions::default()).unwrap();
         device.negotiated(features::FLUSH | features::CONFIG_WCE);
         let mut queues = [Served::new(ctx, &one, &device, 0), Served::new(ctx, &two, &device, 1)];
         queues[0].send(request_type::OUT);
@@ -274,7 +281,7 @@ fn zeros_that_are_refused_or_need_not_be_durable_take_no_flush_along() {
     let reactor = TestReactor::start("reactor");
     let test = move |ctx: &_| {
         let guest = Guest::new();
-        let device = Device::new(Arc::new(Held), DeviceOptions::default()).unwrap();
+        let device = Device::new(Arc::new(Held::default()), DeviceOptions::default()).unwrap();
         device.negotiated(features::FLUSH | features::CONFIG_WCE);
         device.write_config(32, &[0]).unwrap();
         let mut queue = Served::new(ctx, &guest, &device, 0);
@@ -302,7 +309,7 @@ fn a_queue_of_a_guest_in_write_through_takes_nothing_before_a_flush_of_its_own_h
     let reactor = TestReactor::start("reactor");
     let test = move |ctx: &_| {
         let guests = [(); 4].map(|()| Guest::new());
-        let device = Device::new(Arc::new(Held), DeviceOptions::default()).unwrap();
+        let device = Device::new(Arc::new(Held::default()), DeviceOptions::default()).unwrap();
         device.negotiated(0);
         let mut queue = Served::new(ctx, &guests[0], &device, 0);
         queue.send(request_type::IN);
@@ -326,7 +333,7 @@ fn a_queue_of_a_guest_in_write_through_takes_nothing_before_a_flush_of_its_own_h
         assert_eq!(held(1), "rW", "one flush is enough for all queues");
 
         // Reads are served although it failed, and no write ends without a flush that succeeded.
-        let device = Device::new(Arc::new(Held), DeviceOptions::default()).unwrap();
+        let device = Device::new(Arc::new(Held::default()), DeviceOptions::default()).unwrap();
         device.negotiated(0);
         let mut queue = Served::new(ctx, &guests[2], &device, 0);
         end(2, Err(IoError::EIO), |_| true);
@@ -335,7 +342,7 @@ fn a_queue_of_a_guest_in_write_through_takes_nothing_before_a_flush_of_its_own_h
         assert_eq!(held(2), "rfW");
 
         // A guest that flushes does so itself.
-        let device = Device::new(Arc::new(Held), DeviceOptions::default()).unwrap();
+        let device = Device::new(Arc::new(Held::default()), DeviceOptions::default()).unwrap();
         device.negotiated(features::FLUSH);
         let mut queue = Served::new(ctx, &guests[3], &device, 0);
         queue.send(request_type::IN);
@@ -348,7 +355,7 @@ fn a_queue_of_a_guest_in_write_through_takes_nothing_before_a_flush_of_its_own_h
 fn a_queue_that_stops_waits_for_its_own_flush_and_takes_nothing_after_it() {
     let reactor = TestReactor::start("reactor");
     let guest = Guest::new();
-    let device = Device::new(Arc::new(Held), DeviceOptions::default()).unwrap();
+    let device = Device::new(Arc::new(Held::default()), DeviceOptions::default()).unwrap();
     device.negotiated(0);
     let mut driver = driver(&guest);
     guest.write(0x2_0000, &RequestHeader { kind: request_type::FLUSH, priority: 0, sector: 0 }.to_bytes());
@@ -362,6 +369,54 @@ fn a_queue_that_stops_waits_for_its_own_flush_and_takes_nothing_after_it() {
     run_and_wait(reactor.handle().as_ref(), |_: &_| end(0, Ok(()), |_| true)).unwrap();
     assert_eq!(stopping.wait(), Some(StoppedQueue { base: BASE, halt: None }));
     assert_eq!(driver.take_used(), []);
+}
+
+/// The guest uses the memory of a request again once it has an answer, whatever the answer is. A device that holds the
+/// memory then reads what lies there: foreign data would get onto the disk.
+#[test]
+fn a_request_that_is_given_up_gets_no_answer_while_a_device_may_hold_its_memory() {
+    let reactor = TestReactor::start("reactor");
+    for (pins_memory, registers) in [(false, false), (true, false), (false, true)] {
+        let guest = Guest::new();
+        let device = Device::new(Arc::new(Held { pins_memory }), DeviceOptions::default()).unwrap();
+        device.negotiated(features::FLUSH);
+        let kick = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let setup = setup(&guest, Some(kick)).with(|setup| {
+            (setup.device, setup.register_memory) = (device, registers);
+        });
+        let mut driver = driver(&guest);
+        let kinds = [request_type::IN, request_type::OUT, request_type::FLUSH, request_type::WRITE_ZEROES];
+        for (kind, number) in kinds.into_iter().zip(0_u16..) {
+            let (header, data) = (0x2_0000 + 0x100 * u64::from(number), 0x3_0000 + 0x1000 * u64::from(number));
+            guest.write(header, &RequestHeader { kind, priority: 0, sector: 0 }.to_bytes());
+            guest.write(data, &RangeSegment { sector: 0, sector_count: 1, flags: 0 }.to_bytes());
+            let data = match kind {
+                request_type::FLUSH => None,
+                request_type::WRITE_ZEROES => Some((data, virtio::blk::RANGE_SEGMENT_BYTES as u32, false)),
+                _ => Some((data, 512, kind == request_type::IN)),
+            };
+            let chain: Vec<_> =
+                [Some((header, 16, false)), data, Some((header + 16, 1, true))].into_iter().flatten().collect();
+            driver.put_chain(&[3 * number, 3 * number + 1, 3 * number + 2][..chain.len()], &chain);
+            driver.offer(3 * number);
+        }
+        driver.publish();
+        let queue = RunningQueue::start(&reactor.handle(), setup).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let taken = |_: &_| QUEUES.with_borrow(|all| all.last().map_or(0, |queue| queue.borrow().held.len()));
+        while run_and_wait(reactor.handle().as_ref(), taken).unwrap() < kinds.len() {
+            assert!(Instant::now() < deadline, "the requests are not taken");
+        }
+        let stopping = queue.begin_stop();
+        assert!(stopping.give_up().is_some());
+        stopping.abandon();
+        let used: Vec<u32> = driver.take_used().into_iter().map(|(head, _)| head / 3).collect();
+        let may_be_held = pins_memory || registers;
+        assert_eq!(used, if may_be_held { vec![2, 3] } else { vec![0, 1, 2, 3] }, "{pins_memory} {registers}");
+        for head in used {
+            assert_eq!(guest.read(0x2_0010 + 0x100 * u64::from(head), 1), [1], "{head} has an error");
+        }
+    }
 }
 
 #[test]

@@ -188,7 +188,7 @@ fn a_disk_whose_local_storage_hangs_is_removed_with_each_engine() {
         assert!(removed.status.success() || could_not_close, "{engine} {cache}: {said}");
         let list = daemon.json(&["list"]);
         assert_eq!(list["disks"].as_array().unwrap().len(), 1, "{engine} {cache}: {list:#}");
-        // With direct I/O, reads are not answered, and the guest is disconnected.
+        // With direct I/O, reads and writes are not answered, and the guest is disconnected.
         let worked = far.stop();
         assert!(worked.errors > 0, "{engine} {cache}: its requests in flight end with errors");
         assert_eq!(worked.mismatches, 0, "{engine} {cache}");
