@@ -9,8 +9,12 @@
 //! none, covers it (`refuge`), if need be in place of a spare mapping (`spares`). The process ends only if the kernel
 //! refuses even that.
 //!
+//! Memory that is cut off ([`Registration::fence`]) raises the same signal (`barrier`). There only the page that was
+//! touched is covered.
+//!
 //! A SIGBUS that another process sends is no fault, and is ignored.
 
+mod barrier;
 mod refuge;
 mod spares;
 
@@ -22,6 +26,10 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering, fence};
 
 /// The most mappings that can be registered at once; more are refused. Half of the default limit of a Linux process.
 pub const MAX_MAPPINGS: usize = 1 << 15;
+
+/// The most pages of memory that is cut off that are covered one by one. Each takes up to two more mappings, of which the
+/// process has 65530 by default.
+const MOST_TOUCHED_PAGES: usize = 4096;
 
 struct Slot {
     taken: AtomicBool,
@@ -37,6 +45,10 @@ struct Slot {
     page_only: AtomicBool,
     /// Our own file covers the mapping. If a page of it is missing, the kernel has refused that page.
     on_refuge: AtomicBool,
+    /// The mapping is cut off, so that calls of the kernel must go on to fail there.
+    cut_off: AtomicBool,
+    /// Pages that were covered since then.
+    touched_pages: AtomicUsize,
     poisoned: AtomicBool,
 }
 
@@ -49,6 +61,8 @@ static SLOTS: [Slot; MAX_MAPPINGS] = [const {
         page_bytes: AtomicUsize::new(PAGE_BYTES),
         page_only: AtomicBool::new(false),
         on_refuge: AtomicBool::new(false),
+        cut_off: AtomicBool::new(false),
+        touched_pages: AtomicUsize::new(0),
         poisoned: AtomicBool::new(false),
     }
 }; MAX_MAPPINGS];
@@ -73,6 +87,7 @@ pub(crate) fn register(
 ) -> io::Result<Registration> {
     INSTALL.call_once(|| {
         refuge::make();
+        barrier::make();
         install_handler();
     });
     refuge::clear(lies_on_refuge);
@@ -84,6 +99,8 @@ pub(crate) fn register(
         slot.poisoned.store(false, Ordering::Relaxed);
         slot.page_only.store(page_only, Ordering::Relaxed);
         slot.on_refuge.store(false, Ordering::Relaxed);
+        slot.cut_off.store(false, Ordering::Relaxed);
+        slot.touched_pages.store(0, Ordering::Relaxed);
         slot.page_bytes.store(page_bytes, Ordering::Relaxed);
         slot.set_range(start.as_ptr().addr(), length_bytes);
         USED.fetch_max(index + 1, Ordering::AcqRel);
@@ -124,13 +141,21 @@ impl Registration {
         SLOTS[self.index].poisoned.load(Ordering::Acquire)
     }
 
-    /// Puts pages of our own over the whole range, which counts as poisoned from then on. Later writes to the range, by
-    /// the kernel too, no longer reach the peer; pages that a device has pinned are the exception. Returns whether it
-    /// succeeded.
+    /// Cuts the whole range off, which counts as poisoned from then on. Nothing that is written to it later reaches the
+    /// peer; pages that a device has pinned are the exception. Calls of the kernel fail there (`EFAULT`). If it refuses
+    /// the mapping for that, pages of our own cover the range, and such calls find zeros. Returns whether the range is
+    /// cut off.
     pub(crate) fn fence(&self) -> bool {
         let slot = &SLOTS[self.index];
         slot.poisoned.store(true, Ordering::Release);
         slot.range().is_some_and(|(start, length_bytes)| {
+            // Set before the file is mapped, so that nobody who touches it covers all of it.
+            slot.cut_off.store(true, Ordering::Release);
+            let put = || barrier::put(start, length_bytes);
+            if put() || spares::give_up_one() && put() {
+                return true;
+            }
+            slot.cut_off.store(false, Ordering::Release);
             cover_with_zeros(start, length_bytes) || slot.put_refuge(start, length_bytes)
         })
     }
@@ -139,6 +164,7 @@ impl Registration {
     pub(crate) fn withdraw(&self) {
         let slot = &SLOTS[self.index];
         slot.set_range(0, 0);
+        slot.touched_pages.store(0, Ordering::Relaxed);
         slot.taken.store(false, Ordering::Release);
     }
 }
@@ -185,8 +211,12 @@ impl Slot {
         self.poisoned.store(true, Ordering::Release);
         let page_bytes = self.page_bytes.load(Ordering::Relaxed);
         let page = start + (address - start) / page_bytes * page_bytes;
+        let cover_page = |page, bytes| cover_with_zeros(page, bytes) || refuge::cover_page(page, bytes);
+        let is_cut_off = self.cut_off.load(Ordering::Acquire) && self.may_cover_one_more();
         let is_covered = || match self.page_only.load(Ordering::Relaxed) {
-            true => cover_with_zeros(page, page_bytes) || refuge::cover_page(page, page_bytes),
+            true => cover_page(page, page_bytes),
+            // The pages around it are no zeros for the kernel. (The barrier has no huge pages.)
+            false if is_cut_off && cover_page(address / PAGE_BYTES * PAGE_BYTES, PAGE_BYTES) => true,
             // If our file lies there already, a page of it was refused: then private memory may help, or the file's
             // first pages.
             false => {
@@ -208,6 +238,14 @@ impl Slot {
         }
         // SAFETY: as above. The interrupted code may be about to read it.
         unsafe { *libc::__errno_location() = errno };
+    }
+
+    /// Counts one more page that is covered alone. Returns false if there are too many on all mappings.
+    fn may_cover_one_more(&self) -> bool {
+        let used = SLOTS[..USED.load(Ordering::Acquire)].iter();
+        let touched: usize = used.map(|slot| slot.touched_pages.load(Ordering::Relaxed)).sum();
+        self.touched_pages.fetch_add(1, Ordering::Relaxed);
+        touched < MOST_TOUCHED_PAGES
     }
 
     /// Puts our own file over the mapping, unless it is there. Returns whether it did so.

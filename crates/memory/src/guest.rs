@@ -236,9 +236,10 @@ impl GuestMemory {
         }
     }
 
-    /// Cuts this mapping off from the peer's memory. Then reads that were given up, because their storage hangs, can
-    /// end later without changing the peer's memory. Pages that a device has pinned (direct I/O, registered memory)
-    /// cannot be cut off. The memory counts as poisoned. Returns whether it succeeded.
+    /// Cuts this mapping off from the peer's memory. Then requests that were given up, because their storage hangs, can
+    /// end later without harm: a read does not change the peer's memory, and a write that the kernel begins later fails
+    /// (`EFAULT`). Pages that a device has pinned (direct I/O, registered memory) cannot be cut off. Our own accesses
+    /// find zeros. The memory counts as poisoned. Returns whether it succeeded.
     #[must_use]
     pub fn fence(&self) -> bool {
         // Counted, so that every region is fenced, also those behind one that cannot be.

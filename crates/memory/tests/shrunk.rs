@@ -114,6 +114,20 @@ fn part_of_another_cut_off_where_the_refuge_lies() {
     assert_eq!(fenced, [true; 2]);
 }
 
+/// What the kernel says to a write of a few pages from the mapping.
+fn kernel_writes(mapping: &Mapping, offset: usize) -> i32 {
+    let file = File::from(Mapping::anonymous_file(c"written", PAGE_BYTES).unwrap().0);
+    file.set_len(0).unwrap();
+    // SAFETY: the kernel reads a part of the mapping.
+    let written = unsafe {
+        let at = mapping.as_ptr().as_ptr().add(offset);
+        libc::pwrite(file.as_raw_fd(), at.cast(), 3 * PAGE_BYTES, 0)
+    };
+    let error = std::io::Error::last_os_error();
+    assert_eq!(file.metadata().unwrap().len(), written.max(0) as u64);
+    if written < 0 { error.raw_os_error().unwrap() } else { 0 }
+}
+
 #[test]
 #[ignore = "a part of another test"]
 fn part_of_another_the_refuge_is_written_to_again() {
@@ -221,6 +235,51 @@ fn where_the_kernel_gives_nothing_the_whole_is_covered_all_the_same() {
 #[test]
 fn memory_that_the_refuge_covers_can_be_cut_off() {
     in_a_child("part_of_another_cut_off_where_the_refuge_lies");
+}
+
+/// A write that was given up may begin in the kernel only later. It must not store zeros then.
+#[test]
+fn from_memory_that_is_cut_off_the_kernel_writes_nothing_and_our_own_accesses_find_zeros() {
+    const LENGTH: usize = 8 << 20;
+    let (_fd, mapping) = Mapping::anonymous_file(c"guest", LENGTH).unwrap();
+    let mapping = Arc::new(mapping);
+    write_and_read(&mapping, 0);
+    assert_eq!(kernel_writes(&mapping, 0), 0);
+    let region = GuestRegion::of_mapping(RegionSpec::new(0, LENGTH as u64), Arc::clone(&mapping), 0).unwrap();
+    let memory = GuestMemory::new(vec![region]).unwrap();
+    for _ in 0..2 {
+        assert!(memory.fence());
+        assert!(memory.is_poisoned());
+        assert_eq!(kernel_writes(&mapping, 0), libc::EFAULT);
+        // SAFETY: the address lies in the mapping.
+        assert_eq!(unsafe { mapping.as_ptr().as_ptr().read_volatile() }, 0);
+        write_and_read(&mapping, 100 * PAGE_BYTES + 5);
+        write_and_read(&mapping, LENGTH - 1);
+        // Only the pages that were touched are zeros for the kernel.
+        for page in [1, 97, 101, LENGTH / PAGE_BYTES - 4] {
+            assert_eq!(kernel_writes(&mapping, page * PAGE_BYTES), libc::EFAULT, "page {page}");
+        }
+    }
+    // Nor does it matter how many are touched.
+    in_a_child("part_of_another_many_pages_that_are_cut_off");
+}
+
+#[test]
+#[ignore = "a part of another test"]
+fn part_of_another_many_pages_that_are_cut_off() {
+    let (_fd, mapping) = Mapping::anonymous_file(c"guest", GIB).unwrap();
+    let mapping = Arc::new(mapping);
+    let region = GuestRegion::of_mapping(RegionSpec::new(0, GIB as u64), Arc::clone(&mapping), 0).unwrap();
+    let memory = GuestMemory::new(vec![region]).unwrap();
+    assert!(memory.fence());
+    for page in 0..100_000 {
+        write_and_read(&mapping, page * 2 * PAGE_BYTES);
+    }
+    let mappings = std::fs::read_to_string("/proc/self/maps").unwrap().lines().count();
+    assert!(mappings < 10_000, "{mappings} mappings");
+    use_up_mappings();
+    assert!(memory.fence());
+    write_to_many_pages(&mapping);
 }
 
 #[test]
