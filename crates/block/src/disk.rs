@@ -160,6 +160,11 @@ pub trait DiskQueue {
     /// Returns how many requests are submitted and not yet harvested.
     fn in_flight(&self) -> usize;
 
+    /// Nobody waits for the requests of this queue any more, and newer ones may come through others. A request that waits
+    /// here and was not handed on ends with an error. So does each that would have to wait from then on. A filter passes
+    /// the call on.
+    fn abandon(&mut self) {}
+
     /// Appends the known times of requests, including those that the last harvest completed. Call it after each
     /// harvest, before their tags are used again. Requests that it does not name spent their time in the engine. A
     /// filter passes the call on.

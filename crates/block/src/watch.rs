@@ -61,6 +61,12 @@ impl<T: AsFd> Watch<T> {
         }
     }
 
+    /// Whether the other side sends nothing any more, or has gone. There may be bytes of it that nobody has read.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.readiness.has_ended.get()
+    }
+
     /// Notes that everything was written.
     pub fn has_written(&self) {
         self.watch_room(false);

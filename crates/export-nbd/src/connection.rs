@@ -86,6 +86,8 @@ pub(crate) struct Connection<G> {
     sent_bytes: usize,
     /// No more requests are taken.
     shuts: bool,
+    /// The client said goodbye: those that it sent before are carried out.
+    is_leaving: bool,
     /// The socket is of no use any more.
     is_dead: bool,
 }
@@ -131,6 +133,7 @@ impl<G: Clone + Send + 'static> Connection<G> {
             guard,
             sent_bytes: 0,
             shuts: false,
+            is_leaving: false,
             is_dead: false,
         };
         let connection = Rc::new(RefCell::new(connection));
@@ -157,6 +160,18 @@ impl<G: Clone + Send + 'static> Connection<G> {
         }
         self.output.clear();
         self.incoming = Incoming::Header;
+        self.abandon();
+    }
+
+    /// Gives up what waits for a client that has gone without a goodbye. Returns false if that was done before.
+    fn abandon(&mut self) -> bool {
+        match &mut self.phase {
+            Phase::Transmission(transmission) if !self.is_leaving && !transmission.is_abandoned() => {
+                transmission.abandon();
+                true
+            }
+            _ => false,
+        }
     }
 
     fn harvest(&mut self) -> bool {
@@ -179,6 +194,8 @@ impl<G: Clone + Send + 'static> Connection<G> {
         while !self.shuts && steps < STEPS_PER_TURN && bytes < bytes_max && !self.has_enough() {
             match self.step(&mut bytes) {
                 Ok(Outcome::Goes) => did = true,
+                // There is no room for what a client has sent before it went.
+                Ok(Outcome::Waits) if self.socket.has_ended() => return did | self.abandon(),
                 Ok(Outcome::Waits) => break,
                 Err(error) => {
                     if let (Phase::Transmission(transmission), io::ErrorKind::InvalidData) = (&self.phase, error.kind())
@@ -269,7 +286,7 @@ impl<G: Clone + Send + 'static> Connection<G> {
     fn goes_on(&mut self, next: Next) {
         match next {
             Next::Header | Next::Later => {}
-            Next::Ends => self.shuts = true,
+            Next::Ends => (self.shuts, self.is_leaving) = (true, true),
             Next::Payload(request, buffer, grant) => {
                 self.incoming = Incoming::Payload { request, buffer, grant, filled: 0 };
             }

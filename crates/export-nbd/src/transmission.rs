@@ -72,6 +72,8 @@ pub(crate) struct Transmission {
     caches: usize,
     /// Nothing is read ahead any more.
     is_ending: bool,
+    /// The client has gone.
+    is_abandoned: bool,
     done: Vec<Completion>,
     account: Rc<Account>,
     payload_bytes_max: u64,
@@ -120,6 +122,7 @@ impl Transmission {
             questions,
             caches: 0,
             is_ending: false,
+            is_abandoned: false,
             done,
             account,
             payload_bytes_max,
@@ -168,6 +171,16 @@ impl Transmission {
     /// No more requests come: what is read ahead for those that are there is not gone on with.
     pub(crate) fn ends(&mut self) {
         self.is_ending = true;
+    }
+
+    /// The client has gone. What of it still waits is not carried out: it may be back, and have written newer data.
+    pub(crate) fn abandon(&mut self) {
+        self.is_abandoned = true;
+        self.queue.abandon();
+    }
+
+    pub(crate) fn is_abandoned(&self) -> bool {
+        self.is_abandoned
     }
 
     /// Begins a request.
@@ -440,9 +453,10 @@ impl Transmission {
         has_any
     }
 
-    /// Failures of the storage are counted, and those logged by which their number has doubled.
+    /// Failures of the storage are counted, and those logged by which their number has doubled. An abandoned request need
+    /// not have reached the storage.
     fn count(&self, pending: &Pending, result: &IoResult) {
-        let Err(error) = result else { return };
+        let Some(error) = result.as_ref().err().filter(|_| !self.is_abandoned) else { return };
         let counters = &self.presence.counters;
         let (counter, full) = match error.kind() {
             IoErrorKind::Unsupported => return,

@@ -10,7 +10,7 @@ use engine::{Reactor, ReactorConfig};
 use memory::IoBuf;
 use ringdisk_image::{
     Delay, DelayOptions, ErrorOptions, ErrorPolicy, Errors, Filter, FilterDisk, Hold, HoldControl, NullDisk,
-    RequestKind,
+    Rate, RequestKind, Throttle, ThrottleGroup, ThrottleLimits,
 };
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -384,4 +384,40 @@ fn a_delayed_request_waits_its_time_and_a_sleeping_reactor_wakes_up_for_it() {
     }
     assert!(reactor.stats().sleeps > 0, "it slept meanwhile");
     reactor.stop().unwrap();
+}
+
+#[test]
+fn what_waits_for_nobody_ends_with_an_error_and_nothing_waits_from_then_on() {
+    const DONE: block::IoResult = Ok(());
+    let failed = Err(IoError::EIO);
+    let limits = ThrottleLimits::default().with(|limits| limits.writes.requests = Rate::of(1));
+    let cases: [(Box<dyn Fn(Arc<dyn Disk>) -> Arc<dyn Disk>>, _); 3] = [
+        // The first write passes at once.
+        (Box::new(move |disk| filtered(disk, Throttle::new(ThrottleGroup::new(limits)))), [DONE, failed, failed]),
+        (Box::new(|disk| filtered(disk, Delay::new(DelayOptions::of(Duration::from_secs(3600))))), [failed; 3]),
+        // It fails once: what comes later is not in its way.
+        (
+            Box::new(|disk| filtered(filtered(disk, errors(|options| options.count = 1)), holding().1)),
+            [failed, DONE, DONE],
+        ),
+    ];
+    for (index, (filter, expected)) in cases.into_iter().enumerate() {
+        let reactor = SimReactor::new(1);
+        let ctx = reactor.ctx();
+        // A filter above passes the call on.
+        let disk = filtered(filter(null()), never());
+        let mut queue = disk.open_queue(&ctx).unwrap();
+        queue.submit(0, write_at(0, 512));
+        queue.submit(1, write_at(0, 512));
+        let mut ended = Vec::new();
+        for _ in 0..200 {
+            queue.harvest(&mut ended);
+        }
+        queue.abandon();
+        queue.submit(2, write_at(0, 512));
+        ended.extend(turn(&reactor, &mut queue));
+        ended.sort_by_key(|completion| completion.tag);
+        let results: Vec<_> = ended.iter().map(|completion| completion.result).collect();
+        assert_eq!((results, queue.in_flight()), (expected.to_vec(), 0), "case {index}");
+    }
 }

@@ -89,6 +89,7 @@ pub(crate) struct Core {
     /// Whether new requests wait for the next chain.
     holds: bool,
     held: Vec<(Instant, Tag, Op)>,
+    is_abandoned: bool,
     /// Whether the queue drops its lease when nothing is in flight.
     until_quiet: bool,
     prepared: Vec<(Arc<Layer>, OpenFiles)>,
@@ -139,6 +140,7 @@ impl Core {
             formers: Vec::new(),
             holds: false,
             held: Vec::new(),
+            is_abandoned: false,
             until_quiet: false,
             prepared: Vec::new(),
             attendance: None,
@@ -299,6 +301,7 @@ impl DiskQueue for ImageQueue {
         let mut core = self.0.borrow_mut();
         match core.holds {
             false => core.begin(tag, op),
+            true if core.is_abandoned => core.end_unbegun(tag),
             true => core.held.push((Instant::now(), tag, op)),
         }
     }
@@ -333,12 +336,26 @@ impl DiskQueue for ImageQueue {
         core.in_flight.saturating_add(core.held.len())
     }
 
+    fn abandon(&mut self) {
+        let mut core = self.0.borrow_mut();
+        core.is_abandoned = true;
+        for (_, tag, _) in std::mem::take(&mut core.held) {
+            core.end_unbegun(tag);
+        }
+    }
+
     fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
         self.0.borrow().timings.take(timings);
     }
 }
 
 impl Core {
+    /// Ends a request that never began, since nobody waits for it.
+    fn end_unbegun(&mut self, tag: Tag) {
+        self.in_flight = self.in_flight.saturating_add(1);
+        self.ready.push(Completion { tag, result: Err(IoError::EIO) });
+    }
+
     /// Notes which pieces and tasks have ended.
     fn take_ends(&mut self) {
         if !self.shared.sink.is_empty() {

@@ -2,7 +2,7 @@
 //! each byte takes its time, and for a time that is fixed or varies. The filter stands for distant storage in tests and measurements.
 
 use crate::filters::Filter;
-use block::{Completion, DiskQueue, Op, Parts, ReactorCtx, Result, Tag, Timer};
+use block::{Completion, DiskQueue, IoError, Op, Parts, ReactorCtx, Result, Tag, Timer};
 use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -67,7 +67,8 @@ impl Filter for Delay {
         let (link, timer) = (self.link.clone(), ctx.timer());
         let (delay, jitter_ns) = (self.delay, u64::try_from(self.jitter.as_nanos()).unwrap_or(u64::MAX));
         let waiting = VecDeque::with_capacity(ROOM);
-        Ok(Box::new(DelayQueue { below, delay, jitter_ns, random: 1, link, waiting, timer }))
+        let (random, is_abandoned, ended) = (1, false, Vec::new());
+        Ok(Box::new(DelayQueue { below, delay, jitter_ns, random, link, waiting, timer, is_abandoned, ended }))
     }
 }
 
@@ -114,6 +115,9 @@ struct DelayQueue {
     waiting: VecDeque<Late>,
     /// Set for the first request that waits.
     timer: Timer,
+    is_abandoned: bool,
+    /// What ended without being passed on, since the queue was abandoned.
+    ended: Vec<Completion>,
 }
 
 impl DelayQueue {
@@ -151,6 +155,9 @@ fn payload_bytes(op: &Op) -> u64 {
 
 impl DiskQueue for DelayQueue {
     fn submit(&mut self, tag: Tag, op: Op) {
+        if self.is_abandoned {
+            return self.ended.push(Completion { tag, result: Err(IoError::EIO) });
+        }
         let due = self.due(&op);
         let at = match self.jitter_ns {
             0 => self.waiting.len(),
@@ -174,11 +181,21 @@ impl DiskQueue for DelayQueue {
                 self.timer.set(next.due);
             }
         }
-        self.below.harvest(done)
+        let ended = self.ended.len();
+        done.append(&mut self.ended);
+        self.below.harvest(done).saturating_add(ended)
     }
 
     fn in_flight(&self) -> usize {
-        self.below.in_flight().saturating_add(self.waiting.len())
+        self.below.in_flight().saturating_add(self.waiting.len()).saturating_add(self.ended.len())
+    }
+
+    fn abandon(&mut self) {
+        self.is_abandoned = true;
+        let waiting = self.waiting.drain(..);
+        self.ended.extend(waiting.map(|Late { tag, .. }| Completion { tag, result: Err(IoError::EIO) }));
+        self.timer.clear();
+        self.below.abandon();
     }
 
     fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {

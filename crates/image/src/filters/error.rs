@@ -156,6 +156,10 @@ impl DiskQueue for ErrorQueue {
         self.below.in_flight().saturating_add(self.failed.len())
     }
 
+    fn abandon(&mut self) {
+        self.below.abandon();
+    }
+
     fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
         self.below.take_timings(timings);
     }

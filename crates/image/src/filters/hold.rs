@@ -181,6 +181,7 @@ impl Filter for Hold {
             timings: Vec::with_capacity(ROOM),
             round: 0,
             timer: ctx.timer(),
+            is_abandoned: false,
         }))
     }
 }
@@ -209,6 +210,7 @@ struct HoldQueue {
     round: u64,
     /// Set while any request is held.
     timer: Timer,
+    is_abandoned: bool,
 }
 
 impl HoldQueue {
@@ -238,12 +240,16 @@ impl HoldQueue {
         let error = completion.result.err()?;
         let slot = usize::try_from(completion.tag).ok()?;
         let Kept { op, .. } = self.slots.get(slot)?.as_ref()?;
-        (self.hold.control.holds(op, error) && !self.hold.is_ending()).then_some(Held { slot, error })
+        (self.hold.control.holds(op, error) && !self.is_ending()).then_some(Held { slot, error })
+    }
+
+    fn is_ending(&self) -> bool {
+        self.is_abandoned || self.hold.is_ending()
     }
 
     /// Submits the held requests again, or ends them, if somebody asked for it.
     fn look_after_held(&mut self, done: &mut Vec<Completion>) {
-        if self.hold.is_ending() {
+        if self.is_ending() {
             self.hold.control.end_to_hold(self.held.len());
             while let Some(Held { slot, error }) = self.held.pop() {
                 done.extend(self.end(slot, Err(error)));
@@ -310,7 +316,7 @@ impl DiskQueue for HoldQueue {
             }
         }
         done.truncate(end);
-        if !self.held.is_empty() && self.timer.is_due() {
+        if !self.held.is_empty() && (self.is_abandoned || self.timer.is_due()) {
             self.look_after_held(done);
         }
         done.len().saturating_sub(start)
@@ -318,6 +324,11 @@ impl DiskQueue for HoldQueue {
 
     fn in_flight(&self) -> usize {
         self.below.in_flight().saturating_add(self.held.len())
+    }
+
+    fn abandon(&mut self) {
+        self.is_abandoned = true;
+        self.below.abandon();
     }
 
     fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {

@@ -66,6 +66,7 @@ impl Filter for WriteLog {
             with_log: 0,
             scratch: Vec::new(),
             refused: Vec::new(),
+            is_abandoned: false,
         }))
     }
 }
@@ -124,6 +125,7 @@ struct LogQueue {
     with_log: usize,
     scratch: Vec<Completion>,
     refused: Vec<Completion>,
+    is_abandoned: bool,
 }
 
 impl LogQueue {
@@ -180,6 +182,8 @@ impl DiskQueue for LogQueue {
     fn submit(&mut self, tag: Tag, op: Op) {
         if self.waiting.is_empty() && self.has_room() {
             self.begin(tag, op);
+        } else if self.is_abandoned {
+            self.refused.push(Completion { tag, result: Err(IoError::EIO) });
         } else {
             self.waiting.push_back((tag, op));
         }
@@ -206,6 +210,13 @@ impl DiskQueue for LogQueue {
     fn in_flight(&self) -> usize {
         let own = self.with_log.saturating_add(self.waiting.len()).saturating_add(self.refused.len());
         self.below.in_flight().saturating_add(own)
+    }
+
+    fn abandon(&mut self) {
+        self.is_abandoned = true;
+        let waiting = self.waiting.drain(..);
+        self.refused.extend(waiting.map(|(tag, _)| Completion { tag, result: Err(IoError::EIO) }));
+        self.below.abandon();
     }
 
     fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {

@@ -19,7 +19,7 @@ pub use group::ThrottleGroup;
 pub use rates::{Rate, Rates, ThrottleLimits};
 
 use crate::filters::Filter;
-use block::{Completion, DiskQueue, Op, Part, Parts, ReactorCtx, Result, Tag, Timer};
+use block::{Completion, DiskQueue, IoError, Op, Part, Parts, ReactorCtx, Result, Tag, Timer};
 use group::{Load, nanos};
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -113,7 +113,8 @@ impl Filter for Throttle {
         let lines = [VecDeque::with_capacity(ROOM), VecDeque::with_capacity(ROOM)];
         let timings = Vec::with_capacity(ROOM);
         let (member, timer) = (Arc::clone(&self.member), ctx.timer());
-        Ok(Box::new(ThrottleQueue { below, member, lines, timings, waits: false, timer }))
+        let (waits, is_abandoned, ended) = (false, false, Vec::new());
+        Ok(Box::new(ThrottleQueue { below, member, lines, timings, waits, timer, is_abandoned, ended }))
     }
 }
 
@@ -134,6 +135,9 @@ struct ThrottleQueue {
     /// Whether the group knows that this queue waits.
     waits: bool,
     timer: Timer,
+    is_abandoned: bool,
+    /// What ended without being passed on, since the queue was abandoned.
+    ended: Vec<Completion>,
 }
 
 impl ThrottleQueue {
@@ -203,6 +207,9 @@ impl ThrottleQueue {
 impl DiskQueue for ThrottleQueue {
     fn submit(&mut self, tag: Tag, op: Op) {
         let Some(load) = Load::of(&op) else { return self.below.submit(tag, op) };
+        if self.is_abandoned {
+            return self.ended.push(Completion { tag, result: Err(IoError::EIO) });
+        }
         let [reads, writes] = &mut self.lines;
         let line = if load.is_write { writes } else { reads };
         let is_first = line.is_empty();
@@ -216,12 +223,25 @@ impl DiskQueue for ThrottleQueue {
         if self.timer.is_due() {
             self.let_pass();
         }
-        self.below.harvest(done)
+        let ended = self.ended.len();
+        done.append(&mut self.ended);
+        self.below.harvest(done).saturating_add(ended)
     }
 
     fn in_flight(&self) -> usize {
-        let waiting = self.lines.iter().map(VecDeque::len).fold(0, usize::saturating_add);
+        let waiting = self.lines.iter().map(VecDeque::len).fold(self.ended.len(), usize::saturating_add);
         self.below.in_flight().saturating_add(waiting)
+    }
+
+    fn abandon(&mut self) {
+        self.is_abandoned = true;
+        let waiting = self.lines.iter_mut().flat_map(|line| line.drain(..));
+        self.ended.extend(waiting.map(|Waiting { tag, .. }| Completion { tag, result: Err(IoError::EIO) }));
+        if std::mem::take(&mut self.waits) {
+            self.member.group.lock().ends_to_wait(self.member.id);
+        }
+        self.timer.clear();
+        self.below.abandon();
     }
 
     fn take_timings(&mut self, timings: &mut Vec<(Tag, Parts)>) {
