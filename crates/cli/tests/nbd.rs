@@ -141,7 +141,7 @@ fn one_signal_ends_it_while_requests_are_held_that_the_storage_fails() {
     let server = Server::start(&arguments);
     let uri = format!("nbd+unix:///disk?socket={socket}");
     let mut client = std::process::Command::new("qemu-io");
-    client.args(["-f", "raw", "-c", "write 0 4k", &uri]).stdout(std::process::Stdio::null());
+    client.args(["-t", "writeback", "-f", "raw", "-c", "write 0 4k", &uri]).stdout(std::process::Stdio::null());
     let mut client = client.stderr(std::process::Stdio::null()).spawn().unwrap();
     // Its write is held for as long as anybody waits.
     let deadline = std::time::Instant::now() + common::PATIENCE;

@@ -261,7 +261,11 @@ impl Remote {
 
     async fn flush(&self, queue: usize) -> IoResult {
         match self.can(export::SEND_FLUSH) {
-            true => self.calls.ask(queue, 0, Wish::Flush).await.map(|_| ()),
+            true => match self.calls.ask(queue, 0, Wish::Flush).await {
+                // Only a write says that there is no space, and may be tried again.
+                Err(error) if error.kind() == IoErrorKind::NoSpace => Err(IoError::EIO),
+                flushed => flushed.map(|_| ()),
+            },
             false => Ok(()),
         }
     }

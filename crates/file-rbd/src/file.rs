@@ -354,7 +354,11 @@ impl Remote {
         if self.has_lost.load(Ordering::Acquire) {
             return Err(IoError::EIO);
         }
-        let flushed = self.ask(0, Request::Flush).await.map(|_| ());
+        let flushed = match self.ask(0, Request::Flush).await {
+            // Only a write says that there is no space, and may be tried again.
+            Err(error) if error.kind() == IoErrorKind::NoSpace => Err(IoError::EIO),
+            flushed => flushed.map(|_| ()),
+        };
         // Another one may have been told while this one was under way.
         if self.has_lost.load(Ordering::Acquire) { flushed.and(Err(IoError::EIO)) } else { flushed }
     }

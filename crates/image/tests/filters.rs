@@ -17,7 +17,7 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use testkit::conformance::{Subject, run};
-use testkit::{SimHarness, SimReactor};
+use testkit::{Fault, FaultAction, OpKind, SimHarness, SimReactor};
 
 const SIZE: u64 = 1 << 20;
 
@@ -299,6 +299,43 @@ fn what_storage_fails_waits_until_it_is_tried_again_or_given_up() {
     );
     assert_eq!((control.held(), queue.in_flight()), (None, 0));
     assert_eq!(told.lock().unwrap().len(), 2, "told when the first fails, and when it fails again");
+}
+
+fn durable_write_at(offset: u64, length: usize) -> Op {
+    Op::write(offset, IoBuf::zeroed(length).whole(), OpFlags::FUA)
+}
+
+#[test]
+fn a_durable_write_that_may_tell_of_lost_data_is_not_held() {
+    let chain = Chain::of(vec![Layer::qcow2(SIZE, 4096)]);
+    let storage = chain.storage();
+    let (control, hold) = holding();
+    let disk = filtered(chain.open(&storage).unwrap().disk, hold);
+    let reactor = SimReactor::new(1);
+    let mut queue = disk.open_queue(&reactor.ctx()).unwrap();
+    // The sync of the second loses the data of the first. Another try would succeed without them.
+    for (op, result) in [(write_at(0, 512), Ok(())), (durable_write_at(8192, 512), Err(IoError::EIO))] {
+        queue.submit(1, op);
+        let mut ended = Vec::new();
+        while ended.is_empty() && control.held().is_none() {
+            ended = turn(&reactor, &mut queue);
+        }
+        assert_eq!((ended, control.held()), (vec![Completion { tag: 1, result }], None));
+        storage.inject(&common::name(0), Fault::nth(OpKind::Flush, 0, FaultAction::Lose(IoError::EIO)));
+    }
+}
+
+#[test]
+fn a_durable_write_waits_for_space() {
+    let no_space = errors(|options| (options.count, options.error) = (1, IoError::new(IoErrorKind::NoSpace)));
+    let (control, hold) = holding();
+    let disk = filtered(filtered(null(), no_space), hold);
+    let reactor = SimReactor::new(1);
+    let mut queue = disk.open_queue(&reactor.ctx()).unwrap();
+    queue.submit(1, durable_write_at(0, 512));
+    assert!(turn(&reactor, &mut queue).is_empty());
+    control.try_again();
+    assert_eq!(turn(&reactor, &mut queue), [Completion { tag: 1, result: Ok(()) }]);
 }
 
 #[test]

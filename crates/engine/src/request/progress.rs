@@ -179,7 +179,9 @@ impl Request {
                 "'{name}': making data durable failed ({error}); flushes fail until the file is opened anew"
             );
         }
-        done.complete(result);
+        // Lack of space is for a write, which can be tried again. A sync that meets it has lost data of other writes.
+        let has_lost = |error: &IoError| matches!(action, Action::Sync) && error.kind() == IoErrorKind::NoSpace;
+        done.complete(result.map_err(|error| if has_lost(&error) { IoError::EIO } else { error }));
         if counted {
             target.untracked.change_ended();
         }

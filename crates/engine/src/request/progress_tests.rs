@@ -159,6 +159,20 @@ fn memory_that_a_guest_has_taken_away_says_nothing_of_the_storage() {
 }
 
 #[test]
+fn only_a_write_says_that_there_is_no_space() {
+    let no_space = IoError::new(IoErrorKind::NoSpace);
+    for (action, expected) in [(Action::Sync, IoError::EIO), (Action::Write { durable: true }, no_space)] {
+        let failing = request(CacheMode::Writeback, action, 4096);
+        let Done::Sink { sink, .. } = &failing.done else { unreachable!("made so above") };
+        let sink = Rc::clone(sink);
+        failing.finish(Err(no_space));
+        let mut ended = Vec::new();
+        sink.take(&mut ended);
+        assert_eq!(ended, [(0, Err(expected))], "{action:?}");
+    }
+}
+
+#[test]
 fn after_a_failed_sync_of_the_page_cache_no_flush_is_believed() {
     for (cache, lost) in [(CacheMode::Writeback, true), (CacheMode::None, false)] {
         let failing = request(cache, Action::Sync, 4096);

@@ -2,7 +2,8 @@
 //! repaired the storage and lets the requests be tried again.
 //!
 //! Each request in flight is kept, so that it can be submitted again. A failed flush is always reported, and so is a
-//! write with a flush before it. The kernel reports lost data once: a second flush would succeed without them.
+//! write with a flush before it. The kernel reports lost data once: a second flush would succeed without them. A durable
+//! write is reported, too, unless it found no space: that is its own failure, never one of a sync.
 
 use crate::filters::Filter;
 use block::{Completion, DiskQueue, IoError, IoErrorKind, Op, OpFlags, Parts, ReactorCtx, Result, Tag, Timer};
@@ -117,8 +118,10 @@ impl HoldControl {
             // The request or the image is wrong: another try cannot help.
             _ => return false,
         };
-        let has_flush = matches!(op, Op::Flush) || op.flags().contains(OpFlags::PREFLUSH);
-        policy.load(Ordering::Relaxed) && !has_flush
+        let flags = op.flags();
+        let has_flush = matches!(op, Op::Flush) || flags.contains(OpFlags::PREFLUSH);
+        let has_sync = flags.is_fua() && error.kind() != IoErrorKind::NoSpace;
+        policy.load(Ordering::Relaxed) && !has_flush && !has_sync
     }
 
     fn begins_to_hold(&self, error: IoError) {
