@@ -9,8 +9,8 @@ use common::{Chain, Layer};
 use engine::{Reactor, ReactorConfig};
 use memory::IoBuf;
 use ringdisk_image::{
-    Delay, DelayOptions, ErrorOptions, ErrorPolicy, Errors, Filter, FilterDisk, Hold, HoldControl, NullDisk,
-    Rate, RequestKind, Throttle, ThrottleGroup, ThrottleLimits,
+    Delay, DelayOptions, ErrorOptions, ErrorPolicy, Errors, Filter, FilterDisk, Hold, HoldControl, NullDisk, Rate,
+    RequestKind, Throttle, ThrottleGroup, ThrottleLimits,
 };
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -428,21 +428,18 @@ fn what_waits_for_nobody_ends_with_an_error_and_nothing_waits_from_then_on() {
     const DONE: block::IoResult = Ok(());
     let failed = Err(IoError::EIO);
     let limits = ThrottleLimits::default().with(|limits| limits.writes.requests = Rate::of(1));
-    let cases: [(Box<dyn Fn(Arc<dyn Disk>) -> Arc<dyn Disk>>, _); 3] = [
+    let cases = [
         // The first write passes at once.
-        (Box::new(move |disk| filtered(disk, Throttle::new(ThrottleGroup::new(limits)))), [DONE, failed, failed]),
-        (Box::new(|disk| filtered(disk, Delay::new(DelayOptions::of(Duration::from_secs(3600))))), [failed; 3]),
+        (filtered(null(), Throttle::new(ThrottleGroup::new(limits))), [DONE, failed, failed]),
+        (filtered(null(), Delay::new(DelayOptions::of(Duration::from_secs(3600)))), [failed; 3]),
         // It fails once: what comes later is not in its way.
-        (
-            Box::new(|disk| filtered(filtered(disk, errors(|options| options.count = 1)), holding().1)),
-            [failed, DONE, DONE],
-        ),
+        (filtered(filtered(null(), errors(|options| options.count = 1)), holding().1), [failed, DONE, DONE]),
     ];
-    for (index, (filter, expected)) in cases.into_iter().enumerate() {
+    for (index, (disk, expected)) in cases.into_iter().enumerate() {
         let reactor = SimReactor::new(1);
         let ctx = reactor.ctx();
         // A filter above passes the call on.
-        let disk = filtered(filter(null()), never());
+        let disk = filtered(disk, never());
         let mut queue = disk.open_queue(&ctx).unwrap();
         queue.submit(0, write_at(0, 512));
         queue.submit(1, write_at(0, 512));
