@@ -163,6 +163,7 @@ const ENOSYS: i32 = 38;
 const EROFS: i32 = 30;
 const EIO: i32 = 5;
 const ENOMEM: i32 = 12;
+const EFAULT: i32 = 14;
 
 impl IoError {
     /// An I/O error without further detail.
@@ -230,6 +231,12 @@ impl From<io::Error> for IoError {
 impl From<memory::OutOfMemory> for IoError {
     fn from(_: memory::OutOfMemory) -> Self {
         Self::from_errno(ENOMEM)
+    }
+}
+
+impl From<memory::MemoryLost> for IoError {
+    fn from(_: memory::MemoryLost) -> Self {
+        Self::from_errno(EFAULT)
     }
 }
 

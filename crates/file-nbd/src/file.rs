@@ -343,6 +343,7 @@ impl Remote {
             match data {
                 Some(data) => {
                     data.copy_to_slice(to_usize(part.start.saturating_sub(start)), place);
+                    data.check()?;
                 }
                 None => place.fill(0),
             }

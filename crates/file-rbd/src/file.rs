@@ -387,6 +387,7 @@ impl Remote {
             turn::until_free().await;
             let mut buffer = AlignedBuf::try_zeroed(length)?;
             data.copy_to_slice(to_usize(part.start.saturating_sub(offset)), &mut buffer);
+            data.check()?;
             turn::note_moved(length);
             self.ask(part.start, Request::Write(buffer)).await.map(|_| ())
         };

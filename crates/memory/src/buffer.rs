@@ -8,7 +8,7 @@
 mod granted;
 mod window;
 
-pub use window::Window;
+pub use window::{MemoryLost, Window};
 
 use crate::pool::PooledPages;
 use crate::{AlignedBuf, BufferGrant, Mapping, OutOfMemory, PoolRc, room_for};

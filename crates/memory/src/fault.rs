@@ -69,6 +69,8 @@ static SLOTS: [Slot; MAX_MAPPINGS] = [const {
 
 /// One more than the highest slot ever used. It bounds the handler's walk.
 static USED: AtomicUsize = AtomicUsize::new(0);
+/// Memory of a peer was lost or cut off at some time. While none was, nobody looks for it.
+static ANY_LOST: AtomicBool = AtomicBool::new(false);
 static INSTALL: Once = Once::new();
 static PREVIOUS: AtomicPtr<libc::sigaction> = AtomicPtr::new(std::ptr::null_mut());
 
@@ -147,7 +149,7 @@ impl Registration {
     /// cut off.
     pub(crate) fn fence(&self) -> bool {
         let slot = &SLOTS[self.index];
-        slot.poisoned.store(true, Ordering::Release);
+        slot.poison();
         slot.range().is_some_and(|(start, length_bytes)| {
             // Set before the file is mapped, so that nobody who touches it covers all of it.
             slot.cut_off.store(true, Ordering::Release);
@@ -167,6 +169,20 @@ impl Registration {
         slot.touched_pages.store(0, Ordering::Relaxed);
         slot.taken.store(false, Ordering::Release);
     }
+}
+
+/// Whether an address lies in a peer's memory that was lost or cut off. What was read there before may be zeros of our
+/// own.
+pub(crate) fn is_lost(address: usize) -> bool {
+    let found = slot_of(address).map(|(slot, ..)| slot);
+    found.is_some_and(|slot| slot.poisoned.load(Ordering::Acquire) && !slot.page_only.load(Ordering::Relaxed))
+}
+
+/// Whether [`is_lost`] may be true of any address. Called after the reads in question.
+#[inline]
+pub(crate) fn any_is_lost() -> bool {
+    fence(Ordering::Acquire);
+    ANY_LOST.load(Ordering::Relaxed)
 }
 
 fn install_handler() {
@@ -206,9 +222,15 @@ fn slot_of(address: usize) -> Option<(&'static Slot, usize, usize)> {
 }
 
 impl Slot {
+    /// Marks the mapping, before its memory is replaced.
+    fn poison(&self) {
+        ANY_LOST.store(true, Ordering::Relaxed);
+        self.poisoned.store(true, Ordering::Release);
+    }
+
     /// Makes `address` valid in the mapping of this slot. Called by the handler: no locks, no allocation.
     fn cover(&self, address: usize, start: usize, length_bytes: usize) {
-        self.poisoned.store(true, Ordering::Release);
+        self.poison();
         let page_bytes = self.page_bytes.load(Ordering::Relaxed);
         let page = start + (address - start) / page_bytes * page_bytes;
         let cover_page = |page, bytes| cover_with_zeros(page, bytes) || refuge::cover_page(page, bytes);

@@ -49,7 +49,7 @@ mod words;
 
 pub use aligned::{AlignedBuf, OutOfMemory, PAGE_BYTES};
 pub use budget::{BudgetStats, BufferAccount, BufferBudget, BufferGrant, BufferUse};
-pub use buffer::{IoBuf, Segment, Window};
+pub use buffer::{IoBuf, MemoryLost, Segment, Window};
 pub use guest::{GuestMemory, GuestRegion, MemoryError, RegionSpec};
 pub use interrupt::InterruptHandle;
 pub use lent::{Held, Lent};

@@ -2,7 +2,7 @@
 //!
 //! Limits hold for a whole process, so each case runs in a process of its own: this program once more.
 
-use ringdisk_memory::{GuestMemory, GuestRegion, Mapping, PAGE_BYTES, RegionSpec};
+use ringdisk_memory::{GuestMemory, GuestRegion, IoBuf, Mapping, MemoryLost, PAGE_BYTES, RegionSpec};
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::process::Command;
@@ -247,9 +247,12 @@ fn from_memory_that_is_cut_off_the_kernel_writes_nothing_and_our_own_accesses_fi
     assert_eq!(kernel_writes(&mapping, 0), 0);
     let region = GuestRegion::of_mapping(RegionSpec::new(0, LENGTH as u64), Arc::clone(&mapping), 0).unwrap();
     let memory = GuestMemory::new(vec![region]).unwrap();
+    let buffer = IoBuf::in_mapping(&mapping, 8192, 4096, Box::new(())).unwrap().whole();
+    assert_eq!(buffer.check(), Ok(()));
     for _ in 0..2 {
         assert!(memory.fence());
         assert!(memory.is_poisoned());
+        assert_eq!(buffer.check(), Err(MemoryLost));
         assert_eq!(kernel_writes(&mapping, 0), libc::EFAULT);
         // SAFETY: the address lies in the mapping.
         assert_eq!(unsafe { mapping.as_ptr().as_ptr().read_volatile() }, 0);

@@ -108,6 +108,7 @@ async fn write_steps(lane: &Lane, offset: u64, data: &Window, durable: bool, fil
             fill_unit(lane, &window, &step, last, file_length).await?;
         }
         data.slice(in_data, count).copy_to(&window.slice(in_step, count));
+        data.check()?;
         turn::note_moved(count);
         lane.start(Action::Write { durable }, step.start, window).await?;
     }

@@ -11,6 +11,7 @@ pub(crate) fn checked_head(offset: u64, data: &Window) -> IoResult<Option<Window
     let length = usize::try_from(room).unwrap_or(PROBE_BYTES).min(data.length_bytes());
     let copy = IoBuf::try_zeroed(length)?.whole();
     data.slice(0, length).copy_to(&copy);
+    data.check()?;
     let mut head = [0u8; PROBE_BYTES];
     let at = usize::try_from(offset).unwrap_or(PROBE_BYTES);
     let got = head.get_mut(at..).map_or(0, |target| copy.copy_to_slice(0, target));

@@ -196,6 +196,8 @@ impl Shared {
     /// image's epochs. So the space is not reused before the write has ended.
     pub(super) async fn start_write(&self, offset: u64, data: Window, priority: Priority) -> IoResult {
         let file = self.files.first().ok_or(IoError::EIO)?;
+        // A task may go on long after its request was given up. A file in memory would then take zeros.
+        data.check()?;
         let write = FileOp::Write { offset, data, fua: false };
         lap(Part::Metadata);
         let result = file.start_keeping_at(write, priority, Rc::clone(&self.sink) as _).await;
@@ -296,7 +298,7 @@ impl Shared {
         let whole = grant.buffer(usize::try_from(length_bytes).ok()?).ok()?.whole();
         self.read_extent(place, whole.clone(), Priority::NONE).await.ok()?;
         let copied = whole.copy_from(head_bytes as usize, data);
-        (copied == data.length_bytes()).then_some(whole)
+        (copied == data.length_bytes() && data.check().is_ok()).then_some(whole)
     }
 
     /// Returns the parts that go before and behind a write into new clusters, each given by its offset and length. The

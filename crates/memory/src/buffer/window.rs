@@ -4,7 +4,14 @@
 //! slices. The exception is memory of the pool with one handle ([`Window::own_parts`]).
 
 use super::{IoBuf, Kept, Segment};
+use crate::fault;
 use std::cell::Cell;
+use thiserror::Error;
+
+/// The peer has shrunk its memory, or it was cut off ([`crate::GuestMemory::fence`]). Copies of it may be zeros.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error("the guest's memory was taken away")]
+pub struct MemoryLost;
 
 /// A part of an [`IoBuf`]: the memory of one operation.
 #[derive(Clone, Debug)]
@@ -106,6 +113,16 @@ impl Window {
         let mut aligned = true;
         self.for_each_segment(|segment| aligned &= (segment.as_ptr().addr() | segment.length_bytes()) & mask == 0);
         aligned
+    }
+
+    /// Fails if the memory was taken away. Whoever copied it asks before the copy is stored: a write that was given up
+    /// must not store zeros.
+    pub fn check(&self) -> Result<(), MemoryLost> {
+        let mut lost = false;
+        if fault::any_is_lost() {
+            self.for_each_segment(|segment| lost |= fault::is_lost(segment.as_ptr().addr()));
+        }
+        if lost { Err(MemoryLost) } else { Ok(()) }
     }
 
     /// Copies bytes of the window, from `skip_bytes` on, into `target`. Returns how many.

@@ -57,6 +57,7 @@ impl Way<'_> {
                 Some(_) => {
                     let own = IoBuf::try_zeroed(length)?.whole();
                     own.copy_from(0, &piece);
+                    piece.check()?;
                     own
                 }
                 // It goes to one side only.

@@ -37,6 +37,7 @@ impl Call {
             FileOp::Write { offset, data, fua } => {
                 let mut copy = AlignedBuf::try_zeroed(data.length_bytes())?;
                 data.copy_to_slice(0, &mut copy);
+                data.check()?;
                 Self::Write { offset: *offset, data: copy, fua: *fua }
             }
             FileOp::Flush => Self::Other(Bare::Flush),
