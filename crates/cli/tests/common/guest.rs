@@ -3,13 +3,15 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use crate::common::PATIENCE;
-use block::{Disk, ReactorHandle};
+use block::{Disk, DiskIo, IoResult, Op, OpFlags, ReactorHandle, Task, run_and_wait};
 use driver::{Driver, DriverOptions};
 use engine::{Reactor, ReactorConfig, ReactorThread};
 use load::{BenchSpec, Hooks, Initial, Pattern, Stop, Verify};
 use std::path::Path;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 /// Nobody lets a guest work for longer.
@@ -111,5 +113,65 @@ impl Reader {
             Read { errors: report.errors, answered: driver.counters().requests - ended_before }
         };
         std::thread::spawn(work)
+    }
+}
+
+/// A guest that writes and reads blocks, each in a request of its own, all in flight together.
+pub(crate) struct Blocks {
+    driver: Arc<Driver>,
+    reactor: ReactorThread,
+}
+
+/// The number of a block, and its bytes after its request.
+pub(crate) type Ended = (usize, IoResult<Vec<u8>>);
+
+impl Blocks {
+    pub(crate) const COUNT: usize = 64;
+    const BYTES: usize = 4096;
+
+    pub(crate) fn connect(socket: &Path) -> Self {
+        let driver = Arc::new(Driver::connect(socket, DriverOptions::default()).unwrap());
+        Self { driver, reactor: client_reactor() }
+    }
+
+    /// Writes this byte all over the blocks of the first or another range of the disk.
+    pub(crate) fn begin_to_write(&self, byte: u8, range: u64) -> Receiver<Ended> {
+        self.begin(Some(byte), range)
+    }
+
+    /// Writes, and waits.
+    pub(crate) fn write(&self, byte: u8, range: u64) {
+        self.begin(Some(byte), range)
+            .iter()
+            .for_each(|(block, result)| drop(result.unwrap_or_else(|error| panic!("{block}: {error}"))));
+    }
+
+    /// Reads the blocks of the first range.
+    pub(crate) fn read(&self) -> Vec<Ended> {
+        self.begin(None, 0).iter().collect()
+    }
+
+    fn begin(&self, byte: Option<u8>, range: u64) -> Receiver<Ended> {
+        let (sender, ends) = channel();
+        let driver = Arc::clone(&self.driver);
+        let begin = move |ctx: &_| {
+            let memory = driver.alloc(Self::COUNT * Self::BYTES).unwrap().whole();
+            memory.fill(byte.unwrap_or(0));
+            let io = DiskIo::open(driver.as_ref(), ctx).unwrap();
+            for block in 0..Self::COUNT {
+                let (io, sender, at) = (Rc::clone(&io), sender.clone(), block * Self::BYTES);
+                let (part, offset) = (memory.slice(at, Self::BYTES), (range << 20) + at as u64);
+                ctx.spawn(Task::new(async move {
+                    let op = match byte {
+                        Some(_) => Op::write(offset, part.clone(), OpFlags::NONE),
+                        None => Op::read(offset, part.clone()),
+                    };
+                    let ended = io.run(op).await.map(|()| part.to_vec());
+                    let _ = sender.send((block, ended));
+                }));
+            }
+        };
+        run_and_wait(self.reactor.handle().as_ref(), begin).unwrap();
+        ends
     }
 }

@@ -1,6 +1,6 @@
 //! Storage that does not answer.
 
-use super::guest::{Read, Reader};
+use super::guest::{Blocks, Read, Reader};
 use super::{Daemon, Guest, common};
 use common::{PATIENCE, Server, assert_valid, at, directory, has_tool, path_str, ringdisk, run, run_ok, text, tool_ok};
 use std::path::{Path, PathBuf};
@@ -197,6 +197,55 @@ fn a_disk_whose_local_storage_hangs_is_removed_with_each_engine() {
         assert_eq!(reading.join().unwrap(), Read { errors: count, answered }, "{engine} {cache}");
         drop(driver::Driver::connect(&near, driver::DriverOptions::default()).expect("the other disk is served"));
         storage.signal("CONT");
+        daemon.ctl(&["shutdown"]);
+        let mut server = daemon.server;
+        server.wait();
+    }
+}
+
+/// One write hangs in the kernel. The others wait behind it, and reach the kernel only after they were given up.
+#[test]
+fn writes_that_were_given_up_store_their_own_data_later_or_nothing() {
+    for (engine, cache) in
+        [("threads", "writeback"), ("io_uring", "writeback"), ("threads", "none"), ("io_uring", "none")]
+    {
+        let dir = directory();
+        let Some(storage) = Stoppable::of_bytes(dir.path(), 64 << 20) else { return };
+        let [first, second] = ["first.sock", "second.sock"].map(|name| at(&dir, name));
+        let drive = format!(
+            "file={},format=raw,name=far,socket={},engine={engine},cache={cache}",
+            storage.path.display(),
+            first.display()
+        );
+        let daemon = Daemon::start_in(dir, &["--give-up-after", "1", "--drive", &drive]);
+        let export = daemon.json(&["exports"])["exports"][0]["id"].to_string();
+        let taken = || daemon.json(&["exports"])["exports"][0]["counters"]["requests"].as_u64().unwrap();
+        let (guest, count) = (Blocks::connect(&first), Blocks::COUNT as u64);
+        guest.write(0x11, 0);
+        storage.signal("STOP");
+        let before = taken();
+        let ends = guest.begin_to_write(0x22, 0);
+        let deadline = Instant::now() + PATIENCE;
+        while taken() < before + count {
+            assert!(Instant::now() < deadline, "{engine} {cache}: its requests are not taken");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        daemon.wait_until_it_hangs("far");
+        daemon.ctl(&["unexport", &export]);
+        let failed = ends.iter().filter(|(_, result)| result.is_err()).count();
+        assert!(failed > 0, "{engine} {cache}: none was given up");
+        drop(guest);
+        storage.signal("CONT");
+        daemon.ctl(&["export", "far", "--socket", path_str(&second)]);
+        let guest = Blocks::connect(&second);
+        // Writes of a file take their turns, so the late ones have ended before these.
+        guest.write(0x33, 32);
+        for (block, read) in guest.read() {
+            let read = read.unwrap();
+            let byte = read[0];
+            assert!(matches!(byte, 0x11 | 0x22), "{engine} {cache}: block {block} begins with {byte}");
+            assert!(read.iter().all(|other| *other == byte), "{engine} {cache}: block {block} is mixed");
+        }
         daemon.ctl(&["shutdown"]);
         let mut server = daemon.server;
         server.wait();
