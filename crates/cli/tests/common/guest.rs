@@ -134,24 +134,24 @@ impl Blocks {
         Self { driver, reactor: client_reactor() }
     }
 
-    /// Writes this byte all over the blocks of the first or another range of the disk.
-    pub(crate) fn begin_to_write(&self, byte: u8, range: u64) -> Receiver<Ended> {
-        self.begin(Some(byte), range)
+    /// Writes this byte all over the blocks, which begin at this mebibyte of the disk.
+    pub(crate) fn begin_to_write(&self, byte: u8, mebibyte: u64) -> Receiver<Ended> {
+        self.begin(Some(byte), mebibyte)
     }
 
     /// Writes, and waits.
-    pub(crate) fn write(&self, byte: u8, range: u64) {
-        self.begin(Some(byte), range)
+    pub(crate) fn write(&self, byte: u8, mebibyte: u64) {
+        self.begin(Some(byte), mebibyte)
             .iter()
             .for_each(|(block, result)| drop(result.unwrap_or_else(|error| panic!("{block}: {error}"))));
     }
 
-    /// Reads the blocks of the first range.
+    /// Reads the blocks at the start of the disk.
     pub(crate) fn read(&self) -> Vec<Ended> {
         self.begin(None, 0).iter().collect()
     }
 
-    fn begin(&self, byte: Option<u8>, range: u64) -> Receiver<Ended> {
+    fn begin(&self, byte: Option<u8>, mebibyte: u64) -> Receiver<Ended> {
         let (sender, ends) = channel();
         let driver = Arc::clone(&self.driver);
         let begin = move |ctx: &_| {
@@ -160,7 +160,7 @@ impl Blocks {
             let io = DiskIo::open(driver.as_ref(), ctx).unwrap();
             for block in 0..Self::COUNT {
                 let (io, sender, at) = (Rc::clone(&io), sender.clone(), block * Self::BYTES);
-                let (part, offset) = (memory.slice(at, Self::BYTES), (range << 20) + at as u64);
+                let (part, offset) = (memory.slice(at, Self::BYTES), (mebibyte << 20) + at as u64);
                 ctx.spawn(Task::new(async move {
                     let op = match byte {
                         Some(_) => Op::write(offset, part.clone(), OpFlags::NONE),
