@@ -9,8 +9,8 @@
 //! none, covers it (`refuge`), if need be in place of a spare mapping (`spares`). The process ends only if the kernel
 //! refuses even that.
 //!
-//! Memory that is cut off ([`Registration::fence`]) raises the same signal (`barrier`). There only the page that was
-//! touched is covered.
+//! Memory that is cut off ([`crate::GuestMemory::fence`]) raises the same signal (`barrier`). There only the page that
+//! was touched is covered.
 //!
 //! A SIGBUS that another process sends is no fault, and is ignored.
 
