@@ -310,8 +310,9 @@ fn incremental_backups_over_nbd_by_bitmap_are_the_disk_each_time() {
         let map = tool_ok("nbdinfo", &[&format!("--map=qemu:dirty-bitmap:{old}"), "--totals", &uri]);
         let of_dirty = |line: &str| line.split_whitespace().next().filter(|_| line.contains("dirty"))?.parse().ok();
         let dirty: u64 = map.lines().find_map(of_dirty).expect("something is dirty");
-        // Space that was added is zeros, and counts as clean until it is written.
-        assert!(dirty < 2 << 20, "{map}");
+        // Space that was added is zeros, and counts as dirty: an earlier backup may hold data there.
+        let added = if round == 1 { 16 << 20 } else { 0 };
+        assert!((added..added + (2 << 20)).contains(&dirty), "{map}");
         daemon.copy_dirty(&old, &uri, &backup);
         let now = daemon.path("now.raw");
         tool_ok("nbdcopy", &[&uri, &now]);
